@@ -15,7 +15,7 @@ from course_pp.arguments import check_arguments, checked, refuse_below, refuse_u
 from course_pp.collective import Ranks
 from course_pp.model.stages import split_by_cost
 from course_pp.module_extras import problem_of_wrappers
-from course_pp.parallel._torch import tree_flatten, tree_map
+from course_pp.parallel._torch import tree_map
 from course_pp.parallel.split.recording import (
     Example,
     Output,
@@ -26,6 +26,7 @@ from course_pp.parallel.split.recording import (
     left_as_it_was,
     record,
     replaced_on_the_way,
+    tensors_in,
 )
 from course_pp.parallel.split.split_stage import SplitStage, carve
 from course_pp.sizes import LayerRange
@@ -169,23 +170,19 @@ def _differences(model: nn.Module, stages: Sequence[nn.Module], recording: Recor
     args, kwargs = recording.example
     with torch.no_grad():
         with left_as_it_was(model):
-            expected = _tensors(model(*args, **kwargs))
+            expected = tensors_in(model(*args, **kwargs))
         with left_as_it_was(model):
             value = stages[0](*args, **kwargs)
             for stage in stages[1:]:
                 value = stage(**value)
     if all(
         one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-        for one, other in zip(expected, _tensors(value), strict=True)
+        for one, other in zip(expected, tensors_in(value), strict=True)
     ):
         return []
     what = "the stages, one after another, do not give what the model gives"
     remedy = "look for values that modules hand on otherwise than by arguments and results"
     return [Problem("differs", _forward_of(model), what, remedy)]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 def _forward_of(module: nn.Module) -> str:
@@ -321,8 +318,8 @@ def _run(unit: nn.Module, args: Any, kwargs: Any) -> int:
     args, kwargs = tree_map(leaf, (args, kwargs))
     start = _now(unit)
     with torch.enable_grad():
-        result = [each for each in _tensors((unit.forward(*args, **kwargs),)) if each.requires_grad]
-        wanted = [each for each in (*_tensors((args, kwargs)), *unit.parameters()) if each.requires_grad]
+        result = [each for each in tensors_in((unit.forward(*args, **kwargs),)) if each.requires_grad]
+        wanted = [each for each in (*tensors_in((args, kwargs)), *unit.parameters()) if each.requires_grad]
         if result and wanted:
             torch.autograd.grad(result, wanted, [torch.ones_like(each) for each in result], allow_unused=True)
     return _now(unit) - start

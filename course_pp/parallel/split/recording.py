@@ -205,7 +205,7 @@ def record(model: nn.Module, example: Example) -> Recording:
 
 
 def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":
-    on_meta = any(tensor.is_meta for tensor in _tensors(example))
+    on_meta = any(tensor.is_meta for tensor in tensors_in(example))
     with left_as_it_was(model), torch.no_grad(), ExitStack() as hooks:
         if not on_meta and has_no_weights(model):
             hooks.enter_context(without_numbers(model, units))
@@ -247,19 +247,19 @@ class _Watch(TorchDispatchMode):
         self._opaque: dict[int, str] = {}
         self._decided_by = _NOTHING
         self._looking = True
-        self._device = next((leaf.device for leaf in _tensors(recording.example)), torch.device("cpu"))
+        self._device = next((leaf.device for leaf in tensors_in(recording.example)), torch.device("cpu"))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._set(tensor, frozenset({Parameter(name)}))
 
     def take_inputs(self, example: Example) -> Example:
-        tensors = _tensors(example)
+        tensors = tensors_in(example)
         copies = {id(tensor): tensor.clone() for tensor in tensors}
         for index, tensor in enumerate(tensors):
             self._set(copies[id(tensor)], frozenset({Input(index)}))
         return tree_map(lambda leaf: copies.get(id(leaf), leaf), example)
 
     def take_result(self, output: Any) -> None:
-        self.recording.result_reads = self._read_by(_tensors(output))
+        self.recording.result_reads = self._read_by(tensors_in(output))
 
     def hooks_on(self, name: str, unit: nn.Module) -> Iterator[Any]:
         if name in self._undecided:
@@ -274,7 +274,7 @@ class _Watch(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if not self._looking:
             return output
-        arguments, results, written = _tensors((args, kwargs)), _tensors(output), _written(func, args, kwargs or {})
+        arguments, results, written = tensors_in((args, kwargs)), tensors_in(output), _written(func, args, kwargs or {})
         if self._open:
             self._see_inside(arguments, results, written)
         else:
@@ -342,7 +342,7 @@ class _Watch(TorchDispatchMode):
                 self._sources[key] = sources | {spoiled}
 
     def _enter(self, name: str, unit: nn.Module, given: Any) -> Any:
-        tensors = _tensors(given)
+        tensors = tensors_in(given)
         if self._open:
             outer, remedy = self._open[-1].unit, "let each hold modules of its own, or put both into one"
             self._refuse("nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy)
@@ -359,7 +359,7 @@ class _Watch(TorchDispatchMode):
         self._looking = False
         copies = to_meta(given)
         self._looking = True
-        for tensor, copy in zip(_tensors(given), _tensors(copies), strict=True):
+        for tensor, copy in zip(tensors_in(given), tensors_in(copies), strict=True):
             self._set(copy, self._of(tensor))
             self._link(tensor, copy)
             allowed.add(_key(copy))
@@ -400,7 +400,7 @@ class _Watch(TorchDispatchMode):
         return sources.difference(problems)
 
     def _judge(self, name: str, output: Any) -> None:
-        tensors = _tensors(output)
+        tensors = tensors_in(output)
         if any(isinstance(source, Output) for tensor in tensors for source in self._of(tensor)):
             self.independent.discard(name)
 
@@ -438,7 +438,8 @@ class _Open:
     on_meta: bool
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, through its containers."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
@@ -451,7 +452,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     for place, each in enumerate(func._schema.arguments):
         if each.alias_info is not None and each.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(each.name)
-            found += _tensors(value)
+            found += tensors_in(value)
     return found
 
 

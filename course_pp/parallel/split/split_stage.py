@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from course_pp.arguments import described
 from course_pp.parallel._torch import tree_flatten, tree_unflatten
 from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
-from course_pp.parallel.split.recording import Example, Output, Recording
+from course_pp.parallel.split.recording import Example, Output, Recording, tensors_in
 
 
 class Done(BaseException):
@@ -228,7 +228,7 @@ class Segment:
         if number >= self.end:
             raise Done
         assert self.run is not None
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         received = {key.leaf: value for key, value in self.run.values.items() if key.call == number}
         device = next((tensor.device for tensor in (*received.values(), *tensors)), None)
         leaves = [
