@@ -7,7 +7,6 @@ import os
 import pickle
 import selectors
 import socket
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -27,9 +26,9 @@ from course_pp.launch.errors import (
     waits_from,
     why_ended,
 )
-from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer, search_path
+from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer
 from course_pp.launch.messages import Channel, Left, Raised, RankJob, Returned, Said
-from course_pp.launch.surroundings import Lines, show, sources
+from course_pp.launch.surroundings import Lines, show
 from course_pp.launch.watch import Report
 
 _START_LIMIT_S = 90.0
@@ -134,42 +133,30 @@ def _pipe() -> tuple[FileIO, FileIO]:
 class Crew:
     """The ranks of one call. Leaving the context ends them all."""
 
-    def __init__(self, n: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, job: RankJob) -> None:
+        self._job = job
         self._open = contextlib.ExitStack()
         self._selector = self._open.enter_context(selectors.DefaultSelector())
         self._ranks: list[_Rank] = []
-        self._n = n
+        self._n = job.world_size
         self._server = SERVERS.get()
 
     def __enter__(self) -> Crew:
         return self
 
-    def start(self, payload: bytes, backend: str | None, threads: int) -> None:
+    def start(self, payload: bytes) -> None:
         """Fork the ranks and begin to send them their work."""
         with socket.socket() as listener:  # for the store of rank 0
             listener.bind(("127.0.0.1", 0))
             listener.listen(socket.SOMAXCONN)
-            job = RankJob(
-                rank=0,
-                world_size=self._n,
-                port=listener.getsockname()[1],
-                environ=dict(os.environ),
-                sys_path=tuple(search_path()),
-                cwd=os.getcwd(),
-                argv=tuple(getattr(sys, "argv", ())),
-                sources=sources(),
-                threads=threads,
-                backend=backend,
-                timeout_s=self._timeout_s,
-            )
+            port = listener.getsockname()[1]
             for number in range(self._n):
                 rank = _Rank(number)
                 self._open.callback(rank.close)
                 self._ranks.append(rank)
                 rank.fork(self._server, [listener.fileno()] if number == 0 else [])
         for rank in self._ranks:
-            rank.channel.send(pickle.dumps(replace(job, rank=rank.number)))
+            rank.channel.send(pickle.dumps(replace(self._job, rank=rank.number, port=port)))
             rank.channel.send(payload)
             self._watch(rank)
 
@@ -200,10 +187,10 @@ class Crew:
             self._poll(limit - time.monotonic())
             self._raise_first_failure()
             if not begun and all(rank.ready for rank in self._ranks):
-                limit, begun = time.monotonic() + self._timeout_s, True
+                limit, begun = time.monotonic() + self._job.timeout_s, True
             if time.monotonic() >= limit:
                 waits = self._ask()
-                message = explain(waits, self._timeout_s if begun else _START_LIMIT_S)
+                message = explain(waits, self._job.timeout_s if begun else _START_LIMIT_S)
                 if not begun:
                     message += "\nfn was not called yet: ranks import torch, rebuild fn and args, and meet first."
                 raise RanksHung(message, waits)

@@ -27,17 +27,17 @@ CACHED = type(functools.cache(len))
 class RankJob:
     """Everything a rank needs besides the function: what was asked for, and its caller's surroundings."""
 
-    rank: int
     world_size: int
-    port: int  # of the store that rank 0 hosts on the loopback address
+    backend: str | None
+    threads: int
+    timeout_s: float
     environ: Mapping[str, str]
     sys_path: tuple[str, ...]
     cwd: str
     argv: tuple[str, ...]
     sources: Mapping[str, Any]  # of ``linecache`` what exists in no file, such as notebook cells
-    threads: int
-    backend: str | None
-    timeout_s: float
+    rank: int = 0
+    port: int = 0  # of the store that rank 0 hosts on the loopback address
 
 
 class Said(Enum):

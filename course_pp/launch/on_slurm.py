@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from course_pp.launch.errors import LaunchError, RanksHung
+from course_pp.launch.messages import RankJob
 from course_pp.launch.process import Command, Process, of_no_rank, shared_folder
 from course_pp.launch.slurm import Job
 from course_pp.launch.surroundings import shell
@@ -36,18 +36,11 @@ BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A call of ``on_ranks`` on its way to a node: as it was given, with its caller's surroundings."""
+    """A call of ``on_ranks`` on its way to a node."""
 
-    n: int
+    job: RankJob  # without an environment, nor a search path if the nodes have an interpreter of their own
     payload: bytes  # function and arguments, pickled
-    backend: str | None
-    threads: int
-    timeout_s: float
-    sys_path: tuple[str, ...] | None  # None if the nodes have an interpreter of their own
-    environ: Mapping[str, str | None]  # what has changed since the call before, or the job's begin; None where gone
-    cwd: str
-    argv: tuple[str, ...]
-    sources: Mapping[str, Any]
+    environ: Mapping[str, str | None] = field(default_factory=dict)  # changes since the last call; None where gone
     python: tuple[int, int] = sys.version_info[:2]  # functions travel between equal ones only
 
 

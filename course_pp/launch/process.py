@@ -167,10 +167,10 @@ class Process:
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
-    def failure(self, code: int) -> BaseException:
+    def failure(self, exit_code: int) -> BaseException:
         """Return the exception for an exit code that Slurm does not explain."""
         said = "\n".join(self.launcher_said[-LAST_LINES:])
-        return LaunchError(f"`{self.command.shown}` ended with exit code {code}. It said:\n{said}")
+        return LaunchError(f"`{self.command.shown}` ended with exit code {exit_code}. It said:\n{said}")
 
     def hung(self, seconds: float) -> BaseException:
         return TimeoutError(f"still running after {seconds:g} s.")

@@ -6,18 +6,17 @@ import contextlib
 import inspect
 import os
 import pickle
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from course_pp.arguments import check_arguments, shown
 from course_pp.launch import rank as in_rank
 from course_pp.launch.crew import Crew
-from course_pp.launch.fork_server import search_path
-from course_pp.launch.messages import pickled
+from course_pp.launch.messages import RankJob, pickled
 from course_pp.launch.on_slurm import TASKS, RemoteCall
-from course_pp.launch.surroundings import sources, standard_descriptors_taken
+from course_pp.launch.surroundings import job_here, standard_descriptors_taken
 from course_pp.launch.where import Needs, decide, on_a_node
 
 _MOST_RANKS = 4096  # of one machine: it would come to a standstill
@@ -72,33 +71,23 @@ def on_ranks(
     place = decide(needs, "local" if where is None and on_a_node() else where, kept=TASKS.kept)
     if place.fallen_back:
         _say_once(place.said)
+    job = job_here(n, backend, threads, timeout_s)
     if place.local:
-        results = run_ranks(n, payload, timeout_s, backend, threads)
+        results = run_ranks(job, payload)
     else:
         own_interpreter = place.site.python or place.site.container
-        call = RemoteCall(
-            n=n,
-            payload=payload,
-            backend=backend,
-            threads=threads,
-            timeout_s=timeout_s,
-            sys_path=None if own_interpreter else tuple(search_path()),
-            environ={},
-            cwd=os.getcwd(),
-            argv=tuple(getattr(sys, "argv", ())),
-            sources=sources(),
-        )
+        call = RemoteCall(replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload)
         results = TASKS.results(place, needs, call)
     return [_rebuilt(rank, result) for rank, result in enumerate(results)]
 
 
-def run_ranks(n: int, payload: bytes, timeout_s: float, backend: str | None, threads: int) -> list[bytes]:
+def run_ranks(job: RankJob, payload: bytes) -> list[bytes]:
     """Run a pickled function and its arguments on this machine; return what each rank returned, pickled."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as opened:
         with standard_descriptors_taken():
-            crew = opened.enter_context(Crew(n, timeout_s))
-            crew.start(payload, backend, threads)
+            crew = opened.enter_context(Crew(job))
+            crew.start(payload)
         return crew.results()
 
 

@@ -20,6 +20,7 @@ from course_pp.launch.errors import LaunchError
 from course_pp.launch.fork_server import SERVERS
 from course_pp.launch.on_slurm import BEGUN, ENDED, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.ranks import run_ranks
+from course_pp.launch.surroundings import job_here
 
 _FIRST_CALL_S = 60.0
 
@@ -53,7 +54,8 @@ def _end(file: Path) -> End:
     try:
         call = _read(file)
         _become(call)
-        return End(tuple(run_ranks(call.n, call.payload, call.timeout_s, call.backend, call.threads)))
+        job = job_here(call.job.world_size, call.job.backend, call.job.threads, call.job.timeout_s)
+        return End(tuple(run_ranks(job, call.payload)))
     except BaseException as error:
         return End(None, _dumped(error))
 
@@ -79,21 +81,21 @@ def _become(call: RemoteCall) -> None:
             f"Set python in site.toml to a Python {theirs} on the nodes."
         )
     try:
-        os.chdir(call.cwd)
+        os.chdir(call.job.cwd)
     except OSError as error:
         raise LaunchError(
-            f"the node cannot enter the folder you are in, {call.cwd} ({error.strerror}). "
+            f"the node cannot enter the folder you are in, {call.job.cwd} ({error.strerror}). "
             "Work in one that all nodes see, as folder in site.toml has to be."
         ) from None
-    if call.sys_path is not None:
-        sys.path[:] = call.sys_path
-    sys.argv[:] = call.argv
+    if call.job.sys_path:
+        sys.path[:] = call.job.sys_path
+    sys.argv[:] = call.job.argv
     for name, value in call.environ.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    linecache.cache.update(call.sources)
+    linecache.cache.update(call.job.sources)
 
 
 def _dumped(error: BaseException) -> bytes:

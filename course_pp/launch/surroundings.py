@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from course_pp.launch.errors import is_cell
+from course_pp.launch.fork_server import search_path
+from course_pp.launch.messages import RankJob
 
 
 def shell() -> Any:
@@ -18,8 +20,19 @@ def shell() -> Any:
     return ipython.get_ipython() if ipython is not None else None
 
 
-def sources() -> dict[str, Any]:
-    return {name: entry for name, entry in linecache.cache.items() if is_cell(name)}
+def job_here(world_size: int, backend: str | None, threads: int, timeout_s: float) -> RankJob:
+    """Return what the ranks of a call from this process need."""
+    return RankJob(
+        world_size,
+        backend,
+        threads,
+        timeout_s,
+        environ=dict(os.environ),
+        sys_path=tuple(search_path()),
+        cwd=os.getcwd(),
+        argv=tuple(getattr(sys, "argv", ())),
+        sources={name: entry for name, entry in linecache.cache.items() if is_cell(name)},
+    )
 
 
 @contextlib.contextmanager

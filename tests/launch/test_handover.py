@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
+from course_pp.launch.messages import RankJob
 from course_pp.launch.on_slurm import TASKS, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.where import Needs, Place, load_site
@@ -111,7 +112,7 @@ def test_the_search_path_goes_to_nodes_that_run_the_same_interpreter(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sent: bool
 ) -> None:
     def results(place: Place, needs: Needs, call: RemoteCall) -> list[bytes]:
-        return [pickle.dumps(call.sys_path is not None)]
+        return [pickle.dumps(bool(call.job.sys_path))]
 
     (tmp_path / "site.toml").write_text(line)
     monkeypatch.setattr(TASKS, "results", results)
@@ -133,7 +134,7 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
 ) -> None:
     assert f"cannot read the call in {tmp_path}" in left_by_the_node(tmp_path)
 
-    call = RemoteCall(1, b"", None, 1, 1.0, None, {}, "/no/such/folder", (), {})
+    call = RemoteCall(RankJob(1, None, 1, 1.0, {}, (), "/no/such/folder", (), {}), b"")
     write(call_file(tmp_path, 1), call)
     assert "cannot enter the folder you are in, /no/such/folder" in left_by_the_node(tmp_path)
     assert not call_file(tmp_path, 1).exists()
