@@ -89,15 +89,10 @@ _CATALOGUE = {
 }
 
 # torch's get_schedule_class takes "GPipe" in any case; its class is ScheduleGPipe.
-_ALIASES = {
-    prefix + entry.torch_name.lower(): entry
-    for entry in _CATALOGUE.values()
-    for prefix in ("", "schedule")
-    if entry.torch_name
-}
+_ALIASES = {entry.torch_name.lower(): entry for entry in _CATALOGUE.values() if entry.torch_name}
 # ZB-H1 with several stages a rank is what torch calls InterleavedZeroBubble: the same order, action by action.
 _INTERLEAVED_ZB = replace(_CATALOGUE["zb_h1"], n_chunks=2)
-_ALIASES |= dict.fromkeys(("interleaved_zb", "interleavedzerobubble", "scheduleinterleavedzerobubble"), _INTERLEAVED_ZB)
+_ALIASES |= dict.fromkeys(("interleaved_zb", "interleavedzerobubble"), _INTERLEAVED_ZB)
 
 
 def names() -> tuple[str, ...]:
@@ -112,7 +107,7 @@ def find(name: str) -> Entry:
     ``"interleaved_zb"`` is ``zb_h1`` with two stages a rank, as torch's InterleavedZeroBubble is.
     """
     lowered = name.lower()
-    entry = _ALIASES.get(lowered) or _CATALOGUE.get(lowered)
+    entry = _ALIASES.get(lowered.removeprefix("schedule")) or _CATALOGUE.get(lowered)
     if entry is None:
         raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(_CATALOGUE)}, or torch's name for it")
     return entry

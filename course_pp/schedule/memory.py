@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 from course_pp.schedule.action import Action, Span, Time
@@ -45,14 +44,6 @@ def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
                 first = places.get((True, edge.writer, i), places[True, nearest, i])
                 last = places.get((False, nearest, i), places[True, furthest, i])
                 yield Stay(before + here[0], first, last)
-
-
-def most_values(row: Sequence[Span], edges: Sequence[Edge]) -> int:
-    come, gone = Counter[int](), Counter[int]()
-    for stay in stays_of_rank(row, edges):
-        come[stay.first] += 1
-        gone[stay.last + 1] += 1
-    return max(accumulate(come[i] - gone[i] for i in range(len(row))), default=0)
 
 
 def curve_of_rank(

@@ -1,15 +1,7 @@
 """The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how to read it.
 
-What it says, for one stage a rank:
-
-* With whole backwards 1F1B is optimal wherever it fits; with halves and F = I = W, ZB-H1 is.
-* With a layer's times, ZB-H1 is optimal with its own memory, p activations, and ZB-H2 with its own, 2p - 1. Between the
-  two, on three ranks and four, time falls with nearly each activation, and no schedule with a name has it.
-* Below p activations only the naive schedule is left of the names, and takes up to 3.1 times as long as the best.
-* A V of two half stages a rank beats every order of whole ones in the same memory.
-
-A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are alike, so the k-th letter of a
-kind is the k-th microbatch (see :mod:`course_pp.schedule.searching.problem`).
+What it shows, notebook 11 says. A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are
+alike, so the k-th letter of a kind is the k-th microbatch (see :mod:`course_pp.schedule.searching.problem`).
 """
 
 import csv

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from course_pp.schedule.action import Action, Gap, Product, Receive, Span, Time, format_time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.edges import Edge, lanes_of
-from course_pp.schedule.memory import Curve, curve_of_rank, most_values, most_versions
+from course_pp.schedule.memory import Curve, curve_of_rank, most_versions
 from course_pp.schedule.precedence import Dependencies
 
 
@@ -148,14 +148,14 @@ class Timeline:
         return tuple(map(_peak_held, self.by_rank))
 
     @cached_property
-    def peak_values(self) -> tuple[int, ...]:
+    def peak_values(self) -> tuple[Time, ...]:
         """For each rank, the most values of edges (one for each microbatch) held at once: memory beside activations.
 
         One is held where a stage reads it: from the start of that stage's ``F``, or of the writer's on the same rank,
         until the end of the stage's ``B`` or ``I``; of several readers on the rank the first one's, which goes backward
         last. Without a backward, the last reader's ``F`` ends it. Neither what is on its way counts, nor gradients.
         """
-        return tuple(most_values(row, self.edges) for row in self.by_rank)
+        return self.peak_memory(Costs(activation=0))
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
