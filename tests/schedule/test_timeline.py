@@ -192,8 +192,8 @@ def test_a_timeline_or_a_rank_without_spans_has_numbers_too() -> None:
     assert tl.busy == tl.peak_activations == (0, 0, 0)
     assert tl.idle_gaps == ()
     assert (tl.n_stages, tl.n_microbatches) == (0, 0)
-    idle = Timeline(2, on_rank(0, ("0F0", 0, 2)))
-    assert [gap.cause for gap in idle.idle_gaps] == ["rank 1 waits from 0.0 to 2.0 because it has no work"]
+    idle = Timeline(2, on_rank(0, ("0F0", 0, 0.5)))
+    assert [gap.cause for gap in idle.idle_gaps] == ["rank 1 waits from 0.0 to 0.5 because it has no work"]
 
 
 def test_spans_given_in_any_order_make_the_same_timeline() -> None:
