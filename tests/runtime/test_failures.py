@@ -76,13 +76,6 @@ def test_a_stage_that_raises_is_named_on_every_rank(name: str, n: int, action: s
     assert_all_say(run(schedule, [where]), schedule, where, "Trouble: the cable is loose")
 
 
-@pytest.mark.parametrize("action", ["1B2", *(pytest.param(it, marks=pytest.mark.full) for it in ("0F0", "2F3"))])
-def test_it_is_named_without_tags_too(action: str) -> None:
-    schedule, where = build("1f1b", 3, M), Where(action, 1)
-    found = run(schedule, [where], transport="gloo without tags")
-    assert_all_say(found, schedule, where, "Trouble: the cable is loose")
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "n", "step"), crossed([("1f1b", 3), ("gpipe", 2), ("gpipe", 4), ("zb_v", 2)], [0, 1]))
 def test_raising_in_the_very_last_action_reaches_ranks_that_have_done_theirs(name: str, n: int, step: int) -> None:

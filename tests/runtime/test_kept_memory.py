@@ -25,14 +25,8 @@ M, ROWS = 8, 8
 WIDTH = 4
 # What is received lies in the buffer of its message, which ends in a trailer.
 TRAILER = 512
-SCHEDULES = [
-    ("gpipe", 4),
-    ("1f1b", 4),
-    ("interleaved_1f1b", 4),
-    ("zb_h1", 4),
-    ("1f1b", 2),
-    ("zb_h1", 3),
-]
+VALUE = ROWS * WIDTH * 8
+SCHEDULES = [("gpipe", 4), ("1f1b", 4), ("interleaved_1f1b", 4), ("zb_h1", 4), ("1f1b", 2), ("zb_h1", 3)]
 
 
 def uneven(n: int, width: int = WIDTH) -> list[nn.Module]:
@@ -51,10 +45,31 @@ def batch(width: int = WIDTH, m: int = M) -> tuple[Tensor, Tensor]:
     return x, target
 
 
+class Skips(nn.Module):
+    """A layer that shares no storage with what comes in or goes out, so that bytes add up."""
+
+    def __init__(self, stage: int, edges: tuple[Edge, ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.writes = [edge.name for edge in edges if edge.writer == stage]
+        self.reads = [edge.name for edge in edges if stage in edge.readers]
+
+    def forward(self, x: Tensor, **read: Tensor) -> Any:
+        hidden = torch.tanh(self.layer(x))
+        output = sum(map(torch.sin, read.values()), start=hidden * 1.5)
+        return (output, dict.fromkeys(self.writes, hidden * 2)) if self.writes else output
+
+
+def stages_for(schedule: Schedule, width: int = WIDTH) -> list[nn.Module]:
+    torch.manual_seed(0)
+    if not schedule.edges:
+        return uneven(schedule.n_stages, width)
+    return [Skips(stage, schedule.edges).double() for stage in range(schedule.n_stages)]
+
+
 def peaks(rank: int, schedule: Schedule, width: int, recompute: bool) -> list[Mapping[str, int]]:
     """The peaks of every rank, in a step after the first."""
-    stages = [stage_with(s, schedule.edges) for s in range(schedule.n_stages)] if schedule.edges else []
-    stages = stages or uneven(schedule.n_stages, width)
+    stages = stages_for(schedule, width)
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     recorder = Recorder(memory=True)
     pipeline = Pipeline(schedule, mine, F.mse_loss, recorder=recorder, recompute=recompute, timeout_s=20)
@@ -66,47 +81,63 @@ def peaks(rank: int, schedule: Schedule, width: int, recompute: bool) -> list[Ma
     return [memory.peaks for memory in recorder.memory()]
 
 
-def as_received(shape: tuple[int, ...]) -> Tensor:
-    storage = torch.zeros(torch.Size(shape).numel() * 8 + TRAILER, dtype=torch.uint8)
-    return storage[:-TRAILER].view(torch.float64).view(shape)
+def zeros(is_message: bool, requires_grad: bool = True) -> Tensor:
+    storage = torch.zeros(VALUE + (TRAILER if is_message else 0), dtype=torch.uint8)
+    return storage[:VALUE].view(torch.float64).view(ROWS, WIDTH).requires_grad_(requires_grad)
 
 
-def measured_alone(stage: int, n_stages: int, split: bool, recompute: bool) -> tuple[int, int, int]:
-    """One microbatch in one stage: bytes that ``F`` keeps, those of them that ``I`` releases, those that it queues."""
-    module, meter, shape = uneven(n_stages)[stage], Meter(), (ROWS, WIDTH)
-    x = torch.zeros(shape, dtype=torch.float64) if stage == 0 else as_received(shape).requires_grad_()
-    target = torch.zeros(shape, dtype=torch.float64)
-    meter.ignore([*module.parameters(), target, *([x] if stage == 0 else [])])
-    worker = Stage(stage, module, torch.device("cpu"), recompute, meter)
-    share = loss_shares(F.mse_loss, [target] * M)
-    last = stage == n_stages - 1
-    worker.forward(0, x, (lambda output: share(0, output)) if last else None, split)
-    kept = meter.kept["activation"]
-    worker.backward_input(0, None if last else (as_received(shape),))
+def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
+    """One microbatch in one stage: bytes that ``F`` keeps but for what it reads beyond its neighbours, those of them
+    that ``I`` releases, and those that it queues.
+    """
+    module, meter = stages_for(schedule)[stage], Meter()
+    reads, writes = getattr(module, "reads", []), getattr(module, "writes", [])
+    x = zeros(stage > 0 and schedule.placement[stage] != schedule.placement[stage - 1], stage > 0)
+    target = zeros(False, False)
+    meter.ignore([*module.parameters(), target, *([] if stage else [x])])
+    worker = Stage(stage, module, torch.device("cpu"), False, meter, None, writes, writes)
+    share, last = loss_shares(F.mse_loss, [target] * M), stage == schedule.n_stages - 1
+    loss = (lambda output: share(0, output)) if last else None
+    worker.forward(0, x, loss, any(part.kind == "I" for part in schedule.parts), {name: zeros(False) for name in reads})
+    kept = meter.kept["activation"] - len(reads) * VALUE
+    of_output = None if last else (zeros(True, False),)
+    worker.backward_input(0, of_output, [(zeros(True, False),)] * len(writes))
     after, queued = meter.kept["activation"], meter.kept["queued"]
     worker.backward_weight(0)
     assert not any(meter.kept.values())
     return kept, kept - after, queued
 
 
+DOWN_AND_UP = (Edge("a", 0, (3,)), Edge("b", 1, (2,)))
+TO_ALL = (Edge("a", 0, (1, 2, 3)), Edge("b", 1, (3,)))
+CASES: list[tuple[str, int, tuple[Edge, ...]]] = [
+    *((name, n, ()) for name, n in SCHEDULES),
+    ("1f1b", 4, DOWN_AND_UP),
+    ("zb_h1", 4, TO_ALL),
+    ("zb_v", 2, DOWN_AND_UP),
+    ("interleaved_1f1b", 2, TO_ALL),
+]
+
+
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("name", "n"), SCHEDULES)
-def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(name: str, n: int) -> None:
-    schedule = build(name, n, M)
-    split = any(part.kind == "I" for part in schedule.parts)
-    alone = [measured_alone(stage, schedule.n_stages, split, False) for stage in range(schedule.n_stages)]
-    kept, released, _ = zip(*alone, strict=True)
-    assert len(set(kept)) >= min(3, n)
-    costs = Costs(activation=kept, released_by_input_grad=released)
-    expected = simulate(schedule, costs).peak_memory(costs)
-    found = on_ranks(n, peaks, schedule, WIDTH, False, timeout_s=30.0)
-    assert all(one == found[0] for one in found)
-    assert tuple(peak["activation"] for peak in found[0]) == expected
+@pytest.mark.parametrize(("name", "n", "edges"), CASES)
+def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(
+    name: str, n: int, edges: tuple[Edge, ...]
+) -> None:
+    schedule = build(name, n, M).with_edges(*edges)
+    kept, released, _ = zip(*(measured_alone(s, schedule) for s in range(schedule.n_stages)), strict=True)
+    places, lanes = schedule.placement, lanes_of(schedule.edges)
+    values = [VALUE + (0 if places[lane.reader] == places[lane.writer] else TRAILER) for lane in lanes]
+    costs = Costs(activation=kept, released_by_input_grad=released, edge_activation=values)
+    predicted = simulate(schedule, costs)
+    assert any(predicted.peak_values) == bool(edges)
+    for found in on_ranks(n, peaks, schedule, WIDTH, False, timeout_s=30.0):
+        assert tuple(peak["activation"] for peak in found) == predicted.peak_memory(costs)
 
 
 def test_what_a_stage_keeps_is_what_one_counts_by_hand() -> None:
     cell = ROWS * 8  # a column of a microbatch
-    kept, released, queued = measured_alone(1, 4, True, False)
+    kept, released, queued = measured_alone(1, build("zb_h1", 4, M))
     # Two blocks, 8 and 10 wide inside. Each keeps its input, its output of the norm with the mean and the reciprocal
     # deviation of each row, and the output of tanh; the first one's input is a message.
     received = WIDTH * cell + TRAILER
@@ -124,7 +155,7 @@ def test_recomputing_keeps_the_inputs_alone_until_one_microbatch_is_computed_aga
     found = on_ranks(n, peaks, schedule, WIDTH, True, timeout_s=30.0)[0]
     in_flight = simulate(schedule, Costs()).peak_activations
     for rank, peak in enumerate(found):
-        kept, _, _ = measured_alone(rank, n, False, False)
+        kept, _, _ = measured_alone(rank, schedule)
         message = 0 if rank == 0 else ROWS * WIDTH * 8 + TRAILER
         assert peak["activation"] == (in_flight[rank] - 1) * message + kept
 
@@ -134,7 +165,7 @@ def test_queued_output_gradients_are_counted_until_w(n: int) -> None:
     schedule = build("zb_h1", n, M)
     found = on_ranks(n, peaks, schedule, WIDTH, False, timeout_s=30.0)[0]
     for rank, peak in enumerate(found):
-        _, _, queued = measured_alone(rank, n, True, False)
+        _, _, queued = measured_alone(rank, schedule)
         waiting, most = 0, 0
         for action in schedule.actions[rank]:
             for part in action.parts:
@@ -201,71 +232,6 @@ def test_an_output_is_freed_once_it_is_sent_long_before_its_backward(name: str, 
     for rank, alive in enumerate(on_ranks(n, outputs_alive, schedule, recompute, timeout_s=30.0)):
         stages = [stage for stage in stages_of(rank, schedule) if stage < schedule.n_stages - 1]
         assert alive == [False] * len(stages) * 2 * M * (2 if recompute else 1)
-
-
-# What values of edges add.
-
-VALUE = ROWS * WIDTH * 8
-DOWN_AND_UP = (Edge("a", 0, (3,)), Edge("b", 1, (2,)))
-TO_ALL = (Edge("a", 0, (1, 2, 3)), Edge("b", 1, (3,)))
-
-
-class Skips(nn.Module):
-    """A layer that shares no storage with what comes in or goes out, so that bytes add up."""
-
-    def __init__(self, stage: int, edges: tuple[Edge, ...]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.writes = [edge.name for edge in edges if edge.writer == stage]
-        self.reads = [edge.name for edge in edges if stage in edge.readers]
-
-    def forward(self, x: Tensor, **read: Tensor) -> Any:
-        hidden = torch.tanh(self.layer(x))
-        output = sum(map(torch.sin, read.values()), start=hidden * 1.5)
-        return (output, dict.fromkeys(self.writes, hidden * 2)) if self.writes else output
-
-
-def stage_with(stage: int, edges: tuple[Edge, ...]) -> Skips:
-    torch.manual_seed(0)
-    return Skips(stage, edges).double()
-
-
-def kept_alone(stage: int, schedule: Schedule, split: bool) -> tuple[int, int]:
-    """One microbatch in one stage, without the values that it reads: bytes that ``F`` keeps, and ``I`` releases."""
-    module, meter = stage_with(stage, schedule.edges), Meter()
-    x, target = as_received((ROWS, WIDTH)), torch.zeros(ROWS, WIDTH, dtype=torch.float64)
-    if stage and schedule.placement[stage] == schedule.placement[stage - 1]:
-        x = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
-    meter.ignore([*module.parameters(), target, *([] if stage else [x])])
-    share, last = loss_shares(F.mse_loss, [target] * M), stage == schedule.n_stages - 1
-    read = {name: torch.zeros(ROWS, WIDTH, dtype=torch.float64).requires_grad_() for name in module.reads}
-    worker = Stage(stage, module, torch.device("cpu"), False, meter, None, module.writes, module.writes)
-    loss = (lambda output: share(0, output)) if last else None
-    worker.forward(0, x.requires_grad_(stage > 0), loss, split, read)
-    kept = meter.kept["activation"] - len(read) * VALUE
-    worker.backward_input(0, None if last else (x,), [(x,)] * len(module.writes))
-    return kept, kept - meter.kept["activation"]
-
-
-def costs_of(schedule: Schedule) -> Costs:
-    split = any(part.kind == "I" for part in schedule.parts)
-    kept, released = zip(*(kept_alone(s, schedule, split) for s in range(schedule.n_stages)), strict=True)
-    places, lanes = schedule.placement, lanes_of(schedule.edges)
-    values = [VALUE + (0 if places[lane.reader] == places[lane.writer] else TRAILER) for lane in lanes]
-    return Costs(activation=kept, released_by_input_grad=released, edge_activation=values)
-
-
-CASES = [("1f1b", 4, DOWN_AND_UP), ("zb_h1", 4, TO_ALL), ("zb_v", 2, DOWN_AND_UP), ("interleaved_1f1b", 2, TO_ALL)]
-
-
-@pytest.mark.parametrize(("name", "n_ranks", "edges"), CASES, ids=[case[0] for case in CASES])
-def test_with_edges_the_peak_is_the_simulated_one_too(name: str, n_ranks: int, edges: tuple[Edge, ...]) -> None:
-    schedule = build(name, n_ranks, M).with_edges(*edges)
-    costs = costs_of(schedule)
-    predicted = simulate(schedule, costs)
-    for found in on_ranks(n_ranks, peaks, schedule, WIDTH, False, timeout_s=30.0):
-        assert tuple(peak["activation"] for peak in found) == predicted.peak_memory(costs)
-    assert any(predicted.peak_values)
 
 
 def test_a_value_stays_from_its_first_use_on_a_rank_to_its_last() -> None:

@@ -1,6 +1,6 @@
 """Stages sharded by FSDP2: the gradients of one process under every schedule, reduced once a group and step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,7 @@ GROUPS = {"both": 3, "root": 1, "blocks": 3}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, and what FSDP2 wraps.
-
-    Attributes:
-        wrapped: ``"root"``, ``"blocks"`` or ``"both"``.
-        resharded: whether parameters are freed after forward.
-        policy: of FSDP2; gradients are then exact to ``tolerance``.
-    """
+    """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after forward."""
 
     schedule: str
     pp: int = 2
@@ -54,11 +48,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = (
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.LayerNorm(2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
+        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.norm(self.up(x))))
@@ -96,11 +87,11 @@ class Reductions(TorchDispatchMode):
 
 
 def sharded(rank: int, layouts: Sequence[Layout]) -> list[tuple[dict[str, Tensor], int]]:
-    """Whole gradients after each layout's steps, which add up, and how many reduce-scatters the last step took."""
     return [one_layout(layout) for layout in layouts]
 
 
 def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
+    """Whole gradients after the steps, which add up, and how many reduce-scatters the last step took."""
     pipe, schedule, modules, mesh = pipeline_of(layout)
     replica, counted = replica_of(mesh), 0
     for step in range(STEPS):
@@ -108,12 +99,11 @@ def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
         with Reductions() as reductions:
             pipe.step(*arguments)
         counted = reductions.number
-    gradients = {
-        f"{stage}.{name}": p.grad.full_tensor()
-        for stage, module in modules.items()
-        for name, p in module.named_parameters()
-    }
-    return gradients, counted
+    return whole_gradients(modules), counted
+
+
+def whole_gradients(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    return {f"{stage}.{n}": p.grad.full_tensor() for stage, m in modules.items() for n, p in m.named_parameters()}
 
 
 def replica_of(mesh: Any) -> int:
@@ -121,11 +111,8 @@ def replica_of(mesh: Any) -> int:
 
 
 def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
-    mesh = init_device_mesh(
-        "cpu",
-        (layout.pp, layout.replicate, layout.shard),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard"),
-    )
+    sizes = layout.pp, layout.replicate, layout.shard
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
     schedule = build(layout.schedule, layout.pp, M)
     stages = make_stages(schedule.n_stages)
@@ -222,7 +209,7 @@ def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tup
     pipe, schedule, modules, mesh = pipeline_of(layout, CrossEntropy())
     arguments = for_rank(mesh.get_local_rank("pp"), schedule, *unequal(replica_of(mesh)))
     loss = sum(pipe.step(*arguments, divisor=divisor))
-    return loss, {f"{stage}.{n}": p.grad.full_tensor() for stage, m in modules.items() for n, p in m.named_parameters()}
+    return loss, whole_gradients(modules)
 
 
 @pytest.mark.parametrize("layout", [Layout("1f1b"), Layout("gpipe", pp=1, replicate=2)], ids=["pp x shard", "hsdp"])
@@ -236,8 +223,8 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
     for found, gradients in on_ranks(4, with_unequal_tokens, layout, n_counted, timeout_s=60.0):
         assert found == pytest.approx(loss.item(), rel=1e-12)
         for name, gradient in gradients.items():
-            stage, _, parameter = name.partition(".")
-            torch.testing.assert_close(gradient, stages[int(stage)].get_parameter(parameter).grad, rtol=0, atol=1e-12)
+            expected = nn.ModuleList(stages).get_parameter(name).grad
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
 def without_weights_at_the_end(rank: int) -> tuple[str, dict[str, Tensor]]:
@@ -251,18 +238,18 @@ def without_weights_at_the_end(rank: int) -> tuple[str, dict[str, Tensor]]:
         pipe.step(*arguments)
     pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
     pipe.step(*arguments, divisor=27)
-    return str(refusal.value), {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+    return str(refusal.value), whole_gradients({0: module})
 
 
 def test_a_last_stage_without_weights_is_told_to_give_the_divisor() -> None:
     x, labels = map(torch.cat, zip(*map(unequal, range(2)), strict=True))
-    (stage,) = make_stages(1)
+    stages = make_stages(1)
     assert (labels != -100).sum() == 27
-    F.cross_entropy(F.softplus(stage(x)).flatten(0, 1), labels.flatten()).backward()
+    F.cross_entropy(F.softplus(stages[0](x)).flatten(0, 1), labels.flatten()).backward()
     for said, gradients in on_ranks(4, without_weights_at_the_end, timeout_s=60.0):
         assert "give divisor=, the number in the global batch" in said
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, stage.get_parameter(name).grad, rtol=0, atol=1e-12)
+            torch.testing.assert_close(gradient, stages[0].get_parameter(name[2:]).grad, rtol=0, atol=1e-12)
 
 
 def after_others(rank: int) -> list[tuple[float, float]]:
