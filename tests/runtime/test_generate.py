@@ -204,9 +204,6 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
         [{"choose": lambda logits: torch.tensor([0, 0])}] * 2,
         "choose returned tensor([0, 0]) for logits (1, vocabulary): return one token id, (1,)",
     ),
-        [{"choose": lambda logits: torch.tensor([0, 0])}] * 2,
-        "choose returned tensor([0, 0]) for logits (1, vocabulary): return one",
-    ),
 }
 
 
