@@ -177,12 +177,12 @@ class _Generating(Executor):
         return forward
 
     def _called(self, stage: int, prompt: int, value: Any) -> Any:
-        worker = self._stages[stage]
-        if worker.module is None or not self._has_caches:
-            return worker.evaluate(value, None)[0]
-        if (stage, prompt) not in self._caches:
-            self._caches[stage, prompt] = cast(Any, worker.module).new_cache()
-        return worker.evaluate(value, None, {"cache": self._caches[stage, prompt]})[0]
+        worker, kept = self._stages[stage], {}
+        if worker.module is not None and self._has_caches:
+            if (stage, prompt) not in self._caches:
+                self._caches[stage, prompt] = cast(Any, worker.module).new_cache()
+            kept = {"cache": self._caches[stage, prompt]}
+        return worker.evaluate(value, None, kept)[0]
 
 
 def _last_logits(output: Any) -> Tensor:

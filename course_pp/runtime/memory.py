@@ -67,13 +67,13 @@ class Hold:
         # A storage keeps its Python object, and so its id, for as long as it lives.
         self._entries = tuple((kind, id(storage), storage.nbytes()) for storage in storages)
         if self._entries:
-            meter._record(1, self._entries)
+            meter._events.append((meter._clock(), 1, self._entries))
 
     def release(self) -> None:
         """Let go; a second time does nothing."""
         entries, self._entries = self._entries, ()
         if entries:
-            self._meter._record(-1, entries)
+            self._meter._events.append((self._meter._clock(), -1, entries))
         self._storages = ()
 
     def __del__(self) -> None:
@@ -148,9 +148,6 @@ class Meter:
         """Return what happened since the beginning or :meth:`clear`."""
         self._count()
         return MeterLog(dict(self._first), tuple(self._changes))
-
-    def _record(self, sign: int, entries: tuple[_Entry, ...]) -> None:
-        self._events.append((self._clock(), sign, entries))
 
     def _count(self) -> None:
         while self._events:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from course_pp.arguments import check_arguments
 from course_pp.loss import LossFn, Share, TokenLoss, average_over
@@ -158,7 +157,11 @@ class Pipeline:
                 with self._sharded.reduced_once(self._executor.trains):
                     self._executor.run(batch)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
-            return self._report(batch.shares)
+            elsewhere = torch.zeros((), device=self._agreement.device)
+            shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
+            if self.schedule.n_stages - 1 in self._stages:
+                average_over(self._sharded.data_groups, shares)
+            return tuple(self._executor.tell_everyone(shares, torch.add).tolist())
 
         with called_once(self._agreement.modules.values()):
             losses = self._executor.perform(step)
@@ -263,14 +266,6 @@ class Pipeline:
         if planned is None:
             raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
         return Ledger(planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
-
-    def _report(self, shares: Mapping[int, Tensor]) -> tuple[float, ...]:
-        """Return every microbatch's loss, on every rank; when one rank returns, all ranks are through."""
-        elsewhere = torch.zeros((), device=self._agreement.device)
-        losses = torch.stack([shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
-        if self.schedule.n_stages - 1 in self._stages:
-            average_over(self._sharded.data_groups, losses)
-        return tuple(self._executor.tell_everyone(losses, torch.add).tolist())
 
 
 def run_step(
