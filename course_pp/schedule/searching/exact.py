@@ -12,15 +12,7 @@ from course_pp.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
-from course_pp.schedule.searching.search import (
-    Found,
-    Layout,
-    MemoryLimit,
-    Question,
-    answer,
-    questions,
-    stopped_of_all,
-)
+from course_pp.schedule.searching.search import Found, Layout, MemoryLimit, Question, answer, best_of, questions
 from course_pp.schedule.simulation import simulate
 
 _LONGEST = 2**40
@@ -78,20 +70,12 @@ def optimum(
         deadline = began + seconds * (number + 1) / len(asked)
         start = answer(question, monotonic() + (deadline - monotonic()) / 4, seed)
         found.append(_prove(cp_model, question, start, deadline, seed))
-    best = min(found, key=lambda each: each.timeline.makespan)
-    bound = min(each.bound for each in found)
-    proven = bound >= best.timeline.makespan
+    best = best_of(found)
+    proven, bound = best.bound >= best.timeline.makespan, best.bound
     timeline = simulate(best.schedule, replace(given, activation=1))
     if isinstance(timeline.makespan, float):
         bound = timeline.makespan if proven else float(bound)
-    return replace(
-        best,
-        timeline=timeline,
-        bound=bound,
-        stopped=stopped_of_all(found),
-        proven=proven,
-        tries=sum(each.tries for each in found),
-    )
+    return replace(best, timeline=timeline, bound=bound, proven=proven)
 
 
 def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, seed: int) -> Optimum:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 from time import monotonic
-from typing import Literal
+from typing import Literal, TypeVar
 
 from course_pp.arguments import checked, refuse_below
 from course_pp.schedule.action import Time
@@ -165,24 +165,27 @@ def search(
     began = monotonic()
     costs = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, costs, memory_limit, n_chunks, placement, split)
-    found = [
-        answer(question, began + _WALKING * seconds * (number + 1) / len(asked), seed)
-        for number, question in enumerate(asked)
-    ]
-    best = min(found, key=lambda each: each.timeline.makespan)
-    return replace(
-        best,
-        bound=min(each.bound for each in found),
-        stopped=stopped_of_all(found),
-        tries=sum(each.tries for each in found),
+    return best_of(
+        [
+            answer(question, began + _WALKING * seconds * (number + 1) / len(asked), seed)
+            for number, question in enumerate(asked)
+        ]
     )
 
 
-def stopped_of_all(found: Sequence[Found]) -> str:
-    """Return why a search of several placements ended: ``bound`` if none of them can still hold anything better."""
-    least = min(each.timeline.makespan for each in found)
-    unsettled = {each.stopped for each in found if each.stopped != "bound" and each.bound < least}
-    return "time" if "time" in unsettled else "patience" if unsettled else "bound"
+AnyFound = TypeVar("AnyFound", bound=Found)
+
+
+def best_of(found: Sequence[AnyFound]) -> AnyFound:
+    """Return the best of several placements' results; it stopped at the ``bound`` if none can hold anything better."""
+    best = min(found, key=lambda each: each.timeline.makespan)
+    unsettled = {each.stopped for each in found if each.stopped != "bound" and each.bound < best.timeline.makespan}
+    return replace(
+        best,
+        bound=min(each.bound for each in found),
+        stopped="time" if "time" in unsettled else "patience" if unsettled else "bound",
+        tries=sum(each.tries for each in found),
+    )
 
 
 def answer(question: Question, deadline: float, seed: int) -> Found:
