@@ -122,16 +122,22 @@ def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank, n_ranks - 1 - rank) for rank in range(n_ranks))
 
 
-def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> dict[int, tuple[int, ...]]:
-    """The ranks that each stage was found on in the rows of actions; stages on which nothing is done are not there."""
+def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
+    """The ranks that each stage was found on in the rows of actions, of which at least one is not empty."""
     takes: dict[int, dict[int, int]] = {}
     for rank, row in enumerate(rows):
         for action in row:
             for part in action.parts:
                 first = takes.setdefault(part.stage, {})
                 first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
+    missing = next((stage for stage in range(max(takes)) if stage not in takes), None)
+    if missing is not None:
+        raise ValueError(
+            f"no rank has stage {missing}, yet there is stage {max(takes)}: number the stages from 0 without gaps, and "
+            "give all ranks"
+        )
     # Replicas take the microbatches in turn, so they are listed by the first that each takes.
-    return {stage: tuple(sorted(first, key=first.__getitem__)) for stage, first in takes.items()}
+    return tuple(tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(len(takes)))
 
 
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:

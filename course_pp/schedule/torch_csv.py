@@ -52,15 +52,8 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
     ]
     if not any(rows):
         raise ValueError("the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
-    found = implied_placement(rows)
-    missing = next((stage for stage in range(max(found)) if stage not in found), None)
-    if missing is not None:
-        raise ValueError(
-            f"stage {missing} is in no row of the CSV, yet stage {max(found)} is: "
-            "number the stages from 0 without gaps, and give every rank its row"
-        )
-    placed = [found[stage] for stage in sorted(found)] if placement is None else placement
-    schedule = Schedule(name, normalised(placed), tuple(rows))
+    placed = implied_placement(rows) if placement is None else normalised(placement)
+    schedule = Schedule(name, placed, tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(

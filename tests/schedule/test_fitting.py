@@ -281,7 +281,7 @@ ONE = simulate(build("1f1b", 2, 4))
         (Timeline(4, ()), None, "has no spans: record a step first"),
         (two_steps(ONE), None, "0F0 was done more than once.*several steps.*clear"),
         (Timeline(2, ONE.spans[:-1]), None, "not one whole step: 1B3 is missing from rank 1"),
-        (Timeline(2, ONE.by_rank[1]), None, "nothing of stage 0.*all ranks"),
+        (Timeline(2, ONE.by_rank[1]), None, "no rank has stage 0.*all ranks"),
         (ONE, Costs(forward=[1, 2, 3]), "forward has 3 values for 2 stages"),
     ],
 )
