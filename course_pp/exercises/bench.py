@@ -30,7 +30,18 @@ from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.launch import on_ranks
 from course_pp.runtime import Link, partition_model
 
-__all__ = ["Bench", "Findings", "LopsidedLoss", "Outcome", "Seat", "Wrong", "flawed", "judge_gradients", "same"]
+__all__ = [
+    "Bench",
+    "Findings",
+    "LopsidedLoss",
+    "Outcome",
+    "Seat",
+    "Wrong",
+    "flawed",
+    "judge_gradients",
+    "same",
+    "scaled",
+]
 
 TOLERANCE = 1e-9
 Step = Callable[..., Any]
@@ -127,7 +138,7 @@ class Bench:
     """
 
     call: Callable[[Step, Seat], Any]
-    loss_fn: nn.Module = field(default_factory=LopsidedLoss)
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = field(default_factory=LopsidedLoss)
     width: int = 4
     block: Callable[[int], nn.Module] = two_layers
     rows: int = 3
@@ -287,6 +298,11 @@ def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
     return float((found - factor * expected).abs().max()) <= TOLERANCE * factor * float(expected.abs().max())
 
 
+def scaled(wrong: Wrong, expected: Mapping[str, Tensor], *factors: float) -> bool:
+    """Whether each of the gradients that differ is the right one, times one of the factors."""
+    return all(any(same(g, expected[name], factor) for factor in factors) for (_, name), g in wrong.items())
+
+
 def _finding(gradient: Tensor | None, expected: Tensor) -> str:
     return "none" if gradient is None else "right" if same(gradient, expected) else "wrong"
 
@@ -319,8 +335,10 @@ def judge_gradients(
                 wrong[rank, name] = gradient
     if not wrong:
         return
+    rows = [[name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(ranks)]
     table = "\n".join(
-        f"rank {rank}: {', '.join(name for r, name in wrong if r == rank) or 'none'}" for rank in range(len(ranks))
+        f"rank {rank}: {'all' if len(names) == len(ranks[rank]) else ', '.join(names) or 'none'}"
+        for rank, names in enumerate(rows)
     )
     symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
     raise Mistake(symptom, why_wrong(wrong), f"These differ:\n{table}")

@@ -1,23 +1,40 @@
-"""Notebook 02: the bubble, all forwards then all backwards, the 1/m, and memory."""
+"""Notebook 02: the bubble, all forwards then all backwards, the 1/m, memory, a clinic, and the best m."""
 
-from collections.abc import Callable, Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import close, expect_number
-from course_pp.exercises.gpipe_clinic import grade_mended_step, mended_step
-from course_pp.exercises.gpipe_order import afab_order, grade_afab_order
+from course_pp.exercises.bench import Bench, Outcome, Wrong, flawed, judge_gradients, same, scaled
+from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.expect import close, expect_list, expect_number
+from course_pp.exercises.formula import Formula, why
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.lopsided import LopsidedLoss
+from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.orders import Orders, judge_orders, read_order
+from course_pp.launch import on_ranks
+from course_pp.runtime import (
+    Link,
+    Pipeline,
+    Recorder,
+    recv_activation,
+    recv_gradient,
+    send_activation,
+    send_gradient,
+)
+from course_pp.schedule import Action, Timeline, build
 
-__all__ = ["EXERCISES"]
-
-_Formula = Callable[..., float]
+__all__ = ["EXERCISES", "PATIENTS", "Slots", "examine", "time_cuts"]
 
 
 def bubble(p: int, m: int) -> float:
@@ -25,44 +42,77 @@ def bubble(p: int, m: int) -> float:
     return (p - 1) / (m + p - 1)
 
 
-_WRONG_BUBBLES: tuple[tuple[_Formula, str], ...] = (
+_WRONG_BUBBLES = (
     (lambda p, m: (p - 1) / m, "That is idle time over useful time. Divide by all of the time, m + p - 1 slots."),
     (lambda p, m: m / (m + p - 1), "That is the share in which a rank works. The bubble is the rest."),
     (lambda p, m: (p - 1) / p, "That is the bubble of one microbatch: m has to lower it."),
     (lambda p, m: p / (m + p), "A rank idles for p - 1 slots, not p: a rank alone waits for nobody."),
     (lambda p, m: (p - 1) / (m + p), "The step is m + p - 1 slots long: the last rank begins only p - 1 slots late."),
     (lambda p, m: 2 * (p - 1) / (m + p - 1), "Of forwards and backwards, 2 (m + p - 1) slots, 2 (p - 1) are idle."),
-    (
-        lambda p, m: (p - 1) / (2 * (m + p - 1)),
-        "Forwards and backwards each have a bubble: of 2 (m + p - 1), 2 (p - 1).",
-    ),
+    (lambda p, m: (p - 1) / (2 * (m + p - 1)),
+     "Forwards and backwards each have a bubble: of 2 (m + p - 1), 2 (p - 1)."),
     (lambda p, m: 100 * (p - 1) / (m + p - 1), "Give a share from 0 to 1, not per cent."),
     (lambda p, m: (p - 1) // (m + p - 1), "`//` drops what comes after the point: divide with `/`."),
-)
+)  # fmt: skip
 
 
-def _grade_bubble(answer: Answer) -> None:
-    cases = [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)]
-    _match(answer, cases, bubble, _WRONG_BUBBLES)
+def afab_order(p: int, m: int) -> list[list[Action]]:
+    """For each of p ranks its actions in order: all m forwards, then all m backwards."""
+    rows = []
+    for rank in range(p):
+        forwards = [Action(rank, "F", i) for i in range(m)]
+        backwards = [Action(rank, "B", i) for i in range(m)]
+        rows.append(forwards + backwards)
+    return rows
 
 
-def _match(
-    answer: Answer, cases: Sequence[tuple[Any, ...]], right: _Formula, wrong: Sequence[tuple[_Formula, str]]
-) -> None:
-    """Compare with ``right``; what equals one of the ``wrong`` formulas in every case is told why it is wrong."""
-    results = [expect_number(got, f"{answer.name}{case}") for case, got in zip(cases, answer.calls(cases), strict=True)]
+def _grade_order(answer: Answer) -> None:
+    cases = [(1, 1), (2, 1), (2, 3), (3, 2), (4, 8), (1, 4), (6, 5)]
+    for (p, m), value in zip(cases, answer.calls(cases), strict=True):
+        call = f"afab_order({p}, {m})"
+        lists = expect_list(value, call)
+        if len(lists) != p or any(isinstance(each, Action) for each in lists):
+            gave = "one list of actions" if lists and isinstance(lists[0], Action) else f"{len(lists)} of {p} lists"
+            raise Mistake(f"`{call}` gave {gave}.", "Return a list with one list of actions for each rank.")
+        rows = [_read_row(each, f"{call}[{rank}]", rank, m) for rank, each in enumerate(lists)]
+        judge_orders(f"With p={p} and m={m}", rows, build("gpipe", p, m), "", "", _why_slow)
 
-    def first_difference(formula: _Formula) -> int | None:
-        pairs = enumerate(zip(cases, results, strict=True))
-        return next((i for i, (case, got) in pairs if not close(got, formula(*case))), None)
 
-    if (index := first_difference(right)) is None:
-        return
-    causes = [cause for formula, cause in wrong if first_difference(formula) is None]
-    case, got = cases[index], results[index]
-    raise Mistake(
-        f"`{answer.name}{case}` gave {got:.12g}, which should be {right(*case):.12g}.", causes[0] if causes else ""
-    )
+def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
+    def foreign(action: Action) -> str:
+        rules = (
+            (action.kind in "IW",
+             "`I` and `W` are the halves of a backward, for schedules that part them. Here it is whole: `B`."),
+            (action.stage != rank == action.microbatch,
+             "Have stage and microbatch changed places? It is `Action(stage, kind, microbatch)`."),
+            (action.stage != rank, f"Rank {rank} holds stage {rank}, and does nothing in another."),
+        )  # fmt: skip
+        return why(rules, f"m is {m}: number the microbatches from 0 to {m - 1}.")
+
+    def lacking(action: Action) -> str:
+        if action.kind == "B":
+            return 'After all forwards comes the backward of each microbatch, as `Action(rank, "B", i)`.'
+        return f"m is {m}: every rank does the forward and the backward of each microbatch, 0 to {m - 1}."
+
+    row, example = read_order(value, what, [Action(rank, kind, i) for kind in "FB" for i in range(m)], foreign, lacking)
+    for before, action in pairwise(row):
+        if (before.kind, action.kind) == ("B", "F"):
+            cause = "GPipe does all forwards before the first backward."
+            raise Mistake(f"`{what}` does `{before}` before `{action}`.", cause, example)
+    return row
+
+
+def _why_slow(orders: Orders) -> str:
+    """Names a rank that does its forwards, or else its backwards, in another order than the rank before."""
+    told = "The ranks take the microbatches in different orders, so one waits for what another does late"
+    m = len(orders.rows[0]) // 2
+    for word, part in (("forwards", slice(0, m)), ("backwards", slice(m, 2 * m))):
+        numbers = [[action.microbatch for action in row[part]] for row in orders.rows]
+        for rank in range(1, len(numbers)):
+            if numbers[rank] != numbers[rank - 1]:
+                told += f": rank {rank} does its {word} in another order than rank {rank - 1}"
+                return f"{told}, {numbers[rank]} instead of {numbers[rank - 1]}."
+    return f"{told}."
 
 
 def accumulate(
@@ -76,16 +126,6 @@ def accumulate(
         share.backward()
         mean += share.item()
     return mean
-
-
-class _Accumulated(NamedTuple):
-    """What one call of the answer left behind, and a second; of how many forwards autograd kept activations at once."""
-
-    loss: Any
-    gradient: Tensor | None
-    after_two: Tensor | None
-    most_rows: int
-    most_kept: int
 
 
 _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
@@ -106,70 +146,105 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
     (lambda n: [0.0] * (len(n) - 1) + [1.0],
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
 )  # fmt: skip
+_ADDS = "Add to `.grad`, as `backward` does: do not clear or scale what is there."
+
+
+BENCH = Bench(
+    lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, seat.m, seat.loss_fn, seat.link), before=1.0
+)
+
+
+class _Accumulated(NamedTuple):
+    """What a call left behind; of how many forwards autograd kept activations at once."""
+
+    loss: Any
+    gradient: Tensor | None
+    most_rows: int
+    most_kept: int
 
 
 def _grade_accumulate(answer: Answer) -> None:
     cases = [(1, 2, 5), (4, 4), (3, 1), (6,)]
-    (results,) = answer.on_ranks(1, _accumulated, cases)
-    for sizes, result in zip(cases, results, strict=True):
-        what = f"With microbatches of {_spelled(sizes)} rows"
-        parts = _gradients_of_each(sizes)
-        right = _weighted(parts, [n / sum(sizes) for n in sizes])
+    for sizes, result in zip(cases, answer.on_ranks(1, _accumulated, cases)[0], strict=True):
+        cut = f"microbatches of {', '.join(map(str, sizes))} rows"
+        microbatches, targets = _cut(sizes)
+        parts = [_own_gradient(x, target) for x, target in zip(microbatches, targets, strict=True)]
+
+        def weighted(weights: Sequence[float], parts: Sequence[Tensor] = parts) -> Tensor:
+            return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
+
+        right = weighted([n / sum(sizes) for n in sizes])
         if result.gradient is None:
-            raise Mistake(f"{what} the parameters have no gradient.", "Call backward on each microbatch's share.")
-        if not _close(result.gradient, right):
-            cause = next((why for share, why in _SHARES if _close(result.gradient, _weighted(parts, share(sizes)))), "")
+            raise Mistake(f"With {cut} the parameters have no gradient.", "Call backward on each microbatch's share.")
+        if not same(result.gradient, right):
+            # What was there before is lost, too, if gradients are zeroed.
+            found = result.gradient, result.gradient + 1
+            rules = [(any(same(each, weighted(share(sizes))) for each in found), cause) for share, cause in _SHARES]
             ratio = float(result.gradient.norm() / right.norm())
             away = float((result.gradient - right).norm() / right.norm())
-            example = f"norms over that of the right gradient: yours {ratio:.3f}, the difference {away:.3f}"
-            raise Mistake(f"{what} the gradients differ from those of the whole batch.", cause, example)
+            raise Mistake(
+                f"With {cut} the gradients differ from those of the whole batch.",
+                why([*rules, (_shifted(result.gradient, right), _ADDS)]),
+                f"norms over that of the right gradient: yours {ratio:.3f}, the difference {away:.3f}",
+            )
+        seen = f"With {cut} the gradients are right, but"
         if len(sizes) > 1 and result.most_rows == sum(sizes):
             cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
-            raise Mistake(f"{what} the gradients are right, but the model was given all rows at once.", cause)
+            raise Mistake(f"{seen} the model was given all rows at once.", cause)
         if result.most_kept > 1:
-            cause = (
-                "A backward frees what its forward has kept. Call it for each microbatch's share before the next "
-                "forward, not once for the sum of all losses, and without `retain_graph`."
-            )
-            kept = f"the activations of {result.most_kept} microbatches were held at once"
-            raise Mistake(f"{what} the gradients are right, but {kept}.", cause)
-        if not _close(result.after_two, 2 * right):
-            cause = "Add to `.grad`, as `loss.backward()` does: do not clear or scale what is there."
-            raise Mistake(f"{what} a second call does not add its gradients to the first's.", cause)
-        loss = expect_number(result.loss, f"accumulate with microbatches of {_spelled(sizes)} rows")
-        inputs, outputs = _rows(sizes)
-        whole = LopsidedLoss()(_small_model()(inputs), outputs).item()
-        if not close(loss, whole):
-            cause = "Return the mean over all rows, with the same weights as in the gradient."
             raise Mistake(
-                f"{what} the gradients are right, but the loss returned is {loss:.8g}, not {whole:.8g}.", cause
+                f"{seen} the activations of {result.most_kept} microbatches were held at once.",
+                "A backward frees what its forward has kept. Call it for each microbatch's share before the next "
+                "forward, not once for the sum of all losses, and without `retain_graph`.",
             )
+        loss = expect_number(result.loss, f"accumulate with {cut}")
+        mean = BENCH.loss_fn(BENCH.model()(torch.cat(microbatches)), torch.cat(targets)).item()
+        if not close(loss, mean):
+            cause = "Return the mean over all rows, with the same weights as in the gradient."
+            raise Mistake(f"{seen} the loss returned is {loss:.8g}, not {mean:.8g}.", cause)
 
 
-def _accumulated(rank: int, fn: Callable[..., Any], cases: Iterable[Sequence[int]]) -> list[_Accumulated]:
+def _cut(sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    inputs, targets = (each[: sum(sizes)] for each in BENCH.batch(3))
+    return list(inputs.split(list(sizes))), list(targets.split(list(sizes)))
+
+
+def _own_gradient(x: Tensor, target: Tensor) -> Tensor:
+    """Of a microbatch's own mean loss, in one vector."""
+    model = BENCH.model()
+    return torch.cat(
+        [g.flatten() for g in torch.autograd.grad(BENCH.loss_fn(model(x), target), list(model.parameters()))]
+    )
+
+
+def _shifted(found: Tensor, right: Tensor) -> bool:
+    """Whether each number is off by the same: what was there before the step has been lost, or scaled."""
+    return float((found - right).std()) < 1e-9
+
+
+def _accumulated(rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int]]) -> list[_Accumulated]:
     results = []
     for sizes in cases:
-        model, (x, y), kept = _small_model(), _rows(sizes), _Kept()
+        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), _Kept()
         model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
-        microbatches, targets = list(x.split(list(sizes))), list(y.split(list(sizes)))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         weights = {name: p.detach() for name, p in model.named_parameters()}
-        with unchanged(microbatches=microbatches, targets=targets, model=weights):
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, _SavedTensor.unpack):
-                loss = fn(model, microbatches, targets, LopsidedLoss())
-            once = _flat_gradient(model)
-            fn(model, microbatches, targets, LopsidedLoss())
-        results.append(_Accumulated(loss, once, _flat_gradient(model), kept.most_rows, kept.most_forwards))
+        with (
+            unchanged(microbatches=microbatches, targets=targets, model=weights),
+            torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved.tensor),
+        ):
+            loss = fn(model, microbatches, targets, BENCH.loss_fn)
+        added = torch.cat([p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None] or [torch.zeros(1)])
+        results.append(_Accumulated(loss, added if added.any() else None, kept.most_rows, kept.most_forwards))
     return results
 
 
-class _SavedTensor:
+class _Saved:
     """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
 
     def __init__(self, tensor: Tensor, forward: int) -> None:
         self.tensor, self.forward = tensor, forward
-
-    def unpack(self) -> Tensor:
-        return self.tensor
 
 
 class _Kept:
@@ -177,58 +252,16 @@ class _Kept:
 
     def __init__(self) -> None:
         self.most_rows = self.most_forwards = self._forward = 0
-        self._saved: WeakSet[_SavedTensor] = WeakSet()
+        self._saved: WeakSet[_Saved] = WeakSet()
 
     def begin_forward(self, rows: int) -> None:
         self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
 
-    def pack(self, tensor: Tensor) -> _SavedTensor:
-        saved = _SavedTensor(tensor, self._forward)
+    def pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, self._forward)
         self._saved.add(saved)
         self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
         return saved
-
-
-def _small_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def _rows(sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    seeded = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(sum(sizes), 3, dtype=torch.float64, generator=seeded),
-        torch.randn(sum(sizes), 2, dtype=torch.float64, generator=seeded),
-    )
-
-
-def _flat_gradient(model: nn.Module) -> Tensor | None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return torch.cat([gradient.flatten() for gradient in gradients]).clone() if gradients else None
-
-
-def _gradients_of_each(sizes: Sequence[int]) -> list[Tensor]:
-    """The gradient of each microbatch's own mean loss."""
-    parts = []
-    for x, y in zip(*(t.split(list(sizes)) for t in _rows(sizes)), strict=True):
-        model = _small_model()
-        LopsidedLoss()(model(x), y).backward()
-        gradient = _flat_gradient(model)
-        assert gradient is not None
-        parts.append(gradient)
-    return parts
-
-
-def _weighted(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
-
-
-def _close(found: Tensor | None, expected: Tensor) -> bool:
-    return found is not None and found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-10)
-
-
-def _spelled(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
 
 
 def peak_bytes(m: int, boundary: int, inside: int, recompute: bool) -> int:
@@ -238,7 +271,7 @@ def peak_bytes(m: int, boundary: int, inside: int, recompute: bool) -> int:
     return m * (boundary + inside)
 
 
-_WRONG_PEAKS: tuple[tuple[_Formula, str], ...] = (
+_WRONG_PEAKS = (
     (lambda m, x, a, again: m * (x + a), "`recompute` makes no difference in your answer."),
     (lambda m, x, a, again: m * x if again else m * (x + a),
      "While a backward runs, its microbatch has been computed again: the inside of one is there, too."),
@@ -254,12 +287,94 @@ _WRONG_PEAKS: tuple[tuple[_Formula, str], ...] = (
 )  # fmt: skip
 
 
-def _grade_peak_bytes(answer: Answer) -> None:
-    cases = [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)]
-    _match(answer, cases, peak_bytes, _WRONG_PEAKS)
+def mended_step(
+    stage: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, m: int, loss_fn: torch.nn.Module, link: Link
+) -> torch.Tensor | None:
+    """One AFAB step with m microbatches; the mean loss of the batch on the last rank."""
+    in_flight, losses, sends = [], [], []
+    for microbatch, target in zip(inputs.chunk(m), targets.chunk(m), strict=True):
+        x = recv_activation(microbatch, link)
+        y = stage(x)
+        sends += send_activation(y, link)
+        if link.is_last:
+            y = loss_fn(y, target) / m
+            losses.append(y.detach())
+        in_flight.append((x, y))
+    for x, y in in_flight:
+        if link.is_last:
+            y.backward()
+        else:
+            y.backward(recv_gradient(y, m, link))
+        sends += send_gradient(x.grad, link)
+    for send in sends:
+        send.wait()
+    return sum(losses) if link.is_last else None
 
 
-EXERCISES: tuple[Exercise, ...] = (
+PATIENTS = {
+    "A": flawed(mended_step, ("y in in_flight:", "y in in_flight if link.is_last else reversed(in_flight):")),
+    "B": flawed(mended_step, ("targets.chunk(m)", "[targets[i::m] for i in range(m)]")),
+    "C": flawed(mended_step, ("y.backward()", "(m * y).backward()")),
+}
+"""Steps that run and give wrong gradients, each for another reason. Called as `mended_step` is."""
+
+
+def _grade_mended_step(answer: Answer) -> None:
+    for where, m, ranks in BENCH.tried(answer, {2: (1, 4), 1: (3,), 3: (3, 2)}):
+        _judge_loss(where, m, ranks[-1])
+        expected = BENCH.one_process(m)[1]
+        judge_gradients(
+            where,
+            [rank.gradients for rank in ranks],
+            expected,
+            "Backward has to start from the output that still has its graph, on every rank and for every microbatch.",
+            partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
+        )
+
+
+def _judge_loss(where: str, m: int, last: Outcome) -> None:
+    right = BENCH.one_process(m)[0]
+    found = expect_number(last.returned, "what mended_step returns on the last rank")
+    if close(found, right):
+        return
+    rules = (
+        (close(found, m * right), "That is the sum of the microbatches' losses: return their mean."),
+        (close(m * found, right), "It is divided by m twice."),
+        (close(found, m * m * right), "It is multiplied by m; the mean over m microbatches divides by it."),
+        (found == 0, "No microbatch's loss is in it."),
+        (any(close(found, loss) or close(m * found, loss) for loss in last.losses),
+         "That is what a single microbatch adds: sum over all of them."),
+        (m == 1, "With one microbatch nothing is cut: look at what the stage and `loss_fn(output, target)` are given."),
+    )  # fmt: skip
+    cut = "The loss is known before any backward: compare how inputs and targets are cut into microbatches."
+    raise Mistake(f"{where} the loss is {found:.8g}; one process has {right:.8g}.", why(rules, cut))
+
+
+def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> str:
+    pairs = [(gradient, expected[name]) for (_, name), gradient in wrong.items()]
+
+    everywhere = len(wrong) == len(expected)
+    by_one = [
+        same(gradient, right, float((gradient * right).sum() / right.square().sum())) for gradient, right in pairs
+    ]
+    rules = (
+        (everywhere and scaled(wrong, expected, m),
+         "Exactly m times too large on every rank: each microbatch adds its own mean, and nothing divides by m."),
+        (everywhere and scaled(wrong, expected, 1 / m),
+         "Exactly an m-th on every rank: 1/m enters twice. It belongs in one place, the last rank."),
+        (m > 1 and scaled(wrong, expected, *(m**-k for k in range(1, p + 1))),
+         "Smaller by another power of m from rank to rank: 1/m enters on more than one rank; the chain rule already "
+         "carries it. It belongs on the last one only."),
+        (all(_shifted(gradient, right) for gradient, right in pairs), f"{_ADDS} 1/m belongs to the loss."),
+        (all(by_one), "Wrong by a factor: look where gradients are scaled; 1/m enters once, on the last rank."),
+        (all(rank < p - 1 for rank, _ in wrong),
+         "The last rank is right, those before it are not: a gradient arrives, but it belongs to another microbatch. "
+         "Compare the order in which the ranks do their backwards."),
+    )  # fmt: skip
+    return why(rules, "Look at what each backward starts from, and which microbatch it belongs to.")
+
+
+EXERCISES = (
     Exercise(
         "bubble", "02", "the bubble of GPipe", 1, 3,
         (
@@ -267,7 +382,8 @@ EXERCISES: tuple[Exercise, ...] = (
             "Every rank works in m slots. How many slots after the first rank does the last one begin?",
             "A rank idles for p - 1 of the m + p - 1 slots.",
         ),
-        bubble, _grade_bubble,
+        bubble,
+        Formula(bubble, [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)], _WRONG_BUBBLES),
     ),
     Exercise(
         "afab_order", "02", "all forwards, all backwards", 2, 6,
@@ -276,7 +392,7 @@ EXERCISES: tuple[Exercise, ...] = (
             'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every i.',
             "All ranks take the microbatches in the same order, forward and backward.",
         ),
-        afab_order, grade_afab_order,
+        afab_order, _grade_order,
     ),
     Exercise(
         "accumulate", "02", "unequal microbatches", 2, 6,
@@ -294,7 +410,12 @@ EXERCISES: tuple[Exercise, ...] = (
             "Before the first backward all m microbatches are in flight. What is kept of each?",
             "With recomputation only what the stage received is kept, and one microbatch at a time is unfolded again.",
         ),
-        peak_bytes, _grade_peak_bytes,
+        peak_bytes,
+        Formula(
+            peak_bytes,
+            [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)],
+            _WRONG_PEAKS,
+        ),
     ),
     Exercise(
         "mended_step", "02", "bug clinic", 3, 10,
@@ -306,6 +427,104 @@ EXERCISES: tuple[Exercise, ...] = (
             "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other ranks take the "
             "oldest microbatch first: `in_flight.pop(0)`.",
         ),
-        mended_step, grade_mended_step, limit_s=10.0,
+        mended_step, _grade_mended_step, limit_s=10.0,
     ),
 )  # fmt: skip
+
+
+class Compared(NamedTuple):
+    """A step's loss and gradients beside those of one process.
+
+    Attributes:
+        loss: of the batch, as the last rank returned it.
+        loss_of_one: that of one process.
+        sizes: for each rank the norm of its gradients over the right ones' norm.
+        cosines: for each rank the cosine of the angle between the two.
+        largest: the largest difference of any gradient.
+    """
+
+    loss: float
+    loss_of_one: float
+    sizes: tuple[float, ...]
+    cosines: tuple[float, ...]
+    largest: float
+
+    def __str__(self) -> str:
+        ranks = [
+            f"rank {rank} × {size:.2f} cos {cosine:.2f}"
+            for rank, (size, cosine) in enumerate(zip(self.sizes, self.cosines, strict=True))
+        ]
+        return f"loss {self.loss:.4f} (one process {self.loss_of_one:.4f}); gradients: {', '.join(ranks)}"
+
+
+def examine(step: Callable[..., Any], m: int, *given: Any) -> Compared:
+    """Run ``step(stage, inputs, targets, m, loss_fn, link, *given)`` on three real ranks, beside one process."""
+    ward = replace(_WARD, call=lambda step, seat: BENCH.call(lambda *args: step(*args, *given), seat))
+    ranks, (loss, expected) = ward.ran(step, 3, m), ward.one_process(m)
+    pairs = [(_flat(rank.gradients), _flat({name: expected[name] for name in rank.gradients})) for rank in ranks]
+    return Compared(
+        loss=float(ranks[-1].returned),
+        loss_of_one=loss,
+        sizes=tuple(float(found.norm() / right.norm()) for found, right in pairs),
+        cosines=tuple(float(cosine_similarity(found, right, dim=0)) for found, right in pairs),
+        largest=max(float((found - right).abs().max()) for found, right in pairs),
+    )
+
+
+_WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=16, rows=8, before=None)
+
+
+def _flat(gradients: Mapping[str, Tensor | None]) -> Tensor:
+    return torch.cat([torch.zeros(0) if g is None else g.flatten() for g in gradients.values()])
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The same rows cut into m microbatches, timed for real.
+
+    Attributes:
+        alone: for each m the timeline of the shortest step on one rank.
+        shared: likewise on two ranks.
+    """
+
+    alone: Mapping[int, Timeline]
+    shared: Mapping[int, Timeline]
+
+    def slot_ms(self, m: int) -> float:
+        """A forward and a backward of one microbatch on a rank alone."""
+        return 1e3 * float(self.alone[m].makespan) / m
+
+    def step_ms(self, m: int) -> float:
+        """The step on two ranks."""
+        return 1e3 * float(self.shared[m].makespan)
+
+    @property
+    def best(self) -> int:
+        """The m with the shortest step on two ranks."""
+        return min(self.shared, key=self.step_ms)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"m = {m:2}: m + 1 slots of {self.slot_ms(m):5.2f} ms are {(m + 1) * self.slot_ms(m):5.1f} ms; measured "
+            f"{self.step_ms(m):5.1f} ms"
+            for m in self.shared
+        )
+
+
+def time_cuts(sizes: Sequence[int], rows: int = 512, repeats: int = 3) -> Slots:
+    """Time GPipe steps over the same rows in m microbatches, for each m in ``sizes``, on one rank and on two."""
+    alone, shared = (on_ranks(p, _shortest_steps, tuple(sizes), rows, repeats)[0] for p in (1, 2))
+    return Slots(alone, shared)
+
+
+def _shortest_steps(rank: int, sizes: Sequence[int], rows: int, repeats: int) -> dict[int, Timeline]:
+    width, p, recorder = 512, dist.get_world_size(), Recorder()
+    stage = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    x, y, best = torch.randn(rows, width), torch.randn(rows, width), dict[int, Timeline]()
+    pipelines = {m: Pipeline(build("gpipe", p, m), stage, nn.MSELoss(), recorder=recorder) for m in sizes}
+    for m in tuple(sizes) * repeats:
+        recorder.clear()
+        pipelines[m].step(x, y)
+        run = recorder.timeline()
+        best[m] = min(run, best.get(m, run), key=lambda timeline: timeline.makespan)
+    return best

@@ -1,22 +1,187 @@
-"""Exercises of notebook 01: which layers go where, a step across the cut, and the check that would have caught it."""
+"""Notebook 01: which layers go where, a step across the cut, a check of gradients; bytes, and how busy ranks are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Exercise, Mistake
-from course_pp.exercises.expect import close, expect_list, expect_number
-from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.layer_cuts import assign_layers, balanced_cut, grade_assign_layers, grade_balanced_cut
-from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
+from course_pp.exercises.answer import Answer, written_call
+from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same
+from course_pp.exercises.exercise import Exercise
+from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
+from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.launch import on_ranks
+from course_pp.model import (
+    CrossEntropy,
+    ModelConfig,
+    Transformer,
+    build_stage_module,
+    compute_layer_assignment,
+    partition_by_cost,
+)
+from course_pp.runtime import Link, Recorder
+from course_pp.schedule import Timeline
 
-_CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=2, vocab_size=29, max_seq_len=16)
+
+def assign_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
+    """One (start, end) a stage, as even as can be; earlier stages take the extras."""
+    share, extras = divmod(n_layers, n_stages)
+    ranges, start = [], 0
+    for stage in range(n_stages):
+        end = start + share + (1 if stage < extras else 0)
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tuple[int, int]]:
+    """Return the value as ranges that cover all layers in order, one layer a stage at least. Raises Mistake if not."""
+    rows = expect_list(value, call, n_stages)
+    ranges = []
+    for stage, row in enumerate(rows):
+        if not isinstance(row, list | tuple) or len(row) != 2:
+            raise Mistake(f"In `{call}`, stage {stage} is {row!r}, not (start, end).", "Two numbers a stage.")
+        start, end = (expect_int(bound, f"{call}[{stage}][{i}]") for i, bound in enumerate(row))
+        ranges.append((start, end))
+    it_is = f"It is {ranges}."
+    for stage, (start, end) in enumerate(ranges):
+        if end <= start:
+            raise Mistake(f"In `{call}`, stage {stage} has no layer.", _why_empty(ranges, n_layers), it_is)
+    for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
+        if start != end:
+            lost = f"layers {end} to {start - 1} are on no stage" if start > end else f"layer {start} is on two stages"
+            cause = "The next stage starts where this one ends."
+            if start == end + 1:
+                cause = "Is `end` included? It is the first layer that does not belong to the stage."
+            raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
+    if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
+        covered = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}, not 0 to {n_layers - 1}"
+        raise Mistake(f"`{call}` covers {covered}.", _why_not_all(ranges, n_layers), it_is)
+    return ranges
+
+
+def _why_empty(ranges: list[tuple[int, int]], n_layers: int) -> str:
+    if any(end < start for start, end in ranges):
+        return "A stage is (start, end): the first layer it holds, then the first one after it."
+    if sum(size for _, size in ranges) == n_layers:
+        return "The second number is where a stage ends, not how many layers it has."
+    return "Each stage holds at least one."
+
+
+def _why_not_all(ranges: list[tuple[int, int]], n_layers: int) -> str:
+    left = n_layers - ranges[-1][1]
+    if ranges[0][0] != 0:
+        return "The first stage starts with layer 0."
+    if left < 0:
+        return "Together the stages have more layers than there are."
+    if left == n_layers % len(ranges):
+        return f"The layers do not divide evenly, and `//` leaves some over: here {left}."
+    return "The last stage ends with the last layer."
+
+
+def _grade_assign_layers(answer: Answer) -> None:
+    cases = [(8, 2), (12, 4), (12, 5), (5, 3), (10, 4), (11, 4), (7, 7), (9, 1), (61, 16)]
+    for (n_layers, n_stages), value in zip(cases, answer.calls(cases), strict=True):
+        call = f"assign_layers({n_layers}, {n_stages})"
+        ranges = _as_ranges(value, call, n_layers, n_stages)
+        want = compute_layer_assignment(n_layers, n_stages)
+        if ranges == want:
+            continue
+        sizes, right = ([end - start for start, end in found] for found in (ranges, want))
+        example = f"layers a stage  {sizes}\nexpected        {right}"
+        if sorted(sizes) == sorted(right):
+            cause = "The split is even, but the extras are not on the earlier stages."
+        elif sizes[-1] == n_layers - (n_stages - 1) * sizes[0] and sizes[-1] > sizes[0]:
+            cause = "All extras went to the last stage: give one each to the first `n_layers % n_stages` stages."
+        else:
+            cause = "No stage may have two layers more than another; rounding up for each gives away too many."
+        raise Mistake(f"`{call}` is not the split asked for.", cause, example)
+
+
+def balanced_cut(costs: list[float], n_stages: int) -> list[tuple[int, int]]:
+    """One (start, end) a stage; its costliest stage is as cheap as can be."""
+    # best[end] = (cost of the costliest stage, ranges) for the first `end` layers on the stages so far
+    best: dict[int, tuple[float, list]] = {0: (0.0, [])}
+    for stage in range(n_stages):
+        longer = {}
+        for end in range(stage + 1, len(costs) - (n_stages - stage - 1) + 1):
+            options = [
+                (max(worst, sum(costs[start:end])), [*ranges, (start, end)])
+                for start, (worst, ranges) in best.items()
+                if start < end
+            ]
+            longer[end] = min(options)
+        best = longer
+    return best[len(costs)][1]
+
+
+_CUTS: tuple[tuple[list[float], int], ...] = (
+    ([1, 1, 1, 1], 2),
+    ([1, 1, 1, 1, 4], 2),
+    ([6, 1, 1, 1, 1, 1, 1], 3),
+    ([4, 1, 1, 4, 1, 1], 3),
+    ([3, 3, 3, 3, 3, 3, 3], 4),
+    ([2, 3, 4, 5, 6], 3),
+    ([5, 1, 1, 1, 1, 9], 4),
+    ([0.5, 0.25, 2, 0.25, 1.5, 1], 6),
+    ([1, 9, 1, 1, 9, 1, 1, 1], 3),
+    ([7, 2, 5, 10, 8], 2),
+    ([1, 5, 2, 3], 3),
+    ([2.5], 1),
+    # Last: who gets all cuts of whole numbers right stumbles here over the fractions.
+    ([0.3, 0.4, 0.5, 0.6], 2),
+    ([0.0007, 0.0002, 0.0005, 0.001, 0.0008], 2),
+)
+_LONG_CUT: tuple[list[float], int] = ([float(1 + (7 * i) % 11) for i in range(60)], 12)
+
+
+def _grade_balanced_cut(answer: Answer) -> None:
+    for (costs, n_stages), value in zip(_CUTS, answer.calls(_CUTS), strict=True):
+        _judge_cut(costs, n_stages, value)
+    try:
+        value = answer(*_LONG_CUT)
+    except Stopped as e:
+        if e.how != "endless":
+            raise
+        raise Mistake(
+            f"The small cases are right, but 60 layers on 12 stages took more than {answer.limit_s:g} s.",
+            "There are 10^11 cuts: too many to try. Build the best cut of the first layers on k stages from the best "
+            "cuts of fewer on k - 1.",
+        ) from None
+    _judge_cut(*_LONG_CUT, value)
+
+
+def _judge_cut(costs: list[float], n_stages: int, value: Any) -> None:
+    call = written_call("balanced_cut", costs, n_stages)
+    ranges = _as_ranges(value, call, len(costs), n_stages)
+    want = partition_by_cost(costs, n_stages)
+    got, best = ([sum(costs[start:end]) for start, end in found] for found in (ranges, want))
+    average = sum(costs) / n_stages
+    if max(got) <= max(best) * (1 + 1e-12):
+        return
+    if ranges == compute_layer_assignment(len(costs), n_stages):
+        cause = "The same number of layers is not the same cost."
+    elif any(cost % 1 for cost in costs):
+        cause = "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over the best one."
+    elif all(sum(costs[start : end - 1]) < average < sum(costs[start : end + 1]) for start, end in ranges[:-1]):
+        cause = "One stage after another is filled up to the average: where to cut first depends on what comes later."
+    elif sum(cost**2 for cost in got) < sum(cost**2 for cost in best):
+        cause = "Only the largest sum counts, not how even the sums are, nor their squares."
+    else:
+        cause = "A cut is as good as its costliest stage: of all cuts, take the one whose largest sum is smallest."
+    example = f"costs of the stages  {got}, at {ranges}\npossible             {best}, at {want}"
+    raise Mistake(f"`{call}` has a stage that costs {max(got):g}; {max(best):g} is possible.", cause, example)
 
 
 def send_activation(output: Tensor, to: int) -> None:
@@ -61,102 +226,73 @@ def two_rank_step(rank: int, stage: Any, tokens: Tensor, targets: Tensor) -> flo
     return loss.item()
 
 
-def _batch(rows: int) -> tuple[Tensor, Tensor]:
-    seeded = torch.Generator().manual_seed(1)
-    ids = torch.randint(_CONFIG.vocab_size, (rows, 9), generator=seeded)
-    return ids[:, :-1], ids[:, 1:]
+_CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=2, vocab_size=29, max_seq_len=16)
 
 
-def _step_beside_one_process(
-    rank: int, answer: Callable[..., Any], rows: int, n_steps: int
-) -> tuple[Any, float, dict[str, tuple[Tensor | None, Tensor]]]:
-    """What it returned, the loss of one process, and (mine, one process's) gradient of each parameter of the stage."""
-    tokens, targets = _batch(rows)
-    torch.manual_seed(0)
-    stage = build_stage_module(_CONFIG, rank, 2).double()
-    before = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
-    for _ in range(n_steps):
-        with unchanged(tokens=tokens, targets=targets):
-            returned = answer(rank, stage, tokens, targets)
-    if isinstance(returned, Tensor):
-        returned = returned.detach()
-    for name, parameter in stage.named_parameters():
-        if not torch.equal(parameter, before[name]):
-            raise Mistake(
-                f"On rank {rank}, the step changed the weights ({name}).", "The optimizer is the caller's business."
-            )
+@dataclass(frozen=True)
+class _TokenBench(Bench):
+    """A bench with a Transformer instead of blocks; m is the number of rows of tokens."""
 
-    torch.manual_seed(0)
-    whole = Transformer(_CONFIG).double()
-    loss = CrossEntropy()(whole(tokens), targets)
-    loss.backward()
-    right = _gradients(whole)
-    return returned, loss.item(), {name: (mine, n_steps * right[name]) for name, mine in _gradients(stage).items()}
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = field(default_factory=CrossEntropy)
+    config: ModelConfig = _CONFIG
+    seq_len: int = 8
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return Transformer(self.config).double()
+
+    def batch(self, m: int) -> tuple[Tensor, Tensor]:
+        seeded = torch.Generator().manual_seed(1)
+        ids = torch.randint(self.config.vocab_size, (m, self.seq_len + 1), generator=seeded)
+        return ids[:, :-1], ids[:, 1:]
+
+    def seat(self, rank: int, m: int, *_: Any) -> Seat:
+        torch.manual_seed(0)
+        stage = build_stage_module(self.config, rank, dist.get_world_size()).double()
+        return Seat([stage], *self.batch(m), m, self.loss_fn, Link((m, self.seq_len, self.config.dim), torch.float64))
 
 
-def _gradients(model: nn.Module) -> dict[str, Any]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+_BEFORE = 1.0
+_BENCH = _TokenBench(lambda step, seat: step(dist.get_rank(), *seat.stages, seat.inputs, seat.targets), before=_BEFORE)
 
 
-def grade_two_rank_step(answer: Answer) -> None:
-    for rows in (2, 3):
-        results = answer.on_ranks(2, _step_beside_one_process, rows, 1)
-        for rank in (1, 0):
-            _judge_gradients(rank, results[rank][2])
-        returned, loss, _ = results[1]
-        got = expect_number(returned, "two_rank_step(1, stage, tokens, targets)")
+def _grade_two_rank_step(answer: Answer) -> None:
+    sizes = (2, 3)
+    try:
+        first, second = answer.on_ranks(2, _BENCH.on_rank, sizes)
+    except Stopped as e:
+        # The bench calls the weights so.
+        cause = "The optimizer is the caller's business." if e.how == "changed" and "`stage" in e.symptom else e.cause
+        raise Mistake(e.symptom, cause, e.example) from None
+    for rows, *ranks in zip(sizes, first, second, strict=True):
+        loss, expected = _BENCH.one_process(rows)
+        judge_gradients(
+            f"With {rows} rows",
+            [rank.gradients for rank in ranks],
+            expected,
+            "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that has its graph: was "
+            "that output detached?",
+            partial(_why_wrong, expected=expected),
+        )
+        got = expect_number(ranks[1].returned, "two_rank_step(1, stage, tokens, targets)")
         if not close(got, loss):
             raise Mistake(
                 f"All gradients are right, but on rank 1 the step returned {got:.8g}; the loss is {loss:.8g}.",
                 "Return the loss itself, `loss.item()`.",
             )
-    for rank, (_, _, gradients) in enumerate(answer.on_ranks(2, _step_beside_one_process, 2, 2)):
-        if not all(_near(*pair) for pair in gradients.values()):
-            raise Mistake(
-                f"On rank {rank}, the gradients of a second step are not added to those of the first.",
-                "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step.",
-            )
 
 
-def _judge_gradients(rank: int, gradients: dict[str, tuple[Tensor | None, Tensor]]) -> None:
-    without = [name for name, (mine, _) in gradients.items() if mine is None]
-    if without:
-        n = "No parameter" if len(without) == len(gradients) else f"Not every parameter ({without[0]}, …)"
-        cause = (
-            "Its backward must start from the `output` that has its graph: was that output detached?"
-            if rank == 0
-            else "Rank 1 computes the loss from `stage(x)`, and calls `loss.backward()`."
-        )
-        raise Mistake(f"{n} of rank {rank} has a gradient.", cause)
-    wrong = {name: (mine, right) for name, (mine, right) in gradients.items() if not _near(mine, right)}
-    if not wrong:
-        return
-    name, (mine, right) = max(wrong.items(), key=lambda item: _furthest(*item[1]))
-    assert mine is not None
-    ratio = float((mine * right).sum() / (right * right).sum())
-    cause = "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."
-    if len(wrong) == len(gradients) and all(_near(mine, right * ratio) for mine, right in wrong.values()):
-        cause = f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
-    elif rank == 1:
-        cause = "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
-    places = (mine - right).abs().flatten().topk(min(4, right.numel())).indices
-    raise Mistake(
-        f"On rank {rank}, {len(wrong)} of {len(gradients)} gradients differ from those of one process.",
-        cause,
-        f"{name}, where they differ most\n  split        {_at(mine, places)}\n  one process  {_at(right, places)}",
-    )
-
-
-def _near(mine: Tensor | None, right: Tensor) -> bool:
-    return mine is not None and mine.shape == right.shape and torch.allclose(mine, right, rtol=1e-12, atol=1e-14)
-
-
-def _furthest(mine: Tensor | None, right: Tensor) -> float:
-    return 0.0 if mine is None or mine.shape != right.shape else float((mine - right).abs().max())
-
-
-def _at(tensor: Tensor, places: Tensor) -> str:
-    return ", ".join(f"{value:.6e}" for value in tensor.flatten()[places].tolist()) + ", …"
+def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor]) -> str:
+    pairs = [(mine, expected[name]) for (_, name), mine in wrong.items()]
+    mine, right = pairs[0]
+    ratio = float((mine * right).sum() / right.square().sum())
+    if all(same(mine + _BEFORE, right) for mine, right in pairs):
+        return "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step."
+    if len(wrong) == len(expected) and all(same(mine, right, ratio) for mine, right in pairs):
+        return f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
+    if any(rank == 1 for rank, _ in wrong):
+        return "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
+    return "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."
 
 
 def untrained(stage: nn.Module) -> list[str]:
@@ -168,104 +304,61 @@ def untrained(stage: nn.Module) -> list[str]:
     ]
 
 
-def _patients(rank: int, answer: Callable[..., Any]) -> list[Any]:
+_NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def _filled(first: float, others: float) -> Callable[[Tensor], Tensor]:
+    """A gradient whose numbers take turns: one is ``first``, the next is as ``others``."""
+
+    def gradient(parameter: Tensor) -> Tensor:
+        made = torch.full_like(parameter, others)
+        made.view(-1)[::2] = first
+        return made
+
+    return gradient
+
+
+# What is special, of which parameters the gradient is replaced and by what, the names asked for, and the cause.
+_STAGES: tuple[tuple[str, Sequence[str], Callable[[Tensor], Tensor | None], Sequence[str], str], ...] = (
+    ("every gradient is there", (), torch.zeros_like, (), "Name only what has no gradient."),
+    ("layer 0 has `grad` None", _NAMES[:2], lambda p: None, _NAMES[:2],
+     "A parameter that backward never reached has `grad is None`."),
+    ("the last bias has `grad` None", _NAMES[3:], lambda p: None, _NAMES[3:],
+     "Look at every parameter, the last as well."),
+    ("the gradients of layer 0 are all zeros", _NAMES[:2], torch.zeros_like, _NAMES[:2],
+     "`zero_grad(set_to_none=False)` leaves zeros: a gradient of zeros only trains nothing either."),
+    ("layer 2 is frozen", _NAMES[2:], lambda p: None, (), "With `requires_grad=False` no gradient is wanted."),
+    ("half of the numbers of each gradient are zero", _NAMES, _filled(0.0, -1.0), (),
+     "A gradient in which only some numbers are zero is healthy."),
+    ("the numbers of each gradient add up to zero", _NAMES, _filled(1.0, -1.0), (),
+     "1 and -1 cancel, and both train: ask of each number whether it is zero."),
+    ("each number of a gradient is 1e-6", _NAMES, _filled(1e-6, 1e-6), (),
+     "Small is not zero: ask whether any number differs from 0."),
+)  # fmt: skip
+
+
+def _named_on_rank(rank: int, answer: Callable[..., Any]) -> list[tuple[Any, list[str]]]:
+    """For each stage what the answer gave, and the parameters whose gradients it changed."""
     found = []
-    for make in (_healthy, _detached, _left_last, _zeroed, _frozen, _sparse, _cancelling, _tiny):
-        stage = make()
-        before = _gradients(stage)
-        names = answer(stage)
-        found.append(
-            (names, [name for name, after in _gradients(stage).items() if not _unchanged(before[name], after)])
-        )
+    for what, replaced, gradient, *_ in _STAGES:
+        torch.manual_seed(0)
+        stage = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        stage(torch.ones(1, 3)).sum().backward()
+        parameters = dict(stage.named_parameters())
+        for name in replaced:
+            parameters[name].grad = gradient(parameters[name].detach())
+        stage[2].requires_grad_("frozen" not in what)
+        before = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+        found.append((answer(stage), [name for name, p in parameters.items() if not _equal(before[name], p.grad)]))
     return found
 
 
-def _unchanged(before: Tensor | None, after: Tensor | None) -> bool:
+def _equal(before: Tensor | None, after: Tensor | None) -> bool:
     return before is after if before is None or after is None else torch.equal(before, after)
 
 
-def _trained() -> nn.Sequential:
-    torch.manual_seed(0)
-    stage = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    stage(torch.ones(1, 3)).sum().backward()
-    return stage
-
-
-def _healthy() -> nn.Module:
-    return _trained()
-
-
-def _detached() -> nn.Module:
-    stage = _trained()
-    stage[0].weight.grad = stage[0].bias.grad = None
-    return stage
-
-
-def _left_last() -> nn.Module:
-    stage = _trained()
-    stage[2].bias.grad = None
-    return stage
-
-
-def _zeroed() -> nn.Module:
-    stage = _trained()
-    for parameter in stage[0].parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return stage
-
-
-def _frozen() -> nn.Module:
-    stage = _trained()
-    stage[2].requires_grad_(False)
-    stage[2].weight.grad = stage[2].bias.grad = None
-    return stage
-
-
-def _sparse() -> nn.Module:
-    stage = _trained()
-    for parameter in stage.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.view(-1)[-1] = -1.0
-    return stage
-
-
-def _cancelling() -> nn.Module:
-    stage = _trained()
-    for parameter in stage.parameters():
-        parameter.grad = torch.ones_like(parameter)
-        parameter.grad.view(-1)[::2] = -1.0
-    return stage
-
-
-def _tiny() -> nn.Module:
-    stage = _trained()
-    for parameter in stage.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-6)
-    return stage
-
-
-def grade_untrained(answer: Answer) -> None:
-    (results,) = answer.on_ranks(1, _patients)
-    first = ["0.weight", "0.bias"]
-    cases: tuple[tuple[str, list[str], str], ...] = (
-        ("every gradient is there", [], "Name only what has no gradient."),
-        ("layer 0 has `grad` None", first, "A parameter that backward never reached has `grad is None`."),
-        ("the last bias has `grad` None", ["2.bias"], "Look at every parameter, the last as well."),
-        (
-            "the gradients of layer 0 are all zeros",
-            first,
-            "`zero_grad(set_to_none=False)` leaves zeros: a gradient of zeros only trains nothing either.",
-        ),
-        ("layer 2 is frozen", [], "With `requires_grad=False` no gradient is wanted."),
-        ("one number of each gradient is not zero", [], "A gradient in which only some numbers are zero is healthy."),
-        (
-            "the numbers of each gradient add up to zero",
-            [],
-            "1 and -1 cancel, and both train: ask of each number whether it is zero.",
-        ),
-        ("each number of a gradient is 1e-6", [], "Small is not zero: ask whether any number differs from 0."),
-    )
-    for (what, want, cause), (value, changed) in zip(cases, results, strict=True):
+def _grade_untrained(answer: Answer) -> None:
+    for (what, _, _, want, cause), (value, changed) in zip(_STAGES, answer.on_ranks(1, _named_on_rank)[0], strict=True):
         if changed:
             raise Mistake(
                 f"Where {what}, `untrained` changed the gradient of {changed[0]}.",
@@ -277,46 +370,32 @@ def grade_untrained(answer: Answer) -> None:
                 f"Where {what}, `untrained` gave {names!r:.80}, not names.", "Take them from `named_parameters()`."
             )
         if sorted(names) != sorted(want):
-            raise Mistake(f"Where {what}, `untrained` gave {names}, not {want}.", cause)
+            raise Mistake(f"Where {what}, `untrained` gave {names}, not {list(want)}.", cause)
 
 
-EXERCISES: tuple[Exercise, ...] = (
+EXERCISES = (
     Exercise(
-        name="assign_layers",
-        notebook="01",
-        title="which layers go where",
-        difficulty=1,
-        minutes=5,
-        hints=(
+        "assign_layers", "01", "which layers go where", 1, 5,
+        (
             "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left over.",
             "The first `extras` stages have `share + 1` layers, the others `share`; each starts where the last ended.",
         ),
-        solution=assign_layers,
-        grade=grade_assign_layers,
+        assign_layers, _grade_assign_layers,
     ),
     Exercise(
-        name="two_rank_step",
-        notebook="01",
-        title="forward and backward across the cut",
-        difficulty=2,
-        minutes=15,
-        hints=(
+        "two_rank_step", "01", "forward and backward across the cut", 2, 15,
+        (
             "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the gradient last.",
             "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the tensor it received "
             "has in `.grad` what rank 0 waits for.",
             "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from the output that "
             "still has its graph.",
         ),
-        solution=two_rank_step,
-        grade=grade_two_rank_step,
+        two_rank_step, _grade_two_rank_step,
     ),
     Exercise(
-        name="balanced_cut",
-        notebook="01",
-        title="the costliest stage as cheap as can be",
-        difficulty=3,
-        minutes=20,
-        hints=(
+        "balanced_cut", "01", "the costliest stage as cheap as can be", 3, 20,
+        (
             "Solve smaller questions first: what is the best cut of the first `end` layers only, on fewer stages?",
             "The last stage of such a cut goes from some `start` to `end`. Then the stages before it are the best cut "
             "of the first `start` layers on one stage less, which you know already: this is dynamic programming.",
@@ -325,21 +404,227 @@ EXERCISES: tuple[Exercise, ...] = (
             "For each further stage make a new one: `longer[end]` is the smallest, over all `start < end` in `best`, "
             "of `(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The stages to come need a layer each.",
         ),
-        solution=balanced_cut,
-        grade=grade_balanced_cut,
+        balanced_cut, _grade_balanced_cut,
     ),
     Exercise(
-        name="untrained",
-        notebook="01",
-        title="the check that would have caught it",
-        difficulty=1,
-        minutes=5,
-        hints=(
+        "untrained", "01", "the check that would have caught it", 1, 5,
+        (
             "`stage.named_parameters()` gives names and parameters; look at `parameter.grad`.",
             "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`), or zeros only "
             "(`not grad.any()`).",
         ),
-        solution=untrained,
-        grade=grade_untrained,
+        untrained, _grade_untrained,
     ),
+)  # fmt: skip
+
+
+Step = Callable[[nn.Module, Tensor, Tensor, Recorder], Any]
+Bytes = dict[str, int]
+
+SMALL = ModelConfig(dim=384, n_layers=8, n_heads=6, vocab_size=2048, max_seq_len=256)
+DEEP = replace(SMALL, n_layers=12)
+_TINY = replace(SMALL, dim=96, n_layers=5)
+BUDGET = 384 * 2**20
+"""Bytes of the device that the notebook pretends to have."""
+
+
+def predicted_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> Bytes:
+    """Bytes of one AdamW step in float32, by formula: Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
+    d, h, n = config.dim, config.hidden_dim, config.n_parameters
+    floats_per_token = config.n_layers * (8 * d + 4 * h) + 2 * d + config.vocab_size
+    return {
+        "weights": 4 * n,
+        "gradients": 4 * n,
+        "AdamW state": 8 * n,
+        "activations": 4 * rows * seq_len * floats_per_token,
+    }
+
+
+def measured_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> Bytes:
+    """The same, measured: tensors that can be walked over, and what autograd hands to ``saved_tensors_hooks``."""
+    model, (tokens, targets) = Transformer(config), _tokens(rows, seq_len)
+    kept: list[Tensor] = []
+    optimizer = torch.optim.AdamW(model.parameters())
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        loss = loss_fn(model(tokens), targets)
+    loss.backward()
+    optimizer.step()
+    return {**_state_bytes(model, optimizer), "activations": _storage_bytes(kept, but_not=_own(model))}
+
+
+def second_forward(config: ModelConfig, budget: int) -> None:
+    """Run a step, and a second forward that stops at the first activation over ``budget`` bytes.
+
+    Raises:
+        MemoryError: names the layer, as an accelerator's allocator would not.
+    """
+    model, (tokens, targets) = Transformer(config), _tokens()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_fn(model(tokens), targets).backward()
+    optimizer.step()
+    room = budget - sum(_state_bytes(model, optimizer).values())
+    kept: list[Tensor] = []
+    reached: list[str] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        if _storage_bytes(kept, but_not=_own(model)) > room:
+            raise MemoryError(f"out of memory in layer {reached[-1]}, with {room / 2**20:.1f} MiB for activations")
+        return tensor
+
+    for name, layer in model.layers.items():
+        layer.register_forward_pre_hook(lambda *_, name=name: reached.append(name))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss_fn(model(tokens), targets)
+
+
+def peaks_while_building(n_ranks: int = 2) -> dict[str, Bytes]:
+    """Return for three ways to build rank 0's stage of the deep model the bytes it keeps, and its peak above them."""
+    ways = {"build all, delete": _keep_only, "cut on meta": _cut_on_meta, "only the stage": build_stage_module}
+    return {name: on_ranks(n_ranks, _peak_while_building, build, n_ranks)[0] for name, build in ways.items()}
+
+
+class Comparison(NamedTuple):
+    """A step on two ranks beside one process, in float64; ``largest`` is the largest difference of any gradient."""
+
+    loss: float
+    loss_of_one: float
+    largest: float
+
+
+def compare(step: Step) -> Comparison:
+    """Run ``step(stage, tokens, targets, recorder)`` on two ranks, and compare with one process."""
+    ranks, (loss, right) = _BESIDE_ONE.ran(step, 2, 4), _BESIDE_ONE.one_process(4)
+    found = [(g, right[name]) for rank in ranks for name, g in rank.gradients.items()]
+    largest = max(math.inf if g is None else float((g - expected).abs().max()) for g, expected in found)
+    return Comparison(ranks[1].returned, loss, largest)
+
+
+_BESIDE_ONE = _TokenBench(
+    lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, Recorder()), config=_TINY, seq_len=64
 )
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The deep model cut over 1, 2 and 4 ranks.
+
+    Attributes:
+        timelines: for each number of ranks the shortest of three runs.
+        memory: for each rank its bytes, by kind.
+    """
+
+    timelines: Mapping[int, Timeline]
+    memory: Mapping[str, Bytes]
+
+    def speed_up(self, n_ranks: int) -> float:
+        """How many times as fast as one process."""
+        return float(self.timelines[1].makespan / self.timelines[n_ranks].makespan)
+
+    def __str__(self) -> str:
+        rows = []
+        for p, run in self.timelines.items():
+            nobody = max(0.0, 1 - p * float(run.utilisation))
+            rows.append(f"p = {p}: speed-up {self.speed_up(p):.2f}, busy {run.utilisation:.1%}, nobody {nobody:.1%}")
+        return "\n".join(rows)
+
+
+def time_splits(step: Step, sizes: Sequence[int] = (1, 2, 4), rounds: int = 3) -> Splits:
+    """Time a step of the deep model over each number of ranks in ``sizes``; they take turns, ``rounds`` times."""
+    runs = [{p: on_ranks(p, _timed, step) for p in sizes} for _ in range(rounds)]
+    timelines = {p: min((each[p][0][1] for each in runs), key=lambda tl: tl.makespan) for p in sizes}
+    memory = {f"rank {r} of {p}": kept for p, ranks in runs[0].items() for r, (kept, _) in enumerate(ranks)}
+    return Splits(timelines, memory)
+
+
+def train_two_ranks(step: Step, n_steps: int = 16) -> str:
+    """Train a small model for some steps; says how the loss went, and how many parameters have a gradient."""
+    ranks = on_ranks(2, _train, step, n_steps)
+    curve = " ".join(f"{loss:.2f}" for loss in ranks[1][0][::5])
+    counts = ", ".join(f"rank {r} {n} of {total}" for r, (_, n, total) in enumerate(ranks))
+    return f"loss {curve}; parameters with a gradient: {counts}"
+
+
+def _tokens(rows: int = 4, seq_len: int = 64) -> tuple[Tensor, Tensor]:
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(SMALL.vocab_size, (rows, seq_len + 1), generator=seeded)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def _own(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _storage_bytes(tensors: Iterable[Tensor], but_not: Sequence[Tensor] = ()) -> int:
+    """Each storage once: several tensors may be views of one."""
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    own = {tensor.untyped_storage().data_ptr() for tensor in but_not}
+    return sum(size for address, size in sizes.items() if address not in own)
+
+
+def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+    parameters = list(model.parameters())
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    return {
+        "weights": _storage_bytes(parameters),
+        "gradients": _storage_bytes(p.grad for p in parameters if p.grad is not None),
+        "AdamW state": _storage_bytes(moments),
+    }
+
+
+def _cut_on_meta(config: ModelConfig, stage: int, n_stages: int) -> nn.Module:
+    with torch.device("meta"):
+        model = _keep_only(config, stage, n_stages)
+    model.to_empty(device="cpu")
+    model.init_weights_and_freqs()
+    return model
+
+
+def _keep_only(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
+    """Build the whole model and delete what other ranks hold."""
+    model = Transformer(config)
+    start, end = compute_layer_assignment(config.n_layers, n_stages)[stage]
+    for i in range(config.n_layers):
+        if not start <= i < end:
+            del model.layers[str(i)]
+    if stage > 0:
+        model.embed = None
+    if stage < n_stages - 1:
+        model.norm = model.head = None
+    return model
+
+
+def _peak_while_building(rank: int, build: Callable[[ModelConfig, int, int], nn.Module], n_stages: int) -> Bytes:
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    build(replace(DEEP, dim=12, vocab_size=16), rank, n_stages)  # first-time costs
+    before = peak()
+    kept = _storage_bytes(build(DEEP, rank, n_stages).parameters())
+    return {"kept": kept, "only while building": max(0, peak() - before - kept)}
+
+
+def _timed(rank: int, step: Step) -> tuple[Bytes, Timeline]:
+    stage = build_stage_module(DEEP, rank, dist.get_world_size())
+    optimizer, recorder = torch.optim.AdamW(stage.parameters()), Recorder()
+    kept: list[Tensor] = []
+    step(stage, *_tokens(1, 8), recorder)  # a short one, to warm up
+    recorder.clear()
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        step(stage, *_tokens(), recorder)
+    optimizer.step()
+    activations = _storage_bytes(kept, but_not=_own(stage))
+    return {**_state_bytes(stage, optimizer), "activations": activations}, recorder.timeline()
+
+
+def _train(rank: int, step: Step, n_steps: int) -> tuple[list[Any], int, int]:
+    torch.manual_seed(0)
+    stage = build_stage_module(_TINY, rank, 2)
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        losses.append(step(stage, *_tokens(), Recorder()))
+        optimizer.step()
+    has_gradient = [p.grad is not None for p in stage.parameters()]
+    return losses, sum(has_gradient), len(has_gradient)

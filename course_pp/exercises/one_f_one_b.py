@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same
+from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same, scaled
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.formula import Formula, why
@@ -175,19 +175,15 @@ def _demand_drain(rank: int, m: int, order: str) -> None:
 
 
 def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> str:
-    def times(*factors: float) -> bool:
-        pairs = [(gradient, expected[name]) for (_, name), gradient in wrong.items()]
-        return all(any(same(gradient, right, factor) for factor in factors) for gradient, right in pairs)
-
     everywhere = len(wrong) == len(expected)
     gone = all(same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items())
     each_is = "Each is m times too {}. `recv_gradient` gives the 1/m on the last rank, once."
     rules = (
         (everywhere and gone,
          "What `.grad` held before the step is gone: add to it, as `backward` does, and clear nothing."),
-        (everywhere and times(m), each_is.format("large")),
-        (everywhere and times(1 / m), each_is.format("small")),
-        (m > 1 and times(*(m**-k for k in range(1, p))),
+        (everywhere and scaled(wrong, expected, m), each_is.format("large")),
+        (everywhere and scaled(wrong, expected, 1 / m), each_is.format("small")),
+        (m > 1 and scaled(wrong, expected, *(m**-k for k in range(1, p))),
          "1/m enters on more than one rank; the chain rule already carries it from the last one."),
         (all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong),
          "Only weights that multiply what a rank has received: their gradient needs that input once more, in "
@@ -473,22 +469,6 @@ PATIENTS = {
 is so whenever each message is taken before the next one is written."""
 
 
-def _with_norm(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
-
-
-WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=_with_norm, rows=16, n_blocks=8, before=None)
-"""Where the notebook looks at its patients, and at torch's schedules."""
-
-
-def examine(step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeout_s: float = 60.0) -> Findings:
-    """Run ``step(stage, microbatches, targets, loss_fn, link)`` on four real ranks, beside one process.
-
-    Each rank starts ``stagger_s`` later than the one before, as on a busy cluster.
-    """
-    return WARD.examined(step, 4, m, stagger_s, timeout_s)
-
-
 EXERCISES = (
     Exercise(
         "order_1f1b", "03", "1F1B as an order", 2, 6,
@@ -546,3 +526,19 @@ EXERCISES = (
         healed_step, partial(_grade_step, places_count=True),
     ),
 )  # fmt: skip
+
+
+def _with_norm(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
+
+
+WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=_with_norm, rows=16, n_blocks=8, before=None)
+"""Where the notebook looks at its patients, and at torch's schedules."""
+
+
+def examine(step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeout_s: float = 60.0) -> Findings:
+    """Run ``step(stage, microbatches, targets, loss_fn, link)`` on four real ranks, beside one process.
+
+    Each rank starts ``stagger_s`` later than the one before, as on a busy cluster.
+    """
+    return WARD.examined(step, 4, m, stagger_s, timeout_s)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from course_pp.exercises.gpipe_clinic import PATIENTS
-from course_pp.runtime import recv_activation, recv_gradient, send_activation, send_gradient
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.gpipe import PATIENTS, accumulate, examine, mended_step, time_cuts
 from course_pp.schedule import Action
 from tests.exercises.grading import accepts, refuses
 
@@ -45,8 +45,8 @@ def test_another_way_to_the_bubble_is_correct(answer: Answer) -> None:
         (lambda p, m: (p - 1) / (2 * (m + p - 1)), "each have a bubble"),
         (lambda p, m: 100 * (p - 1) / (m + p - 1), "not per cent"),
         (lambda p, m: (p - 1) // (m + p - 1), "divide with `/`"),
-        (lambda p, m: torch.tensor((p - 1) / (m + p - 1)) + 1e-4, "should be 0.5"),
-        (lambda p, m: 0.25, "(2, 1)` gave 0.25, which should be 0.5"),
+        (lambda p, m: torch.tensor((p - 1) / (m + p - 1)) + 1e-4, "not 0.5"),
+        (lambda p, m: 0.25, "`bubble(2, 1)` is 0.25, not 0.5"),
         (lambda p, m: None, "None"),
     ],
 )
@@ -91,17 +91,18 @@ def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answe
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda p, m: order(p, lambda r: [Action(i, k, r) for k in "FB" for i in range(m)]), "have changed places"),
-        (lambda p, m: order(p, lambda r: [Action(r, "F", i) for i in range(m)]), "has no backward"),
-        (lambda p, m: order(p, lambda r: both(r, range(1, m + 1))), "number them from 0"),
+        (lambda p, m: order(p, lambda r: [Action(i, k, r) for k in "FB" for i in range(m)]),
+         "Have stage and microbatch changed places?"),
+        (lambda p, m: order(p, lambda r: [Action(r, "F", i) for i in range(m)]), "lacks `0B0`"),
+        (lambda p, m: order(p, lambda r: both(r, range(1, m + 1))), "number the microbatches from 0"),
         (lambda p, m: order(p, lambda r: [Action(r, k, i) for i in range(m) for k in "FB"]), "all forwards before"),
-        (in_halves, "has `0I0`, which is no forward and no backward"),
+        (in_halves, "are the halves of a backward"),
         (last_rank_newest_first, "different orders"),
-        (lambda p, m: both(0, range(m)), "one such list for each rank"),
+        (lambda p, m: both(0, range(m)), "gave one list of actions"),
         (lambda p, m: order(p, lambda r: both(r, range(max(1, m - 1)))), "m is 3"),
-        (lambda p, m: order(p, lambda r: [f"{a}" for a in both(r, range(m))]), "something else than actions"),
-        (lambda p, m: order(1, lambda r: both(r, range(m))), "gave 1 list for 2 ranks"),
-        (lambda p, m: order(p, lambda r: both(0, range(m))), "cannot run: rank 1 has 0F0"),
+        (lambda p, m: order(p, lambda r: [f"{a.kind}{r}" for a in both(r, range(m))]), "no action"),
+        (lambda p, m: order(1, lambda r: both(r, range(m))), "gave 1 of 2 lists"),
+        (lambda p, m: order(p, lambda r: both(0, range(m))), "Rank 1 holds stage 1"),
         (lambda p, m: None, "is None; a list is asked for"),
     ],
 )  # fmt: skip
@@ -120,31 +121,21 @@ def last_rank_forwards_newest_first(p: int, m: int) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "gap"),
+    ("answer", "words"),
     [
-        (last_rank_newest_first, "rank 0 idles from 3 to 10: "),
-        (last_rank_forwards_newest_first, "rank 1 idles from 0 to 3: "),
+        (last_rank_newest_first, "rank 1 does its backwards in another order than rank 0, [2, 1, 0]"),
+        (last_rank_forwards_newest_first, "rank 1 does its forwards in another order than rank 0, [2, 1, 0]"),
     ],
 )
-def test_the_wait_that_is_shown_is_the_one_that_a_mixed_order_makes(answer: Answer, gap: str) -> None:
-    refuses("afab_order", answer, "`afab_order(2, 3)` can run", gap)
+def test_a_rank_that_mixes_the_order_is_named(answer: Answer, words: str) -> None:
+    refuses("afab_order", answer, "With p=2 and m=3 it takes", words)
 
 
-def accumulating(share: Callable[..., Any]) -> Answer:
-    """Backward for each microbatch from ``share(mean, n, rows, m)``; returns the right loss."""
-
-    def accumulate(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-        rows, mean = sum(map(len, microbatches)), 0.0
-        for x, target in zip(microbatches, targets, strict=True):
-            loss = loss_fn(model(x), target)
-            share(loss, len(x), rows, len(microbatches)).backward()
-            mean += loss.item() * len(x) / rows
-        return mean
-
-    return accumulate
+SHARE, ONCE_MORE = "loss_fn(model(x), target) * len(x) / rows", "        share.backward()\n"
 
 
-weighted = accumulating(lambda loss, n, rows, m: loss * n / rows)
+def accumulating(share: str = SHARE, backward: str = ONCE_MORE) -> Answer:
+    return flawed(accumulate, (SHARE, share), (ONCE_MORE, backward))
 
 
 def one_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> Any:
@@ -169,71 +160,33 @@ def scaled_afterwards(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
 
 
 def forward_again_for_the_loss(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> torch.Tensor:
-    weighted(model, microbatches, targets, loss_fn)
+    accumulate(model, microbatches, targets, loss_fn)
     with torch.no_grad():
         shares = [len(x) * loss_fn(model(x), y) for x, y in zip(microbatches, targets, strict=True)]
     return sum(shares) / sum(map(len, targets))
 
 
-def mean_in_float32(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> torch.Tensor:
-    return torch.tensor(weighted(model, microbatches, targets, loss_fn))
-
-
-def mean_with_its_graph(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> Any:
-    mean: Any = 0.0
-    for x, target in zip(microbatches, targets, strict=True):
-        share = loss_fn(model(x), target) * len(x) / sum(map(len, targets))
-        share.backward()
-        mean = mean + share
-    return mean
-
-
 @pytest.mark.parametrize(
-    "answer", [weighted, scaled_afterwards, forward_again_for_the_loss, mean_in_float32, mean_with_its_graph]
+    "answer",
+    [
+        scaled_afterwards,
+        forward_again_for_the_loss,
+        flawed(accumulate, ("return mean", "return torch.tensor(mean)")),
+        flawed(accumulate, ("share.item()", "share")),
+    ],
 )
 def test_gradients_may_be_accumulated_in_several_ways(answer: Answer) -> None:
     accepts("accumulate", answer)
 
 
-def clears_first(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    model.zero_grad()
-    return float(weighted(model, microbatches, targets, loss_fn))
-
-
-def scales_what_is_there(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    rows = sum(map(len, targets))
-    mean = accumulating(lambda loss, n, rows, m: loss * n)(model, microbatches, targets, loss_fn)
-    for p in model.parameters():
-        p.grad /= rows
-    return float(mean)
-
-
-def keeps_every_graph(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    losses = []
-    for x, target in zip(microbatches, targets, strict=True):
-        losses.append(loss_fn(model(x), target) * len(x) / sum(map(len, targets)))
-        losses[-1].backward(retain_graph=True)
-    return float(sum(losses))
-
-
-def clears_in_between(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    for x, target in zip(microbatches, targets, strict=True):
-        model.zero_grad()
-        (loss_fn(model(x), target) * len(x) / sum(map(len, targets))).backward()
-    return 0.0
+CLEARED = f"        model.zero_grad()\n{ONCE_MORE}"
+SCALED = ("    return mean", "    for p in model.parameters(): p.grad /= rows\n    return mean")
 
 
 def all_at_once(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
     loss = loss_fn(model(torch.cat(microbatches)), torch.cat(targets))
     loss.backward()
     return float(loss)
-
-
-def mean_of_means(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
-    weighted(model, microbatches, targets, loss_fn)
-    with torch.no_grad():
-        losses = [loss_fn(model(x), target) for x, target in zip(microbatches, targets, strict=True)]
-    return float(sum(losses) / len(losses))
 
 
 def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> float:
@@ -244,18 +197,26 @@ def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (accumulating(lambda loss, n, rows, m: loss / m), "counts the same, whatever its size"),
-        (accumulating(lambda loss, n, rows, m: loss), "never divided"),
-        (accumulating(lambda loss, n, rows, m: loss * n), "not divided by all rows"),
-        (accumulating(lambda loss, n, rows, m: loss / rows), "multiply it by n first"),
-        (accumulating(lambda loss, n, rows, m: loss * n / rows / m), "one of the two"),
-        (clears_in_between, "Only the last microbatch's gradient"),
-        (clears_first, "do not clear or scale what is there"),
-        (scales_what_is_there, "do not clear or scale what is there"),
+        (accumulating("loss_fn(model(x), target) / len(targets)"), "counts the same, whatever its size"),
+        (accumulating("loss_fn(model(x), target)"), "never divided"),
+        (accumulating("loss_fn(model(x), target) * len(x)"), "not divided by all rows"),
+        (accumulating("loss_fn(model(x), target) / rows"), "multiply it by n first"),
+        (accumulating(f"{SHARE} / len(targets)"), "one of the two"),
+        (accumulating(backward=CLEARED), "do not zero gradients in between"),
+        (
+            flawed(accumulate, ("    mean = 0.0", "    model.zero_grad(); mean = 0.0")),
+            "do not clear or scale what is there",
+        ),
+        (flawed(accumulate, (" / rows", ""), SCALED), "do not clear or scale what is there"),
         (one_backward, "microbatches were held at once"),
-        (keeps_every_graph, "without `retain_graph`"),
+        (
+            accumulating(
+                backward="        share.backward(retain_graph=True); kept = [share, *locals().get('kept', [])]\n"
+            ),
+            "without `retain_graph`",
+        ),
         (all_at_once, "all rows at once"),
-        (mean_of_means, "the loss returned is"),
+        (flawed(accumulate, ("share.item()", "share.item() * rows / len(x) / len(targets)")), "the loss returned is"),
         (no_backward, "no gradient"),
     ],
 )
@@ -289,85 +250,72 @@ def test_wrong_bytes_are_told_why(answer: Answer, words: str) -> None:
     refuses("peak_bytes", answer, words)
 
 
-def stepping(
-    cut: Callable[..., Any] = torch.chunk,
-    take: Callable[[bool], int] = lambda is_last: 0,
-    share: Callable[[Any, int], Any] = lambda loss, m: loss / m,
-    returned: Callable[..., Any] = lambda losses, m: sum(losses) / m,
-    sends_gradients: bool = True,
-    detaches: bool = False,
-    arriving: Callable[[Any, int], Any] = lambda dy, m: dy,
-) -> Answer:
-    """A step of the bug clinic, right unless told otherwise."""
-
-    def step(stage: Any, inputs: Any, targets: Any, m: int, loss_fn: Any, link: Any) -> Any:
-        in_flight, losses, sends = [], [], []
-        for microbatch, target in zip(inputs.chunk(m), cut(targets, m), strict=True):
-            x = recv_activation(microbatch, link)
-            y = stage(x)
-            sends += send_activation(y, link)
-            if link.is_last:
-                losses.append(loss_fn(y, target))
-                y = losses[-1]
-            elif detaches:
-                y = y.detach().requires_grad_()
-            in_flight.append((x, y))
-        while in_flight:
-            x, y = in_flight.pop(take(link.is_last))
-            if link.is_last:
-                share(y, m).backward()
-            else:
-                y.backward(arriving(recv_gradient(y, m, link), m))
-            if sends_gradients:
-                sends += send_gradient(x.grad, link)
-        for send in sends:
-            send.wait()
-        return returned([loss.detach() for loss in losses], m) if link.is_last else None
-
-    return step
+DY, OLDEST = "y.backward(recv_gradient(y, m, link))", "for x, y in in_flight:"
 
 
-def scales_the_gradients(stage: Any, inputs: Any, targets: Any, m: int, loss_fn: Any, link: Any) -> Any:
-    loss = stepping(share=lambda loss, m: loss)(stage, inputs, targets, m, loss_fn, link)
-    for p in stage.parameters():
-        p.grad /= m
-    return loss
-
-
-def clears_the_gradients(stage: Any, inputs: Any, targets: Any, m: int, loss_fn: Any, link: Any) -> Any:
-    stage.zero_grad()
-    return stepping()(stage, inputs, targets, m, loss_fn, link)
+def step_with(*changes: tuple[str, str]) -> Answer:
+    return flawed(mended_step, *changes)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("answer", [stepping(), stepping(take=lambda is_last: -1)])
+@pytest.mark.parametrize("answer", [mended_step, step_with((OLDEST, "for x, y in reversed(in_flight):"))])
 def test_the_step_may_be_mended_with_the_oldest_or_the_newest_first(answer: Answer) -> None:
     accepts("mended_step", answer)
 
 
-def strided(targets: Any, m: int) -> list[Any]:
-    return [targets[i::m] for i in range(m)]
+NOT_IN_THE_LOSS = ("y = loss_fn(y, target) / m", "y = loss_fn(y, target)"), ("sum(losses)", "sum(losses) / m")
+SCALED_AT_LAST = ("    return sum", "    for p in stage.parameters(): p.grad /= m\n    return sum")
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (PATIENTS["A"], "belongs to another microbatch"),
+        (PATIENTS["A"], "belongs to another microbatch. Compare the order in which the ranks do their backwards"),
         (PATIENTS["B"], "how inputs and targets are cut"),
         (PATIENTS["C"], "Exactly m times too large"),
-        (stepping(cut=strided), "how inputs and targets are cut"),
-        (stepping(share=lambda loss, m: loss), "Exactly m times too large"),
-        (stepping(share=lambda loss, m: loss / m / m), "1/m enters twice"),
-        (stepping(arriving=lambda dy, m: dy / m), "1/m enters on more than one rank; the chain rule already carries"),
-        (stepping(arriving=lambda dy, m: dy * 3), "Wrong by a factor"),
-        (stepping(take=lambda is_last: 0 if is_last else -1), "order in which the ranks do their backwards"),
-        (stepping(returned=lambda losses, m: sum(losses)), "return their mean"),
-        (stepping(returned=lambda losses, m: None), "None"),
-        (stepping(detaches=True), "has no gradient"),
-        (scales_the_gradients, "a second step does not add its gradients"),
-        (clears_the_gradients, "do not clear or scale what is there"),
+        (step_with(*NOT_IN_THE_LOSS), "Exactly m times too large"),
+        (step_with(("y.backward()", "(y / m).backward()")), "1/m enters twice"),
+        (
+            step_with((DY, "y.backward(recv_gradient(y, m, link) / m)")),
+            "1/m enters on more than one rank; the chain rule already",
+        ),
+        (step_with((DY, "y.backward(3 * recv_gradient(y, m, link))")), "Wrong by a factor"),
+        (step_with(("sum(losses)", "m * sum(losses)")), "return their mean"),
+        (step_with(("sum(losses)", "losses[0]")), "what a single microbatch adds"),
+        (step_with(("sum(losses) if link.is_last else None", "None")), "None"),
+        (step_with(("y = stage(x)", "y = stage(x).detach().requires_grad_()")), "has no gradient"),
+        (step_with(*NOT_IN_THE_LOSS, SCALED_AT_LAST), "do not clear or scale what is there"),
+        (
+            step_with(("in_flight, losses", "stage.zero_grad(); in_flight, losses")),
+            "do not clear or scale what is there",
+        ),
     ],
 )
 def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words: str) -> None:
     refuses("mended_step", answer, words)
+
+
+def test_a_healthy_step_has_the_loss_and_the_gradients_of_one_process() -> None:
+    findings = examine(mended_step, 4)
+    assert findings.loss == pytest.approx(findings.loss_of_one, rel=1e-12)
+    assert findings.sizes == pytest.approx((1, 1, 1), rel=1e-12)
+    assert findings.largest < 1e-12
+
+
+def test_each_patient_has_a_symptom_of_its_own() -> None:
+    a, b, c = (examine(PATIENTS[name], 4) for name in "ABC")
+    assert c.sizes == pytest.approx((4, 4, 4))
+    assert c.cosines == pytest.approx((1, 1, 1))
+    assert b.loss != pytest.approx(b.loss_of_one, rel=1e-6)
+    assert a.loss == pytest.approx(a.loss_of_one)
+    assert a.cosines[2] == pytest.approx(1)
+    assert max(a.cosines[:2]) < 0.99
+
+
+def test_cuts_are_timed_on_one_rank_and_on_two() -> None:
+    slots = time_cuts((1, 2), rows=16, repeats=1)
+    assert slots.best in (1, 2)
+    assert slots.shared[2].n_ranks == 2
+    assert slots.slot_ms(2) == pytest.approx(500 * float(slots.alone[2].makespan))
+    assert str(slots).startswith("m =  1: m + 1 slots of ")

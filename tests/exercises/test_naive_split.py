@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_pp.exercises.bench import flawed
 from course_pp.exercises.exercise import find
 from course_pp.exercises.naive_split import (
     empty_activation,
     loss_fn,
     recv_activation,
     recv_gradient,
-    send_activation,
     send_gradient,
+    two_rank_step,
     untrained,
 )
 from course_pp.model import partition_by_cost
@@ -147,140 +148,38 @@ def with_asynchronous_messages(rank, stage, tokens, targets):
     return float(loss)
 
 
-def starts_from_a_detached_output(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens).detach().requires_grad_()
-        send_activation(output, 1)
-        output.backward(recv_gradient(output, 1))
-        return None
-    return last_half(stage, tokens, targets)
+BACK, OUTPUT = "output.backward(recv_gradient(output, 1))", "output = stage(tokens)"
+SENT, LAST = "        send_activation(output, 1)\n", "    return loss.item()"
+X = "x = recv_activation(empty_activation(stage, tokens), 0)"
+GRADS = "torch.autograd.grad(output, list(stage.parameters()), recv_gradient(output, 1))"
 
 
-def last_half(stage, tokens, targets):
-    x = recv_activation(empty_activation(stage, tokens), 0)
-    loss = loss_fn(stage(x), targets)
-    loss.backward()
-    send_gradient(x, 0)
-    return loss.item()
+def step_with(*changes: tuple[str, str]) -> Callable[..., Any]:
+    return flawed(two_rank_step, *changes)
 
 
-@hangs
-def no_gradient_comes_back(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output, 1)
-        output.backward(recv_gradient(output, 1))
-        return None
-    x = recv_activation(empty_activation(stage, tokens), 0)
-    loss = loss_fn(stage(x), targets)
-    loss.backward()
-    return loss.item()
-
-
-def gradient_of_ones(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output, 1)
-        recv_gradient(output, 1)
-        output.backward(torch.ones_like(output))
-        return None
-    return last_half(stage, tokens, targets)
-
-
-def backward_twice(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output, 1)
-        gradient = recv_gradient(output, 1)
-        output.backward(gradient, retain_graph=True)
-        output.backward(gradient)
-        return None
-    return last_half(stage, tokens, targets)
-
-
-def backward_of_a_tensor(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output, 1)
-        output.backward()
-        return None
-    return last_half(stage, tokens, targets)
-
-
-@hangs
-def both_receive(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        output.backward(recv_gradient(output, 1))
-        send_activation(output, 1)
-        return None
-    return last_half(stage, tokens, targets)
-
-
-def forgets_to_require_a_gradient(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output, 1)
-        output.backward(recv_gradient(output, 1))
-        return None
-    x = empty_activation(stage, tokens)
-    dist.recv(x, 0)
-    loss = loss_fn(stage(x), targets)
-    loss.backward()
-    send_gradient(x, 0)
-    return loss.item()
-
-
-def sends_no_whole_piece(rank, stage, tokens, targets):
-    if rank == 0:
-        output = stage(tokens)
-        send_activation(output.transpose(0, 1), 1)
-    return last_half(stage, tokens, targets)
-
-
-def loss_of_other_targets(rank, stage, tokens, targets):
-    return starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets[:1])
-
-
-def forgets_the_loss(rank, stage, tokens, targets):
-    if rank == 0:
-        return starts_right(stage, tokens)
-    last_half(stage, tokens, targets)
-
-
-def starts_right(stage, tokens):
-    output = stage(tokens)
-    send_activation(output, 1)
-    output.backward(recv_gradient(output, 1))
-
-
-def returns_the_sum(rank, stage, tokens, targets):
-    if rank == 0:
-        return starts_right(stage, tokens)
-    return last_half(stage, tokens, targets) * tokens.numel()
-
-
-def trains_too(rank, stage, tokens, targets):
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    loss = starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets)
-    optimizer.step()
-    return loss
-
-
-def clears_first(rank, stage, tokens, targets):
-    stage.zero_grad()
-    return starts_right(stage, tokens) if rank == 0 else last_half(stage, tokens, targets)
-
-
-def assigns_the_gradient(rank, stage, tokens, targets):
-    if rank == 1:
-        return last_half(stage, tokens, targets)
-    output = stage(tokens)
-    send_activation(output, 1)
-    parameters = list(stage.parameters())
-    found = torch.autograd.grad(output, parameters, recv_gradient(output, 1))
-    for parameter, gradient in zip(parameters, found, strict=True):
-        parameter.grad = gradient
+WRONG_STEPS = [
+    (step_with((OUTPUT, f"{OUTPUT}.detach().requires_grad_()")), "on rank 0 has no gradient", "detached"),
+    (hangs(step_with(("    send_gradient(x, 0)\n", ""))), "rank 0 waits in recv for rank 1", "Rank 1 has returned"),
+    (step_with((BACK, "recv_gradient(output, 1); output.backward(torch.ones_like(output))")),
+     "rank 0: ", "takes what came from rank 1", "one process"),
+    (step_with((BACK, "[output.backward(dy, retain_graph=True) for dy in [recv_gradient(output, 1)] * 2]")),
+     "rank 1: none", "All are 2 times what they should be"),
+    (step_with((BACK, "output.backward()")), "grad can be implicitly created only for scalar outputs"),
+    (hangs(step_with((f"{SENT}        {BACK}\n", f"        {BACK}\n{SENT}"))), "none can move"),
+    (step_with((X, "x = empty_activation(stage, tokens); dist.recv(x, 0)")),
+     "raised", "in line", "`.grad` is None until a backward has run"),
+    (step_with(("(output, 1)\n", "(output.transpose(0, 1), 1)\n")),
+     "in line", "`.contiguous()` makes a copy in one piece"),
+    (step_with(("stage(x), targets)", "stage(x), targets[:1])")),
+     "in line", "targets that do not belong to this output"),
+    (step_with((LAST, "")), "is None", "Is a `return` missing?"),
+    (step_with((LAST, f"{LAST} * tokens.numel()")), "All gradients are right", "loss.item()"),
+    (step_with(("    if rank", "    stage.zero_grad()\n    if rank")), "up to whoever calls"),
+    (step_with((BACK, f"for p, p.grad in zip(stage.parameters(), {GRADS}): pass")), "up to whoever calls"),
+    (step_with((LAST, f"    torch.optim.SGD(stage.parameters(), lr=0.1).step()\n{LAST}")),
+     "changed its argument `stage", "The optimizer is the caller's business"),
+]  # fmt: skip
 
 
 @pytest.mark.sample(2)
@@ -290,25 +189,7 @@ def test_a_step_is_correct_however_it_is_written(answer: Callable[..., Any]) -> 
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (starts_from_a_detached_output, ["No parameter of rank 0 has a gradient", "detached"]),
-        (no_gradient_comes_back, ["rank 0 waits in recv for rank 1", "Rank 1 has returned"]),
-        (gradient_of_ones, ["On rank 0", "takes what came from rank 1", "one process"]),
-        (backward_twice, ["All are 2 times what they should be"]),
-        (backward_of_a_tensor, ["grad can be implicitly created only for scalar outputs"]),
-        (both_receive, ["none can move"]),
-        (forgets_to_require_a_gradient, ["raised", "in line", "`.grad` is None until a backward has run"]),
-        (sends_no_whole_piece, ["in line", "`.contiguous()` makes a copy in one piece"]),
-        (loss_of_other_targets, ["in line", "targets that do not belong to this output"]),
-        (forgets_the_loss, ["is None", "Is a `return` missing?"]),
-        (returns_the_sum, ["All gradients are right", "loss.item()"]),
-        (clears_first, ["On rank 0, the gradients of a second step are not added", "up to whoever calls"]),
-        (assigns_the_gradient, ["On rank 0, the gradients of a second step are not added"]),
-        (trains_too, ["changed the weights", "The optimizer is the caller's business"]),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
 def test_a_step_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
     refuses("two_rank_step", answer, *words)
 
@@ -385,6 +266,12 @@ def up_to_the_average(costs, n_stages):
     return [*ranges, (start, len(costs))]
 
 
+def of_least_squares(costs, n_stages):
+    inner = itertools.combinations(range(1, len(costs)), n_stages - 1)
+    cuts = [list(itertools.pairwise((0, *bounds, len(costs)))) for bounds in inner]
+    return min(cuts, key=lambda cut: sum(sum(costs[a:b]) ** 2 for a, b in cut))
+
+
 def all_but_one_alone(costs, n_stages):
     return [*((i, i + 1) for i in range(n_stages - 1)), (n_stages - 1, len(costs))]
 
@@ -449,6 +336,10 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
         (all_but_one_alone, ["costs 3; 2 is possible", "take the one whose largest sum is smallest"]),
         (by_bisection, ["`balanced_cut([0.3, 0.4, 0.5, 0.6], 2)`", "costs 1.2; 1.1 is possible", "whole numbers"]),
         (by_bisection_to_a_thousandth, ["`balanced_cut([0.0007,", "nor near 1"]),
+        (
+            of_least_squares,
+            ["([1, 5, 2, 3], 3)`", "costs 6; 5 is possible", "Only the largest sum counts"],
+        ),
         (sorts_first, ["changed its argument `costs`"]),
         (only_the_cost, ["a list is asked for"]),
         (leaves_stages_empty, ["stage 1 has no layer"]),

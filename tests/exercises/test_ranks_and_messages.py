@@ -7,7 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises.ranks_and_messages import exchange
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.ranks_and_messages import (
+    added_up,
+    all_gather,
+    contributions,
+    even_ranks_send_first,
+    exchange,
+    shift,
+)
+from course_pp.launch import on_ranks
 from tests.exercises.grading import accepts, hangs, refuses
 
 # shift: right
@@ -51,75 +60,15 @@ def rank_0_receives_first(x, rank, p):
 # shift: wrong
 
 
-@hangs
-def sends_first(x, rank, p):
-    received = torch.empty_like(x)
-    dist.send(x, (rank + 1) % p)
-    dist.recv(received, (rank - 1) % p)
-    return received
+ALONE = "    if p == 1:\n        return x.clone()\n"
+SENDING, WAITED = "sending = dist.isend(x, dst=(rank + 1) % p)", "    sending.wait()  # type: ignore[union-attr]\n"
+RECEIVING = "dist.recv(received, src=(rank - 1) % p)"
+BOTH = f"    {SENDING}\n    {RECEIVING}\n{WAITED}"
+HANDLES: list[Any] = []
 
 
-@hangs
-def receives_first(x, rank, p):
-    received = torch.empty_like(x)
-    dist.recv(received, (rank - 1) % p)
-    dist.send(x, (rank + 1) % p)
-    return received
-
-
-def to_the_left(x, rank, p):
-    if p == 1:
-        return x.clone()
-    received = torch.empty_like(x)
-    sending = dist.isend(x, (rank - 1) % p)
-    dist.recv(received, (rank + 1) % p)
-    sending.wait()
-    return received
-
-
-@hangs
-def sends_where_it_receives_from(x, rank, p):
-    if p == 1:
-        return x.clone()
-    received = torch.empty_like(x)
-    sending = dist.isend(x, (rank - 1) % p)
-    dist.recv(received, (rank - 1) % p)
-    sending.wait()
-    return received
-
-
-def sends_to_itself(x, rank, p):
-    dist.isend(x, rank).wait()
-    return x.clone()
-
-
-def forgets_the_ring_of_one(x, rank, p):
-    received = torch.empty_like(x)
-    sending = dist.isend(x, (rank + 1) % p)
-    dist.recv(received, (rank - 1) % p)
-    sending.wait()
-    return received
-
-
-def does_not_wrap_round(x, rank, p):
-    received = torch.empty_like(x)
-    sending = dist.isend(x, rank + 1)
-    dist.recv(received, rank - 1)
-    sending.wait()
-    return received
-
-
-@hangs
-def does_not_wait(x, rank, p):
-    if p == 1:
-        return x.clone()
-    received = torch.empty_like(x)
-    dist.isend(x, (rank + 1) % p)
-    dist.recv(received, (rank - 1) % p)
-    return received
-
-
-HANDLES = []
+def shift_with(*changes: tuple[str, str]) -> Callable[..., Any]:
+    return flawed(shift, *changes)
 
 
 def keeps_the_handle_and_does_not_wait(x, rank, p):
@@ -131,36 +80,31 @@ def keeps_the_handle_and_does_not_wait(x, rank, p):
     return received
 
 
-def returns_x_from_a_ring_of_one(x, rank, p):
-    return x if p == 1 else rank_0_receives_first(x, rank, p)
-
-
-def receives_into_x(x, rank, p):
-    if p == 1:
-        return x
-    sending = dist.isend(x.clone(), (rank + 1) % p)
-    dist.recv(x, (rank - 1) % p)
-    sending.wait()
-    return x
-
-
-def returns_its_own(x, rank, p):
-    forgets_the_ring_of_one(x, rank, p)
-    return x
-
-
-def returns_nothing(x, rank, p):
-    forgets_the_ring_of_one(x, rank, p)
-
-
-def assumes_float32(x, rank, p):
-    if p == 1:
-        return x.clone()
-    received = torch.empty(3)
-    sending = dist.isend(x, (rank + 1) % p)
-    dist.recv(received, (rank - 1) % p)
-    sending.wait()
-    return received
+WRONG_SHIFTS = [
+    (hangs(shift_with((BOTH, f"    dist.send(x, (rank + 1) % p)\n    {RECEIVING}\n"))),
+     "waits in send", "none can move", "use isend"),
+    (hangs(shift_with((BOTH, f"    {RECEIVING}\n    dist.send(x, (rank + 1) % p)\n"))),
+     "waits in recv", "none can move", "send first"),
+    # Two ranks cannot tell left from right.
+    (shift_with(("dst=(rank + 1)", "dst=(rank - 1)"), ("src=(rank - 1)", "src=(rank + 1)")),
+     "rank 0 of 3", "comes from the right", "(rank + 1) % p"),
+    (hangs(shift_with(("dst=(rank + 1)", "dst=(rank - 1)"))),
+     "on 3 ranks was still running", "is it sent to the right, `(rank + 1) % p`?"),
+    (shift_with(("dst=(rank + 1) % p", "dst=rank")),
+     "on 2 ranks, raised ValueError: rank", "cannot send to itself: messages go to another rank"),
+    (shift_with((ALONE, "")), "on one rank", "cannot send to itself"),
+    (shift_with(("(rank + 1) % p", "rank + 1"), ("(rank - 1) % p", "rank - 1")), "modulo 2"),
+    (hangs(shift_with((SENDING, "dist.isend(x, dst=(rank + 1) % p)"), (WAITED, ""))),
+     "still running", "keep what it returns and call `wait()`"),
+    # The handle dies with the call: what x becomes is sent, or nothing is. Each of the two is told.
+    (hangs(keeps_the_handle_and_does_not_wait), "`isend`", "call `wait()` on"),
+    (shift_with(("return x.clone()", "return x")), "rank 0 of 1", "returned `x` itself", "`x.clone()`"),
+    (shift_with((SENDING, SENDING.replace("(x,", "(x.clone(),") + "; received = x")),
+     "changed its argument `x`", "a tensor of its own"),
+    (shift_with(("return received", "return x")), "its own `x`"),
+    (shift_with(("    return received", "")), "is None", "Is a `return` missing?"),
+    (shift_with(("torch.empty_like(x)", "torch.empty(3)")), "`x` is of torch.float64", "`torch.empty_like(x)`"),
+]  # fmt: skip
 
 
 @pytest.mark.sample(3)
@@ -170,33 +114,8 @@ def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Call
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (sends_first, ["waits in send", "none can move", "use isend"]),
-        (receives_first, ["waits in recv", "none can move", "send first"]),
-        (to_the_left, ["comes from the right", "(rank + 1) % p"]),
-        (sends_where_it_receives_from, ["on 3 ranks was still running", "is it sent to the right, `(rank + 1) % p`?"]),
-        (
-            sends_to_itself,
-            ["on 2 ranks, raised ValueError: rank", "cannot send to itself: messages go to another rank"],
-        ),
-        (forgets_the_ring_of_one, ["on one rank", "cannot send to itself"]),
-        (does_not_wrap_round, ["modulo 2"]),
-        (does_not_wait, ["still running", "keep what it returns and call `wait()`"]),
-        # The handle dies with the call: what x becomes is sent, or nothing is. Each of the two is told.
-        (keeps_the_handle_and_does_not_wait, ["`isend`", "call `wait()` on"]),
-        (returns_x_from_a_ring_of_one, ["rank 0 of 1", "returned `x` itself", "`x.clone()`"]),
-        (receives_into_x, ["changed `x`", "a tensor of its own"]),
-        (returns_its_own, ["its own `x`"]),
-        (returns_nothing, ["is None", "Is a `return` missing?"]),
-        (assumes_float32, ["`x` is of torch.float64", "`torch.empty_like(x)`"]),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_SHIFTS])
 def test_a_shift_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
-    if answer is to_the_left:
-        # Two ranks cannot tell left from right.
-        words = [*words, "rank 0 of 3"]
     refuses("shift", answer, *words)
 
 
@@ -223,83 +142,12 @@ def from_its_owner(chunks, rank, p):
 # all_gather: wrong
 
 
-def counts_numbers(chunks, rank, p):
-    return from_received_index(chunks, rank, p) // chunks[0].element_size()
-
-
-def counts_steps(chunks, rank, p):
-    from_received_index(chunks, rank, p)
-    return p - 1
-
-
-def counts_what_it_receives(chunks, rank, p):
-    total = sum(chunk.nbytes for chunk in chunks)
-    from_received_index(chunks, rank, p)
-    return total - chunks[(rank + 1) % p].nbytes
-
-
-def counts_as_if_chunks_were_equal(chunks, rank, p):
-    from_received_index(chunks, rank, p)
-    return (p - 1) * chunks[rank].nbytes
-
-
-def counts_nothing(chunks, rank, p):
-    from_received_index(chunks, rank, p)
-
-
-def begins_with_the_chunk_before(chunks, rank, p):
-    for step in range(p - 1):
-        out, into = (rank - 1 - step) % p, (rank - 2 - step) % p
-        exchange(chunks[out], (rank + 1) % p, chunks[into], (rank - 1) % p)
-
-
-def begins_with_its_own_number(chunks, rank, p):
-    for step in range(p - 1):
-        out, into = (rank - step) % p, (rank - 1 - step) % p
-        exchange(chunks[out], (rank + 1) % p, chunks[into], (rank - 1) % p)
-
-
-def one_step_too_few(chunks, rank, p):
-    for step in range(p - 2):
-        out, into = (rank + 1 - step) % p, (rank - step) % p
-        exchange(chunks[out], (rank + 1) % p, chunks[into], (rank - 1) % p)
-
-
-def one_step_too_many(chunks, rank, p):
-    for step in range(p):
-        out, into = (rank + 1 - step) % p, (rank - step) % p
-        if p > 1:
-            exchange(chunks[out], (rank + 1) % p, chunks[into], (rank - 1) % p)
-
-
 def binds_a_name_to_what_came(chunks, rank, p):
     chunk = chunks[(rank + 1) % p]
     for step in range(p - 1):
         received = torch.empty_like(chunks[(rank - step) % p])
         exchange(chunk, (rank + 1) % p, received, (rank - 1) % p)
         chunk = received
-
-
-def puts_another_tensor_into_the_tuple(chunks, rank, p):
-    for step in range(p - 1):
-        out, into = (rank + 1 - step) % p, (rank - step) % p
-        received = torch.empty_like(chunks[into])
-        exchange(chunks[out], (rank + 1) % p, received, (rank - 1) % p)
-        chunks[into] = received
-
-
-def returns_new_chunks(chunks, rank, p):
-    new = [chunk.clone() for chunk in chunks]
-    from_received_index(new, rank, p)
-    return new
-
-
-def adds_as_in_the_first_half(chunks, rank, p):
-    for step in range(p - 1):
-        out, into = (rank + 1 - step) % p, (rank - step) % p
-        received = torch.empty_like(chunks[into])
-        exchange(chunks[out], (rank + 1) % p, received, (rank - 1) % p)
-        chunks[into].add_(received)
 
 
 def into_the_wrong_chunk(chunks, rank, p):
@@ -309,14 +157,6 @@ def into_the_wrong_chunk(chunks, rank, p):
         exchange(complete, (rank + 1) % p, received, (rank - 1) % p)
         chunks[(rank + 1 + step) % p].copy_(received)
         complete = received
-
-
-def equal_lengths_only(chunks, rank, p):
-    for step in range(p - 1):
-        out, into = (rank + 1 - step) % p, (rank - step) % p
-        received = torch.empty_like(chunks[0])
-        exchange(chunks[out], (rank + 1) % p, received, (rank - 1) % p)
-        chunks[into].copy_(received)
 
 
 def everything_at_every_step(chunks, rank, p):
@@ -334,6 +174,49 @@ def by_the_library(chunks, rank, p):
         dist.broadcast(chunk, src=(i - 1) % p)
 
 
+INDICES, STEPS = "(rank + 1 - step) % p, (rank - step) % p", "range(p - 1)"
+INTO = ", chunks[into], (rank - 1) % p)"
+
+
+def gather_with(*changes: tuple[str, str]) -> Callable[..., Any]:
+    return flawed(all_gather, *changes)
+
+
+def received_into(like: str, then: str) -> Callable[..., Any]:
+    return gather_with((INTO, f", (received := torch.empty_like({like})), (rank - 1) % p)\n        {then}"))
+
+
+def returning(value: str) -> Callable[..., Any]:
+    return gather_with(("return sent", f"return {value}"))
+
+
+WRONG_GATHERS = [
+    (gather_with((INDICES, "(rank - 1 - step) % p, (rank - 2 - step) % p")),
+     "On 3 ranks, rank 0 received chunk 0 as it was on rank 1, unfinished", "`(rank + 1) % p`"),
+    (gather_with((INDICES, "(rank - step) % p, (rank - 1 - step) % p")),
+     "On 2 ranks", "as it was on rank 1, unfinished"),
+    (gather_with((STEPS, "range(p - 2)")), "still unfinished on rank 0", "p - 1 steps"),
+    (gather_with((STEPS, "range(p * (p > 1))")), "a rank sent", "bytes where"),
+    (gather_with(("sent = 0", "sent, chunks = 0, [chunk.clone() for chunk in chunks]")),
+     "still unfinished", "give `chunks[…]` to `exchange`", "`chunks[…].copy_(received)`"),
+    (binds_a_name_to_what_came, "still unfinished", "`chunks[…].copy_(received)`"),
+    (received_into("chunks[into]", "chunks[into] = received"),
+     "item assignment", "is a tuple", "`chunks[…].copy_(received)`"),
+    (received_into("chunks[into]", "chunks[into].add_(received)"), "was added to", "nothing is added"),
+    (into_the_wrong_chunk, "holds numbers of another chunk", "same index"),
+    (received_into("chunks[0]", "chunks[into].copy_(received)"),
+     "on 3 ranks, raised RuntimeError: The size of tensor a"),
+    (everything_at_every_step, "a rank sent 32 bytes where 16 are enough"),
+    (by_the_library, "broadcast", "use `exchange` only"),
+    (returning("sent // 8"), "rank 0 returned 2; it sent 16 bytes", "counts numbers, and each has 8 bytes"),
+    (returning("p - 1"), "rank 0 returned 1; it sent 16 bytes", "the number of steps"),
+    (returning("sum(chunk.nbytes for chunk in chunks) - chunks[(rank + 1) % p].nbytes"),
+     "with chunks of 3, 2, 2 numbers", "That is what it received"),
+    (returning("(p - 1) * chunks[rank].nbytes"), "with chunks of 3, 2, 2 numbers", "Chunks differ in length"),
+    (returning("None"), "`all_gather(chunks, 0, 2)` is None", "Is a `return` missing?"),
+]  # fmt: skip
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("answer", [from_received_index, from_its_owner])
 def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
@@ -341,31 +224,7 @@ def test_a_gather_is_correct_however_it_is_written(answer: Callable[..., Any]) -
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (
-            begins_with_the_chunk_before,
-            ["On 3 ranks, rank 0 received chunk 0 as it was on rank 1, unfinished", "`(rank + 1) % p`"],
-        ),
-        (begins_with_its_own_number, ["On 2 ranks", "as it was on rank 1, unfinished"]),
-        (one_step_too_few, ["still unfinished on rank 0", "p - 1 steps"]),
-        (one_step_too_many, ["a rank sent", "bytes where"]),
-        (returns_new_chunks, ["still unfinished", "give `chunks[…]` to `exchange`", "`chunks[…].copy_(received)`"]),
-        (binds_a_name_to_what_came, ["still unfinished", "`chunks[…].copy_(received)`"]),
-        (puts_another_tensor_into_the_tuple, ["item assignment", "is a tuple", "`chunks[…].copy_(received)`"]),
-        (adds_as_in_the_first_half, ["was added to", "nothing is added"]),
-        (into_the_wrong_chunk, ["holds numbers of another chunk", "same index"]),
-        (equal_lengths_only, ["on 3 ranks, raised RuntimeError: The size of tensor a"]),
-        (everything_at_every_step, ["a rank sent 32 bytes where 16 are enough"]),
-        (by_the_library, ["broadcast", "use `exchange` only"]),
-        (counts_numbers, ["rank 0 returned 2; it sent 16 bytes", "counts numbers, and each has 8 bytes"]),
-        (counts_steps, ["rank 0 returned 1; it sent 16 bytes", "the number of steps"]),
-        (counts_what_it_receives, ["with chunks of 3, 2, 2 numbers", "That is what it received"]),
-        (counts_as_if_chunks_were_equal, ["with chunks of 3, 2, 2 numbers", "Chunks differ in length"]),
-        (counts_nothing, ["`all_gather(chunks, 0, 2)` is None", "Is a `return` missing?"]),
-    ],
-)
+@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_GATHERS])
 def test_a_gather_that_is_wrong_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
     refuses("all_gather", answer, *words)
 
@@ -405,3 +264,40 @@ def test_the_time_is_correct_however_it_is_written(answer: Callable[..., Any]) -
 )
 def test_a_wrong_time_is_told_why(answer: Callable[..., Any], words: str) -> None:
     refuses("ring_seconds", answer, words)
+
+
+# What the notebook looks at: its rings, and contributions that can be told apart.
+
+N_BYTES = 240
+
+
+def reduce_scatter(chunks, rank, p):
+    sent = 0
+    for step in range(p - 1):
+        received = chunks[rank - step - 1].clone()
+        sent += exchange(chunks[rank - step], (rank + 1) % p, received, (rank - 1) % p)
+        chunks[rank - step - 1].add_(received)
+    return sent
+
+
+def adds_nothing(chunks, rank, p):
+    return 0
+
+
+def looked_at(rank):
+    return (
+        even_ranks_send_first(rank),
+        contributions(rank, reduce_scatter),
+        contributions(rank, reduce_scatter, all_gather),
+        added_up(rank, N_BYTES, reduce_scatter),
+        added_up(rank, N_BYTES, adds_nothing),
+    )
+
+
+def test_three_ranks_get_through_and_their_contributions_can_be_told_apart() -> None:
+    received, halves, wholes, right, wrong = zip(*on_ranks(3, looked_at), strict=True)
+    assert received == (2, 0, 1)
+    assert halves == ([1, 111, 101], [11, 10, 111], [111, 110, 100])
+    assert wholes == ([111, 111, 111],) * 3
+    assert right == ((True, 2 * 2 * N_BYTES // 3),) * 3
+    assert wrong == ((False, 2 * N_BYTES // 3),) * 3
