@@ -147,8 +147,6 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
 )  # fmt: skip
 _ADDS = "Add to `.grad`, as `backward` does: do not clear or scale what is there."
-
-
 BENCH = Bench(
     lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, seat.m, seat.loss_fn, seat.link), before=1.0
 )
@@ -168,18 +166,14 @@ def _grade_accumulate(answer: Answer) -> None:
     for sizes, result in zip(cases, answer.on_ranks(1, _accumulated, cases)[0], strict=True):
         cut = f"microbatches of {', '.join(map(str, sizes))} rows"
         microbatches, targets = _cut(sizes)
-        parts = [_own_gradient(x, target) for x, target in zip(microbatches, targets, strict=True)]
-
-        def weighted(weights: Sequence[float], parts: Sequence[Tensor] = parts) -> Tensor:
-            return torch.stack([part * weight for part, weight in zip(parts, weights, strict=True)]).sum(0)
-
-        right = weighted([n / sum(sizes) for n in sizes])
+        parts = torch.stack([_own_gradient(x, target) for x, target in zip(microbatches, targets, strict=True)])
+        right = _weighted(parts, [n / sum(sizes) for n in sizes])
         if result.gradient is None:
             raise Mistake(f"With {cut} the parameters have no gradient.", "Call backward on each microbatch's share.")
         if not same(result.gradient, right):
             # What was there before is lost, too, if gradients are zeroed.
-            found = result.gradient, result.gradient + 1
-            rules = [(any(same(each, weighted(share(sizes))) for each in found), cause) for share, cause in _SHARES]
+            found, shares = (result.gradient, result.gradient + 1), [(share(sizes), cause) for share, cause in _SHARES]
+            rules = [(any(same(each, _weighted(parts, share)) for each in found), cause) for share, cause in shares]
             ratio = float(result.gradient.norm() / right.norm())
             away = float((result.gradient - right).norm() / right.norm())
             raise Mistake(
@@ -209,12 +203,15 @@ def _cut(sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     return list(inputs.split(list(sizes))), list(targets.split(list(sizes)))
 
 
+def _weighted(parts: Tensor, weights: Sequence[float]) -> Tensor:
+    return torch.tensor(weights, dtype=parts.dtype) @ parts
+
+
 def _own_gradient(x: Tensor, target: Tensor) -> Tensor:
     """Of a microbatch's own mean loss, in one vector."""
     model = BENCH.model()
-    return torch.cat(
-        [g.flatten() for g in torch.autograd.grad(BENCH.loss_fn(model(x), target), list(model.parameters()))]
-    )
+    gradients = torch.autograd.grad(BENCH.loss_fn(model(x), target), list(model.parameters()))
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _shifted(found: Tensor, right: Tensor) -> bool:
@@ -383,7 +380,12 @@ EXERCISES = (
             "A rank idles for p - 1 of the m + p - 1 slots.",
         ),
         bubble,
-        Formula(bubble, [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)], _WRONG_BUBBLES),
+        Formula(
+            bubble,
+            [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)],
+            _WRONG_BUBBLES,
+            "Count slots: in how many does a rank work, and how many are there from the first start to the last end?",
+        ),
     ),
     Exercise(
         "afab_order", "02", "all forwards, all backwards", 2, 6,
@@ -415,6 +417,7 @@ EXERCISES = (
             peak_bytes,
             [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)],
             _WRONG_PEAKS,
+            "When the first backward begins, what is kept of each of the m microbatches, and what of one of them more?",
         ),
     ),
     Exercise(
