@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same
+from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same, scaled
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
 from course_pp.exercises.mistakes import Mistake, Stopped
@@ -257,14 +257,13 @@ _BENCH = _TokenBench(lambda step, seat: step(dist.get_rank(), *seat.stages, seat
 
 
 def _grade_two_rank_step(answer: Answer) -> None:
-    sizes = (2, 3)
-    try:
-        first, second = answer.on_ranks(2, _BENCH.on_rank, sizes)
-    except Stopped as e:
-        # The bench calls the weights so.
-        cause = "The optimizer is the caller's business." if e.how == "changed" and "`stage" in e.symptom else e.cause
-        raise Mistake(e.symptom, cause, e.example) from None
-    for rows, *ranks in zip(sizes, first, second, strict=True):
+    for rows in (2, 3):
+        try:
+            ranks = [each for [each] in answer.on_ranks(2, _BENCH.on_rank, (rows,))]
+        except Stopped as e:
+            changed_weights = e.how == "changed" and "`stage" in e.symptom
+            cause = "The optimizer is the caller's business." if changed_weights else e.cause
+            raise Mistake(e.symptom, cause, e.example) from None
         loss, expected = _BENCH.one_process(rows)
         judge_gradients(
             f"With {rows} rows",
@@ -288,8 +287,8 @@ def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor]) -> str:
     ratio = float((mine * right).sum() / right.square().sum())
     if all(same(mine + _BEFORE, right) for mine, right in pairs):
         return "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step."
-    if len(wrong) == len(expected) and all(same(mine, right, ratio) for mine, right in pairs):
-        return f"All are {ratio:.6g} times what they should be: once too often added up, or scaled?"
+    if scaled(wrong, expected, ratio):
+        return f"All of these are {ratio:.6g} times what they should be: once too often added up, or scaled?"
     if any(rank == 1 for rank, _ in wrong):
         return "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
     return "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."

@@ -164,7 +164,7 @@ WRONG_STEPS = [
     (step_with((BACK, "recv_gradient(output, 1); output.backward(torch.ones_like(output))")),
      "rank 0: ", "takes what came from rank 1", "one process"),
     (step_with((BACK, "[output.backward(dy, retain_graph=True) for dy in [recv_gradient(output, 1)] * 2]")),
-     "rank 1: none", "All are 2 times what they should be"),
+     "rank 1: none", "are 2 times what they should be"),
     (step_with((BACK, "output.backward()")), "grad can be implicitly created only for scalar outputs"),
     (hangs(step_with((f"{SENT}        {BACK}\n", f"        {BACK}\n{SENT}"))), "none can move"),
     (step_with((X, "x = empty_activation(stage, tokens); dist.recv(x, 0)")),
