@@ -102,8 +102,9 @@ _EMPTY = Formula(
 
 
 def _grade_rectangle(answer: Answer) -> None:
-    _HELD(answer)
-    _EMPTY(answer)
+    values = answer.calls(_HELD.cases + _EMPTY.cases)
+    _HELD.judge(answer.name, values[: len(_HELD.cases)])
+    _EMPTY.judge(answer.name, values[len(_HELD.cases) :])
 
 
 def overlaps(wanted: Box, pieces: dict[str, Box]) -> dict[str, Box]:

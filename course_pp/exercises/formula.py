@@ -55,9 +55,13 @@ class Formula:
         return list(self._cases() if callable(self._cases) else self._cases)
 
     def __call__(self, answer: Answer) -> None:
-        calls = [self._call(*case) if self._call else written_call(answer.name, *case) for case in self.cases]
         written = f"{answer.name}(…)" if self._call else None
-        got = [self._read(value, call) for value, call in zip(answer.calls(self.cases, written), calls, strict=True)]
+        self.judge(answer.name, answer.calls(self.cases, written))
+
+    def judge(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse what the answer called ``name`` has given in each case, unless it is right."""
+        calls = [self._call(*case) if self._call else written_call(name, *case) for case in self.cases]
+        got = [self._read(value, call) for value, call in zip(values, calls, strict=True)]
         right = [self.solution(*case) for case in self.cases]
         missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not self._same(*pair)]
         if not missed:

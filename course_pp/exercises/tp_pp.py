@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import linear
 
-from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.answer import Answer, written_call
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number, expect_tensor
-from course_pp.exercises.tp_pp_clinic import grade_whole_norm, whole_norm
+from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.traffic import watched_traffic
-
-__all__ = ["EXERCISES"]
 
 
 def shard_linear(
@@ -28,20 +30,24 @@ def shard_linear(
     return weight.chunk(n, dim=1)[rank], bias if rank == 0 else None
 
 
+_Shards = list[tuple[Tensor, Tensor | None]]
+
+
 def _grade_shard_linear(answer: Answer) -> None:
     sizes = ((6, 4, 2), (4, 6, 2), (9, 6, 3), (4, 4, 4), (3, 5, 1))
     cuts = [(how, *size) for how in ("column", "row") for size in sizes]
-    rows = [(*_linear(n_out, n_in)[:2], how, rank, n) for how, n_out, n_in, n in cuts for rank in range(n)]
+    rows = [(*_layer(n_out, n_in)[:2], how, rank, n) for how, n_out, n_in, n in cuts for rank in range(n)]
     values = iter(answer.calls(rows))
     for how, n_out, n_in, n in cuts:
         what = f'shard_linear(weight, bias, "{how}", rank, {n})'
         given = f"With a weight of {n_out} × {n_in}, cut by {how} over {n} rank{'s' * (n > 1)},"
         shards = [_read_shard(next(values), what) for _ in range(n)]
-        _judge_shapes(shards, how, (n_out, n_in), n, given)
-        _judge_product(shards, how, _linear(n_out, n_in), given)
+        _judge_shapes(shards, how, (n_out, n_in), given)
+        _judge_product(shards, how, _layer(n_out, n_in), given)
 
 
-def _linear(n_out: int, n_in: int) -> tuple[Tensor, Tensor, Tensor]:
+def _layer(n_out: int, n_in: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight, bias and three inputs."""
     seeded = torch.Generator().manual_seed(n_out)
     weight, bias, x = (torch.randint(-9, 10, shape, generator=seeded) for shape in ((n_out, n_in), (n_out,), (3, n_in)))
     return weight.double(), bias.double() + 0.5, x.double()
@@ -54,23 +60,23 @@ def _read_shard(value: Any, what: str) -> tuple[Tensor, Tensor | None]:
     return expect_tensor(weight, f"{what}[0]"), None if bias is None else expect_tensor(bias, f"{what}[1]")
 
 
-def _judge_shapes(
-    shards: Sequence[tuple[Tensor, Tensor | None]], how: str, size: tuple[int, int], n: int, given: str
-) -> None:
-    n_out, n_in = size
-    by_column, by_row = (n_out // n, n_in), (n_out, n_in // n)
+def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str) -> None:
+    n_out, n_in = whole
+    by_column, by_row = (n_out // len(shards), n_in), (n_out, n_in // len(shards))
     want, other = (by_column, by_row) if how == "column" else (by_row, by_column)
     for rank, (weight, bias) in enumerate(shards):
-        shape, cause = tuple(weight.shape), ""
+        shape = tuple(weight.shape)
         if shape != want:
-            if shape == other:
-                cause = (
-                    "That is the other cut. PyTorch keeps a weight as (outputs, inputs) and computes x Wᵀ: the columns "
-                    "of the matrix on paper are the rows of `weight`."
+            cause = why(
+                (
+                    (shape == other,
+                     "That is the other cut. PyTorch keeps a weight as (outputs, inputs) and computes x Wᵀ: the "
+                     "columns of the matrix on paper are the rows of `weight`."),
+                    (shape == whole, "It is whole: each rank keeps one of n parts."),
                 )
-            elif shape == (n_out, n_in):
-                cause = "It is whole: each rank keeps one of n parts."
-            raise Mistake(f"{given} rank {rank} has a weight of {_spelled(shape)}, not {_spelled(want)}.", cause)
+            )  # fmt: skip
+            spelled, wanted = (" × ".join(map(str, each)) for each in (shape, want))
+            raise Mistake(f"{given} rank {rank} has a weight of {spelled}, not {wanted}.", cause)
         if bias is not None and tuple(bias.shape) != want[:1]:
             cause = (
                 "A bias has one number for each output, and this rank makes only some of the outputs: cut it alike."
@@ -80,54 +86,38 @@ def _judge_shapes(
             raise Mistake(f"{given} rank {rank} makes {want[0]} outputs and has {tuple(bias.shape)} biases.", cause)
 
 
-def _judge_product(
-    shards: Sequence[tuple[Tensor, Tensor | None]], how: str, data: tuple[Tensor, Tensor, Tensor], given: str
-) -> None:
-    weight, bias, x = data
-    n, whole = len(shards), linear(x, weight, bias)
-    inputs = [x] * n if how == "column" else list(x.chunk(n, dim=-1))
+def _judge_product(shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tensor], given: str) -> None:
+    (weight, bias, x), n, by_row = layer, len(shards), how == "row"
+    whole = linear(x, weight, bias)
+    inputs = list(x.chunk(n, dim=-1)) if by_row else [x] * n
     parts = [linear(part, *shard) for part, shard in zip(inputs, shards, strict=True)]
-    found = torch.cat(parts, dim=-1) if how == "column" else torch.stack(parts).sum(0)
+    found = torch.stack(parts).sum(0) if by_row else torch.cat(parts, dim=-1)
     if torch.allclose(found, whole):
         return
-    joined = "side by side" if how == "column" else "added up"
-    symptom = f"{given} the ranks' outputs, {joined}, are not those of the whole layer."
-    row = int((found - whole).abs().sum(-1).argmax())
-    example = f"row {row}: whole {_numbers(whole[row])}, yours {_numbers(found[row])}"
-    raise Mistake(symptom, _why_no_product(shards, how, (weight, bias, x), found), example)
-
-
-def _why_no_product(
-    shards: Sequence[tuple[Tensor, Tensor | None]], how: str, data: tuple[Tensor, Tensor, Tensor], found: Tensor
-) -> str:
-    weight, bias, x = data
-    n, whole = len(shards), linear(x, weight, bias)
-    if n > 1 and all(torch.equal(shard[0], shards[0][0]) for shard in shards):
-        return "Every rank has the same part: use `rank`."
+    joined = torch.cat([shard[0] for shard in shards], dim=int(by_row))
     n_biased = sum(shard[1] is not None for shard in shards)
-    if how == "row" and n_biased > 1 and torch.allclose(found, whole + (n_biased - 1) * bias):
-        who = "Every rank adds" if n_biased == n else f"{n_biased} ranks add"
-        return f"{who} the whole bias, and the sum has it {n_biased} times: it must enter once."
-    if torch.allclose(found, whole - bias):
-        return "No rank has the bias; it must enter once."
-    if how == "column" and torch.allclose(found.sort(-1).values, whole.sort(-1).values):
-        return "The outputs are all there, in another order: each rank takes consecutive ones, rank 0 the first."
-    if how == "row" and torch.allclose(
-        torch.cat([shard[0] for shard in shards], dim=1).sort().values, weight.sort()[0]
-    ):
-        return "All of the weight is there, but not where x is: rank r gets the r-th of n consecutive parts of x."
-    return ""
+    who = "Every rank adds" if n_biased == n else f"{n_biased} ranks add"
+    cause = why(
+        (
+            (n > 1 and all(torch.equal(shard[0], shards[0][0]) for shard in shards),
+             "Every rank has the same part: use `rank`."),
+            (by_row and n_biased > 1 and torch.allclose(found, whole + (n_biased - 1) * bias),
+             f"{who} the whole bias, and the sum has it {n_biased} times: it must enter once."),
+            (torch.allclose(found, whole - bias), "No rank has the bias; it must enter once."),
+            (not by_row and torch.allclose(found.sort(-1).values, whole.sort(-1).values),
+             "The outputs are all there, in another order: each rank takes consecutive ones, rank 0 the first."),
+            (by_row and torch.allclose(joined.sort().values, weight.sort().values),
+             "All of the weight is there, but not where x is: rank r gets the r-th of n consecutive parts of x."),
+        )
+    )  # fmt: skip
+    row = int((found - whole).abs().sum(-1).argmax())
+    right, yours = (", ".join(f"{number:g}" for number in each[row].tolist()) for each in (whole, found))
+    how_joined = "added up" if by_row else "side by side"
+    symptom = f"{given} the ranks' outputs, {how_joined}, are not those of the whole layer."
+    raise Mistake(symptom, cause, f"row {row}: whole {right}, yours {yours}")
 
 
-def _spelled(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape))
-
-
-def _numbers(row: Tensor) -> str:
-    return ", ".join(f"{number:g}" for number in row.tolist())
-
-
-def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def enter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The whole input of a block: as it is in forward; in backward its gradients are summed over the group."""
 
     def summed(gradient: torch.Tensor) -> torch.Tensor:
@@ -138,6 +128,9 @@ def enter(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     here = x.view_as(x)
     here.register_hook(summed)
     return here
+
+
+_N_RANKS, _TP = 4, 2
 
 
 class _Entered(NamedTuple):
@@ -156,9 +149,6 @@ class _Entered(NamedTuple):
     collectives: list[str]
     gradient: Tensor | None
     spoiled: bool
-
-
-_N_RANKS, _TP = 4, 2
 
 
 def _grade_enter(answer: Answer) -> None:
@@ -182,27 +172,26 @@ def _judge_gradient(rank: int, result: _Entered) -> None:
     inside, beside = [_gradient_inside(r) for r in range(_N_RANKS)], _gradient_beside()
     first = rank - rank % _TP
     total = torch.stack(inside[first : first + _TP]).sum(0)
-    if result.gradient is None:
+    gradient = result.gradient
+    if gradient is None:
         cause = "`detach`, `torch.no_grad` or a new tensor cuts x off from what the block made of it."
         raise Mistake("After backward x has no gradient.", cause)
     known = (
         (inside[rank] + beside, "Each rank has only the gradient of its own part of the block: nothing is added up."),
         (total / _TP + beside, "The gradients are averaged. Each is a part of the sum over the block's outputs: add."),
-        (
-            total + _TP * beside,
-            "A hook on x itself also sees the gradient of whatever else uses x, here the branch beside the block, "
-            "which every rank has whole: put it on a view of x.",
-        ),
+        (total + _TP * beside,
+         "A hook on x itself also sees the gradient of whatever else uses x, here the branch beside the block, which "
+         "every rank has whole: put it on a view of x."),
         (_TP * total + beside, "The gradients are added up twice."),
         (torch.stack(inside).sum(0) + beside, "The sum is over all ranks: pass `group`."),
         (beside, "Nothing comes back from the block: backward has to return the sum."),
-    )
-    if not torch.allclose(result.gradient, total + beside):
-        cause = next((why for wrong, why in known if torch.allclose(result.gradient, wrong)), "")
-        share = result.gradient - beside
+    )  # fmt: skip
+    if not torch.allclose(gradient, total + beside):
+        share = gradient - beside
         yours, away = (float(part.norm() / total.norm()) for part in (share, share - total))
         example = f"norms over that of the right gradient from the block: yours {yours:.3f}, the difference {away:.3f}"
-        raise Mistake("The gradient of x is wrong.", cause, example)
+        causes = [(torch.allclose(gradient, wrong), cause) for wrong, cause in known]
+        raise Mistake("The gradient of x is wrong.", why(causes), example)
     if result.spoiled:
         raise Mistake(
             "The sum is right, but it is written into the tensor that backward was given.",
@@ -212,22 +201,18 @@ def _judge_gradient(rank: int, result: _Entered) -> None:
 
 def _enter_on_rank(rank: int, fn: Callable[..., Any]) -> _Entered:
     groups = [dist.new_group(list(range(first, first + _TP))) for first in range(0, _N_RANKS, _TP)]
-    group, x = groups[rank // _TP], _shared_input().requires_grad_()
+    group, x = groups[rank // _TP], torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
     with watched_traffic() as traffic:
         here = fn(x, group)
     expect_tensor(here, "enter(x, group)", tuple(x.shape))
-    if not here.requires_grad:
-        return _Entered(torch.equal(here, x), False, traffic.collectives, None, False)
-    ((here * _gradient_inside(rank)).sum() + (x * _gradient_beside()).sum()).backward()
     same, summed = torch.equal(here, x), bool(traffic.collectives) and torch.allclose(here, _TP * x)
+    if not here.requires_grad:
+        return _Entered(same, False, traffic.collectives, None, False)
+    ((here * _gradient_inside(rank)).sum() + (x * _gradient_beside()).sum()).backward()
     given = torch.ones_like(x)
     again = x.detach().requires_grad_()
     fn(again, group).backward(given)
     return _Entered(same, summed, traffic.collectives, x.grad, not torch.equal(given, torch.ones_like(x)))
-
-
-def _shared_input() -> Tensor:
-    return torch.arange(1, 13, dtype=torch.float64).reshape(3, 4)
 
 
 def _gradient_inside(rank: int) -> Tensor:
@@ -235,7 +220,7 @@ def _gradient_inside(rank: int) -> Tensor:
 
 
 def _gradient_beside() -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    return _gradient_inside(99)
 
 
 def sent_bytes(n_layers: int, activation: int, m: int, tp: int) -> tuple[float, float]:
@@ -245,9 +230,7 @@ def sent_bytes(n_layers: int, activation: int, m: int, tp: int) -> tuple[float, 
     return all_reduces * per_all_reduce, 2 * m * activation
 
 
-_Formula = Callable[[int, int, int, int], float]
-
-_WRONG_TP: tuple[tuple[_Formula, str], ...] = (
+_WRONG_TP = (
     (lambda n, a, m, tp: 4 * n * m * a, "A ring all-reduce of A bytes sends 2 (tp - 1) / tp of them on each rank."),
     (lambda n, a, m, tp: 4 * n * m * a * (tp - 1) / tp,
      "That is half. An all-reduce is two rounds of (tp - 1) / tp each; and a layer has two blocks, each with a sum in "
@@ -260,7 +243,7 @@ _WRONG_TP: tuple[tuple[_Formula, str], ...] = (
     (lambda n, a, m, tp: 8 * n * m * a * 2 * (tp - 1) / tp,
      "One sum for two matrices is enough: what lies between a column and a row cut is not sent."),
 )  # fmt: skip
-_WRONG_PP: tuple[tuple[_Formula, str], ...] = (
+_WRONG_PP = (
     (lambda n, a, m, tp: m * a, "A middle stage sends an activation down and a gradient up."),
     (lambda n, a, m, tp: 4 * m * a, "What it receives, others send: count the two messages that it sends itself."),
     (lambda n, a, m, tp: 2 * a, "That is one microbatch; a step has m."),
@@ -270,23 +253,25 @@ _WRONG_PP: tuple[tuple[_Formula, str], ...] = (
 )  # fmt: skip
 
 
+_SIZES = [(1, 1000, 1, 2), (4, 1000, 8, 2), (4, 1200, 3, 4), (7, 64, 5, 8), (3, 500, 2, 1)]
+
+
+def _sent(index: int, wrongs: Sequence[tuple[Callable[..., float], str]]) -> Formula:
+    """Of one entry of the answer."""
+    swapped = (lambda *case: sent_bytes(*case)[1 - index], "The two have changed places: tensor parallel comes first.")
+    return Formula(
+        lambda *case: sent_bytes(*case)[index],
+        _SIZES,
+        (swapped, *wrongs),
+        read=lambda value, call: expect_number(expect_list(value, call[:-3], 2)[index], call),
+        call=lambda *case: f"{written_call('sent_bytes', *case)}[{index}]",
+    )
+
+
 def _grade_sent_bytes(answer: Answer) -> None:
-    cases = [(1, 1000, 1, 2), (4, 1000, 8, 2), (4, 1200, 3, 4), (7, 64, 5, 8), (3, 500, 2, 1)]
-    pairs = [expect_list(got, f"sent_bytes{case}", 2) for case, got in zip(cases, answer.calls(cases), strict=True)]
-    kinds = (("tensor parallel", _WRONG_TP), ("pipeline", _WRONG_PP))
-    for index, (kind, wrong) in enumerate(kinds):
-        found = [
-            expect_number(pair[index], f"sent_bytes{case}[{index}]") for case, pair in zip(cases, pairs, strict=True)
-        ]
-        right = [sent_bytes(*case)[index] for case in cases]
-        bad = next((i for i in range(len(cases)) if not close(found[i], right[i])), None)
-        if bad is None:
-            continue
-        causes = [why for formula, why in wrong if all(map(close, found, (formula(*case) for case in cases)))]
-        if all(close(got, sent_bytes(*case)[1 - index]) for case, got in zip(cases, found, strict=True)):
-            causes = ["The two have changed places: tensor parallel comes first."]
-        symptom = f"`sent_bytes{cases[bad]}` gives {found[bad]:g} for {kind}, which should be {right[bad]:g}."
-        raise Mistake(symptom, causes[0] if causes else "")
+    values = answer.calls(_SIZES)
+    _sent(0, _WRONG_TP).judge(answer.name, values)
+    _sent(1, _WRONG_PP).judge(answer.name, values)
 
 
 def neighbours(rank: int, pp: int, tp: int) -> tuple[list[int], list[int]]:
@@ -295,52 +280,114 @@ def neighbours(rank: int, pp: int, tp: int) -> tuple[list[int], list[int]]:
     return [stage * tp + i for i in range(tp)], [s * tp + place for s in range(pp)]
 
 
-def _grade_neighbours(answer: Answer) -> None:
-    sizes = [(2, 2), (2, 4), (4, 2), (3, 2), (1, 4), (4, 1), (2, 8)]
-    cases = [(rank, pp, tp) for pp, tp in sizes for rank in range(pp * tp)]
-    found = []
-    for case, got in zip(cases, answer.calls(cases), strict=True):
-        what = f"neighbours{case}"
-        rows = [sorted(expect_list(_as_list(row), f"{what}[{i}]")) for i, row in enumerate(expect_list(got, what, 2))]
-        found.append([[expect_int(each, f"{what}[{i}]") for each in row] for i, row in enumerate(rows)])
-    right = [[sorted(row) for row in neighbours(*case)] for case in cases]
-    bad = next((i for i in range(len(cases)) if found[i] != right[i]), None)
-    if bad is None:
-        return
-    causes = [why for rule, why in _WRONG_GROUPS if all(map(_same_groups, found, (rule(*case) for case in cases)))]
-    (rank, pp, tp), (tp_group, pp_group) = cases[bad], found[bad]
-    example = f"with {pp} stages of {tp}, rank {rank} has the neighbours {right[bad][0]} and {right[bad][1]}"
-    raise Mistake(
-        f"`neighbours({rank}, {pp}, {tp})` is {tp_group} and {pp_group}.", causes[0] if causes else "", example
-    )
-
-
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, range | set | frozenset) else value
-
-
-def _same_groups(found: list[list[int]], wrong: Sequence[Sequence[int]]) -> bool:
-    return found == [sorted(row) for row in wrong]
-
-
-def _transposed(rank: int, pp: int, tp: int) -> tuple[list[int], list[int]]:
-    place, stage = divmod(rank, pp)
-    return [i * pp + stage for i in range(tp)], [place * pp + s for s in range(pp)]
-
-
-_WRONG_GROUPS: tuple[tuple[Callable[[int, int, int], Sequence[Sequence[int]]], str], ...] = (
+_WRONG_GROUPS = (
     (lambda rank, pp, tp: neighbours(rank, pp, tp)[::-1], "The two have changed places: `tp` comes first."),
-    (_transposed, "That is a mesh of tp × pp: here `tp` is the last dimension, so its ranks follow one another."),
-    (lambda rank, pp, tp: (range(tp), range(pp)), "These are places in a group. Which ranks stand there?"),
-    (lambda rank, pp, tp: tuple([r for r in row if r != rank] for row in neighbours(rank, pp, tp)),
+    (lambda rank, pp, tp: neighbours(rank, tp, pp)[::-1],
+     "That is a mesh of tp × pp: here `tp` is the last dimension, so its ranks follow one another."),
+    (lambda rank, pp, tp: ([*range(tp)], [*range(pp)]), "These are places in a group. Which ranks stand there?"),
+    (lambda rank, pp, tp: [[r for r in row if r != rank] for row in neighbours(rank, pp, tp)],
      "A rank belongs to its own groups: leave it in."),
     (lambda rank, pp, tp: (neighbours(rank, pp, tp)[0], [r for r in (rank - tp, rank, rank + tp) if 0 <= r < pp * tp]),
      "The pipeline has all stages, not only the one before and the one after."),
-    (lambda rank, pp, tp: (range(rank // tp * tp, rank // tp * tp + tp), range(rank % pp, pp * tp, pp)),
+    (lambda rank, pp, tp: (neighbours(rank, pp, tp)[0], [*range(rank % pp, pp * tp, pp)]),
      "Two ranks of a pipeline are tp apart, not pp."),
-    (lambda rank, pp, tp: (range(rank // pp * pp, rank // pp * pp + tp), range(rank % tp, pp * tp, tp)),
+    (lambda rank, pp, tp: ([rank // pp * pp + i for i in range(tp)], neighbours(rank, pp, tp)[1]),
      "A stage has tp ranks: divide by tp to get its number."),
 )  # fmt: skip
+
+_MESH_SIZES = ((2, 2), (2, 4), (4, 2), (3, 2), (1, 4), (4, 1), (2, 8))
+
+
+def _read_groups(value: Any, call: str) -> tuple[list[int], ...]:
+    """In any order."""
+    groups = []
+    for i, row in enumerate(expect_list(value, call, 2)):
+        ranks = expect_list(list(row) if isinstance(row, range | set | frozenset) else row, f"{call}[{i}]")
+        groups.append(sorted(expect_int(rank, f"{call}[{i}]") for rank in ranks))
+    return tuple(groups)
+
+
+def whole_norm(cut: list[torch.Tensor], copied: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+    """The norm of the whole model's gradient, from this rank's: parts, and copies that all ranks of the stage have."""
+    total = torch.stack([g.square().sum() for g in cut]).sum()
+    dist.all_reduce(total, group=mesh.get_group("tp"))
+    total += torch.stack([g.square().sum() for g in copied]).sum()
+    dist.all_reduce(total, group=mesh.get_group("pp"))
+    return total.sqrt()
+
+
+_COPIES = "total += torch.stack([g.square().sum() for g in copied]).sum()"
+_OVER_TP, _OVER_PP = (f'dist.all_reduce(total, group=mesh.get_group("{dimension}"))' for dimension in ("tp", "pp"))
+_WITH_THE_CUT = (("in cut]", "in cut + copied]"), (_COPIES, "pass"))
+_THREE_FOUR_FIVE = "Norms do not add up, their squares do: 3 and 4 make 5."
+
+_WRONG_NORMS = (
+    (flawed(whole_norm, *_WITH_THE_CUT),
+     "Every rank of a stage has the same `copied`, and each adds them: they count tp times instead of once."),
+    (flawed(whole_norm, (_COPIES, "pass")), "`copied` is missing."),
+    (flawed(whole_norm, (f"{_COPIES}\n    {_OVER_PP}", f"{_OVER_PP}\n    {_COPIES}")),
+     "Other stages have other `copied`: sum these over `pp` as well."),
+    (flawed(whole_norm, (_OVER_PP, "pass")), "That is the norm of one stage: sum over `pp` as well."),
+    (flawed(whole_norm, *_WITH_THE_CUT, (_OVER_PP, "pass")),
+     "That is the norm of one stage, in which `copied` counts tp times: sum `cut` over `tp`, and all over `pp`."),
+    (flawed(whole_norm, (_OVER_TP, "pass")),
+     "The other ranks of `tp` hold other parts of the same weights: sum `cut` over `tp`."),
+    (flawed(whole_norm, (_OVER_TP, "pass"), (_OVER_PP, "pass")),
+     "That is what this rank alone holds: nothing is added up over ranks."),
+    (flawed(whole_norm, (".sqrt()", "")), "The root is missing."),
+    (flawed(whole_norm, (".sqrt()", ""), (_OVER_PP, f"total = total.sqrt(); {_OVER_PP}")), _THREE_FOUR_FIVE),
+    (flawed(whole_norm, (".sqrt()", ""), *_WITH_THE_CUT, (_OVER_TP, f"total = total.sqrt(); {_OVER_TP}")),
+     _THREE_FOUR_FIVE),
+    (flawed(whole_norm, *_WITH_THE_CUT, (_OVER_PP, f"total /= dist.get_world_size(); {_OVER_PP}")),
+     "The squares are averaged over the ranks; they are to be summed."),
+)  # fmt: skip
+
+_MESHES = ((2, 2), (4, 1), (1, 4))
+
+
+def _grade_whole_norm(answer: Answer) -> None:
+    ranks = answer.on_ranks(_N_RANKS, _norms_on_rank, [whole_norm])
+    for index, (pp, tp) in enumerate(_MESHES):
+        where = f"pp × tp = {pp} × {tp}"
+        found = [expect_number(norms[index][-1], f"whole_norm on a mesh of {where}") for norms in ranks]
+        right = ranks[0][index][0]
+        if all(close(norm, right) for norm in found):
+            continue
+        known = answer.on_ranks(_N_RANKS, _norms_on_rank, [formula for formula, _ in _WRONG_NORMS])
+        causes = [
+            (all(close(norm, wrong[index][i]) for norm, wrong in zip(found, known, strict=True)), cause)
+            for i, (_, cause) in enumerate(_WRONG_NORMS)
+        ]
+        if all(close(norm, found[0]) for norm in found):
+            symptom = f"With {where} every rank says {found[0]:.8g}; the norm is {right:.8g}."
+        else:
+            per_rank = ", ".join(f"{norm:.8g}" for norm in found)
+            symptom = f"With {where} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
+        raise Mistake(symptom, why(causes))
+
+
+def _norms_on_rank(rank: int, fn: Callable[..., Any], others: Sequence[Callable[..., Tensor]]) -> list[list[Any]]:
+    """For each mesh what the others say, which come first so that no answer disturbs them, and last the answer."""
+    held = [
+        (*_gradients(*divmod(rank, tp)), init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp")))
+        for pp, tp in _MESHES
+    ]
+    norms: list[list[Any]] = [[float(other(*each)) for other in others] for each in held]
+    for row, (cut, copied, mesh) in zip(norms, held, strict=True):
+        with unchanged(cut=cut, copied=copied):
+            value = fn(cut, copied, mesh)
+        row.append(value.detach().clone() if isinstance(value, Tensor) else value)
+    return norms
+
+
+def _gradients(stage: int, place: int) -> tuple[list[Tensor], list[Tensor]]:
+    """What rank (stage, place) holds: parts that differ by place, and copies that do not."""
+
+    def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(1 + stage) * torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+
+    return drawn(10 * stage + place, (4, 3), (3, 4)), drawn(100 + stage, (5,), (3,))
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -378,7 +425,13 @@ EXERCISES: tuple[Exercise, ...] = (
             "Write the ranks of 2 × 4 as two rows, 0 1 2 3 and 4 5 6 7. What are rows and columns?",
             "The row of a rank is `rank // tp`, its place there `rank % tp`.",
         ),
-        neighbours, _grade_neighbours,
+        neighbours,
+        Formula(
+            neighbours,
+            [(rank, *size) for size in _MESH_SIZES for rank in range(size[0] * size[1])],
+            _WRONG_GROUPS,
+            read=_read_groups,
+        ),
     ),
     Exercise(
         "whole_norm", "07", "bug clinic", 3, 10,
@@ -388,6 +441,6 @@ EXERCISES: tuple[Exercise, ...] = (
             "Then add the squares of `copied`, which every rank of the stage has; sum this over "
             "`mesh.get_group(\"pp\")`, and take the root.",
         ),
-        whole_norm, grade_whole_norm, limit_s=10.0,
+        whole_norm, _grade_whole_norm, limit_s=10.0,
     ),
 )  # fmt: skip

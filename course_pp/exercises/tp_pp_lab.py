@@ -10,40 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import gelu, mse_loss
+from torch.nn.functional import gelu, linear, mse_loss, pad
 
-from course_pp.exercises.tp_pp_clinic import PATIENTS
+from course_pp.exercises.tp_pp import enter
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, layer_costs
 from course_pp.parallel import CollectiveCounter, DistributedConfig, count_collectives, predict_collectives, wire_factor
 from course_pp.runtime import EmulatedCluster
 from course_pp.schedule import Costs, Timeline, build
-
-__all__ = [
-    "IDS",
-    "LLAMA",
-    "PATIENTS",
-    "TINY",
-    "Block",
-    "Enter",
-    "Leave",
-    "batch",
-    "clip_by_stage",
-    "compare",
-    "cosine",
-    "cut",
-    "examine",
-    "exchanges_of_plans",
-    "gradients_of_one",
-    "largest_difference",
-    "norm_of",
-    "norms_by",
-    "step_bytes",
-    "step_on_links",
-    "tensor_parallel_step",
-    "whole_gradients",
-    "whole_model",
-]
 
 LLAMA = ModelConfig(4096, 32, 32, 128256, n_kv_heads=8, ffn_dim=14336, max_seq_len=8192)
 """Llama 3 8B's sizes: arXiv:2407.21783, table 3."""
@@ -59,25 +33,14 @@ _SEQ_LEN, _N_MICROBATCHES = 4096, 8
 _CUT_DIMENSION = {"up": 0, "down": 1}  # of `weight`, which PyTorch keeps transposed
 
 
-class Enter(torch.autograd.Function):
-    """The whole input of a block as it is; backward sums its gradients over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
 class Leave(torch.autograd.Function):
     """The sum over the group of each rank's term; backward hands the gradient on as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        return _summed(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -92,13 +55,11 @@ class Block(nn.Module):
         self.norm, self.up = nn.LayerNorm(_DIM), nn.Linear(_DIM, _HIDDEN, bias=False)
         self.down = nn.Linear(_HIDDEN, _DIM, bias=False)
         self.group: dist.ProcessGroup | None = None
-        self.is_cut = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_cut:
+        if self.group is None:
             return x + self.down(gelu(self.up(self.norm(x))))
-        here = Enter.apply(self.norm(x), self.group)
-        return x + Leave.apply(self.down(gelu(self.up(here))), self.group)
+        return x + Leave.apply(self.down(gelu(self.up(enter(self.norm(x), self.group)))), self.group)
 
 
 def whole_model() -> nn.Sequential:
@@ -119,7 +80,7 @@ def cut(blocks: nn.Sequential, group: dist.ProcessGroup | None) -> nn.Sequential
         parameter.data = _part(name, parameter.data, rank, n).clone()
     for block in blocks.modules():
         if isinstance(block, Block):
-            block.group, block.is_cut = group, True
+            block.group = group
     return blocks
 
 
@@ -137,8 +98,7 @@ class Traffic:
     """What a tensor-parallel step of four blocks sends, and how far its gradients are from one process.
 
     Attributes:
-        sums: all-reduces that a rank begins.
-        n_bytes: of one of them.
+        sums, n_bytes: all-reduces that a rank begins, and bytes of one of them.
         sent: bytes that a rank sends for all of them, in a ring.
         largest: the largest difference of any gradient.
     """
@@ -264,6 +224,26 @@ def norms_by(norm: Callable[..., Tensor]) -> list[float]:
     return [*on_ranks(4, _norm_on_rank, norm), norm_of(_of_one_process()[1])]
 
 
+def _row_first(block: Block, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    up, down = block.up.weight.chunk(n, dim=1)[rank], block.down.weight.chunk(n, dim=0)[rank]
+    part = enter(block.norm(x), group).chunk(n, dim=-1)[rank]
+    out = linear(gelu(linear(part, up)), down)
+    # The sum of outputs between zeros puts them side by side.
+    width = out.shape[-1]
+    return x + Leave.apply(pad(out, (rank * width, (n - 1 - rank) * width)), group)
+
+
+def _no_sum_in_backward(block: Block, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    up, down = block.up.weight.chunk(n, dim=0)[rank], block.down.weight.chunk(n, dim=1)[rank]
+    return x + Leave.apply(linear(gelu(linear(block.norm(x), up)), down), group)
+
+
+PATIENTS: dict[str, Callable[[Any, Tensor, Any], Tensor]] = {"A": _row_first, "B": _no_sum_in_backward}
+"""Forwards ``(block, x, group)`` of a whole block, of whose weights each uses its rank's parts. All of them are ill."""
+
+
 def examine(forward: Callable[..., Tensor]) -> str:
     """Run a block's ``forward(block, x, group)`` on two ranks, and compare loss and gradients with one process."""
     (here, zero), (_, one) = on_ranks(2, _patient_on_rank, forward)
@@ -276,12 +256,6 @@ def examine(forward: Callable[..., Tensor]) -> str:
         alike = "" if all(zero[name].equal(one[name]) for name in names) else "; the two ranks differ"
         rows.append(f"  {kind:4} of blocks 0 to 3: {', '.join(verdicts)}{alike if kind == 'norm' else ''}")
     return "\n".join(rows)
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def _part(name: str, tensor: Tensor, rank: int, n: int) -> Tensor:
@@ -308,9 +282,13 @@ def _count_plans(rank: int) -> dict[str, int]:
     def product_of(left: Tensor, matrix: Tensor, how: str, left_is_cut: bool, stays_cut: bool) -> Tensor:
         if how == "column":
             part = left @ matrix.chunk(n, dim=1)[rank]
-            return part if stays_cut else _gathered(part)
+            if stays_cut:
+                return part
+            parts = [torch.empty_like(part) for _ in range(n)]
+            dist.all_gather(parts, part)
+            return torch.cat(parts, dim=1)
         mine = left if left_is_cut else left.chunk(n, dim=1)[rank]
-        return _summed(mine @ matrix.chunk(n, dim=0)[rank], dist.group.WORLD)
+        return Leave.apply(mine @ matrix.chunk(n, dim=0)[rank], dist.group.WORLD)
 
     def forward(first: str, second: str) -> Tensor:
         stays_cut = (first, second) == ("column", "row")
@@ -325,12 +303,6 @@ def _count_plans(rank: int) -> dict[str, int]:
             raise RuntimeError(f"{plan}: the result is not that of one process")
         numbers[plan] = counter.counts.total().number
     return numbers
-
-
-def _gathered(part: Tensor) -> Tensor:
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, part.contiguous())
-    return torch.cat(parts, dim=1)
 
 
 def _tensor_parallel(rank: int) -> tuple[Any, dict[str, Tensor]]:

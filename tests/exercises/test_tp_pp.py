@@ -1,4 +1,4 @@
-"""The graders of notebook 07, by what learners hand in."""
+"""The graders of notebook 07, by what learners hand in, and what it shows of plans, a cut model and patients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 
+from course_pp.exercises import tp_pp_lab as lab
+from course_pp.exercises.tp_pp import whole_norm
 from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
@@ -204,20 +206,9 @@ def test_neighbours_may_be_found_in_several_ways(answer: Answer) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda rank, pp, tp: from_a_grid(rank, pp, tp)[::-1], "changed places"),
         (lambda rank, pp, tp: from_a_grid(rank, tp, pp)[::-1], "tp × pp"),
-        (lambda rank, pp, tp: (list(range(tp)), list(range(pp))), "Which ranks stand there"),
-        (lambda rank, pp, tp: [[r for r in row if r != rank] for row in from_a_grid(rank, pp, tp)], "leave it in"),
-        (
-            lambda rank, pp, tp: (
-                from_a_grid(rank, pp, tp)[0],
-                [r for r in (rank - tp, rank, rank + tp) if 0 <= r < pp * tp],
-            ),
-            "all stages",
-        ),
-        (lambda rank, pp, tp: (from_a_grid(rank, pp, tp)[0], list(range(rank % pp, pp * tp, pp))), "tp apart, not pp"),
         (lambda rank, pp, tp: divmod(rank, tp), "is an int; a list"),
-        (lambda rank, pp, tp: ([rank], [rank]), "has the neighbours [0, 1] and [0, 2]"),
+        (lambda rank, pp, tp: ([rank], [rank]), "is ([0], [0]), not ([0, 1], [0, 2])"),
     ],
 )
 def test_wrong_neighbours_are_told_why(answer: Answer, words: str) -> None:
@@ -278,9 +269,55 @@ def norm_of(cut: Any, copied: Any) -> Any:
             "3 and 4 make 5",
         ),
         (lambda cut, copied, mesh: (total(square(cut) + square(copied)) / 4).sqrt(), "are averaged"),
-        (scales_in_place, "The gradients have changed"),
+        (scales_in_place, "changed its argument `copied[0]`"),
         (lambda cut, copied, mesh: None, "None"),
     ],
 )
 def test_a_wrong_norm_is_told_why(answer: Answer, words: str) -> None:
     refuses("whole_norm", answer, words)
+
+
+def test_only_column_then_row_needs_one_exchange() -> None:
+    plans = lab.exchanges_of_plans(2)
+    assert plans.pop("column, then row") == 1
+    assert set(plans.values()) == {2}
+
+
+def test_a_cut_model_has_the_gradients_of_one_process_and_sums_whole_activations() -> None:
+    traffic = lab.tensor_parallel_step(2)
+    assert (traffic.sums, traffic.n_bytes, traffic.sent) == (8, 32768, 262144)
+    assert traffic.largest < 1e-12
+
+
+def test_tensor_parallelism_sends_four_sums_a_layer_for_one_message_a_stage() -> None:
+    sent = lab.step_bytes(lab.LLAMA, pp=2, tp=8)
+    assert sent["tensor parallel"] / sent["pipeline"] == pytest.approx(4 * 16 * 2 * 7 / 8)
+
+
+def test_sums_on_the_slow_link_lengthen_the_step() -> None:
+    inside, across = (
+        lab.step_on_links(lab.LLAMA, 450e9, 50e9, 400e12),
+        lab.step_on_links(lab.LLAMA, 50e9, 450e9, 400e12),
+    )
+    assert across.compute_s == inside.compute_s
+    assert across.sums_s == pytest.approx(9 * inside.sums_s)
+    assert across.timeline.makespan > inside.timeline.makespan
+
+
+@pytest.mark.parametrize(("patient", "rows"), [("A", ("wrong, wrong, wrong, wrong", 3)), ("B", ("wrong, right", 2))])
+def test_a_patient_shows_its_symptom(patient: str, rows: tuple[str, int]) -> None:
+    found = lab.examine(lab.PATIENTS[patient])
+    assert found.count(rows[0]) == rows[1]
+    assert ("the two ranks differ" in found) == (patient == "B")
+
+
+def test_the_norm_of_the_whole_model_is_that_of_one_process() -> None:
+    *right, of_one = lab.norms_by(whole_norm)
+    assert right == pytest.approx([of_one] * 4, rel=1e-12)
+    assert lab.norms_by(lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt())[0] > of_one * 1.001
+
+
+def test_clipping_by_stage_leaves_more_than_the_limit() -> None:
+    stages = {"a": torch.tensor([3.0, 4.0])}, {"b": torch.tensor([0.0, 1.0])}
+    assert lab.norm_of(lab.clip_by_stage(stages, 0.5)) == pytest.approx(0.5 * 2**0.5)
+    assert lab.norm_of(lab.clip_by_stage(stages, 9.0)) == pytest.approx(26**0.5)
