@@ -52,9 +52,10 @@ def order_zb_h1(rank: int, p: int, m: int) -> list[Action]:
 
 
 def _grade_order(answer: Answer) -> None:
-    for p, m in ((4, 8), (2, 4), (4, 4), (1, 3), (3, 7), (5, 12)):
-        calls = [(rank, p, m) for rank in range(p)]
-        rows = [_read_h1(value, *call) for call, value in zip(calls, answer.calls(calls), strict=True)]
+    sizes = ((4, 8), (2, 4), (4, 4), (1, 3), (3, 7), (5, 12))
+    values = iter(answer.calls([(rank, p, m) for p, m in sizes for rank in range(p)]))
+    for p, m in sizes:
+        rows = [_read_h1(next(values), rank, p, m) for rank in range(p)]
         judge_orders(f"With p={p} and m={m}", rows, build("zb_h1", p, m), _why_impossible, _why_so_many, _why_slow)
 
 
@@ -205,29 +206,27 @@ def place_weights(order: list[Action], room: int) -> list[Action]:
 
 
 def _grade_place_weights(answer: Answer) -> None:
-    for p, m in ((4, 8), (3, 7), (2, 3)):
-        for name, room in (("zb_h1", p), ("zb_h1", p + 1), ("zb_h2", 2 * p - 1), ("zb_h1", 2 * m)):
-            _judge_placed(answer, f"the F's and I's of {name}", _without_w(build(name, p, m)), room)
+    cases = [
+        (f"the F's and I's of {name}", _without_w(build(name, p, m)), room)
+        for p, m in ((4, 8), (3, 7), (2, 3))
+        for name, room in (("zb_h1", p), ("zb_h1", p + 1), ("zb_h2", 2 * p - 1), ("zb_h1", 2 * m))
+    ]
     # After two I's come two F's: who looks only after an I whether the room is full makes one place of two.
     doubled = [
         [Action(a.stage, a.kind, 2 * a.microbatch + half) for a in order for half in (0, 1)]
         for order in _without_w(build("zb_h1", 3, 4))
     ]
-    _judge_placed(answer, "two F's or two I's at a time", doubled, 6)
+    cases.append(("two F's or two I's at a time", doubled, 6))
+    values = iter(answer.calls([(order, room) for _, given, room in cases for order in given]))
+    for what, given, room in cases:
+        rows = [_read_placed(next(values), order, room) for order in given]
+        best = Schedule("best", looped(len(given)), tuple(tuple(place_weights(order, room)) for order in given))
+        case = f"With {what}, p={len(given)} and room for {room}"
+        judge_orders(case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2)))
 
 
 def _without_w(schedule: Schedule) -> list[list[Action]]:
     return [[part for action in row for part in action.parts if part.kind != "W"] for row in schedule.actions]
-
-
-def _judge_placed(answer: Answer, what: str, given: list[list[Action]], room: int) -> None:
-    rows = [
-        _read_placed(value, order, room)
-        for value, order in zip(answer.calls([(order, room) for order in given]), given, strict=True)
-    ]
-    best = Schedule("best", looped(len(given)), tuple(tuple(place_weights(order, room)) for order in given))
-    case = f"With {what}, p={len(given)} and room for {room}"
-    judge_orders(case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2)))
 
 
 _CROWDED = "Where the room is used up, the forward that comes next needs the place of a W: do the oldest first."

@@ -8,66 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from course_pp.exercises.interleaved import best_chunks, order_in_rounds, stages_of_rank
-from course_pp.exercises.interleaved_clinic import PATIENTS, examine
-from course_pp.exercises.interleaved_lab import lean, turns
-from course_pp.exercises.interleaved_steps import healed_chunks_step
+from course_pp.exercises.bench import flawed
+from course_pp.exercises.interleaved import (
+    PATIENTS,
+    best_chunks,
+    examine,
+    healed_chunks_step,
+    lean,
+    order_in_rounds,
+    stages_of_rank,
+    turns,
+)
 from course_pp.schedule import Action, Costs, Schedule, build, simulate
 from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-
-
-# The warm-up.
-
-WRONG_WARM_UPS = [
-    (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
-    (lambda rank, p, v: v * (p - 1 - rank), "cannot run", "a round of p forwards in each other chunk"),
-    (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "Rank 0 may stop after 7", "Megatron-LM's count"),
-    (lambda rank, p, v: v * p - rank, "Rank 0 may stop after 7", "The forward of the first pair is no warm-up"),
-    (lambda rank, p, v: v * p - 1, "Rank 1 may stop after 6", "Not every rank is as far"),
-    (lambda rank, p, v: (v - 1) * p, "take", "each rank behind needs one to work on"),
-    (lambda rank, p, v: (v - 1) * p + rank, "cannot run", "*shorter* from rank to rank"),
-    (lambda rank, p, v: float(v * p - 1 - rank), "a float", "whole"),
-    (lambda rank, p, v: p - 1 - rank - v, "[1, 0, -1, -2]", "count the ranks behind"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_WARM_UPS])
-def test_a_wrong_warm_up_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("warm_up_forwards", answer, *words)
-
-
-def test_a_warm_up_may_be_counted_in_another_way() -> None:
-    accepts("warm_up_forwards", lambda rank, p, v: v * p - 1 - rank)
-    accepts("warm_up_forwards", lambda rank, p, v: sum(p for _ in range(v - 1)) + len(range(rank + 1, p)))
-
-
-@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 2)])
-def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: int, v: int) -> None:
-    """What the notebook says: rank 0 holds v p chunks, which are p ranks' worth, and no rank can do with fewer."""
-    m = 3 * p
-    schedule = lean(p, m, v)
-    short, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
-    assert short.makespan == roomy.makespan == 3 * (m * v + p - 1)
-    assert short.peak_activations == tuple(v * p - rank for rank in range(p))
-    assert roomy.peak_activations == tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
-
-
-@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2)])
-def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p: int, v: int) -> None:
-    costs = Costs(latency=1)
-
-    def added(schedule: Schedule) -> float:
-        return float(simulate(schedule, costs).makespan - 3 * (schedule.n_microbatches * v + p - 1))
-
-    rooms = [added(build("interleaved_1f1b", p, m, v)) for m in (p, 2 * p, 4 * p)]
-    leans = [added(lean(p, m, v)) for m in (p, 2 * p, 4 * p)]
-    assert set(rooms) == {2 * (v * p - 1)}
-    assert leans == sorted(set(leans))
-
-
-# How many chunks.
 
 
 def by_formula(p: int, m: int, layers: int, f: float, b: float, latency: float) -> int:
@@ -85,30 +40,11 @@ def with_whole_ranks(p: int, m: int, layers: int, f: float, b: float, latency: f
     return min((v for v in range(1, layers + 1) if not layers % v), key=step)
 
 
-WRONG_CHUNKS = [
-    (lambda p, m, layers, f, b, latency: layers, "each adds 2 p messages"),
-    (lambda p, m, layers, f, b, latency: 1, "Without latency every chunk more shortens the bubble"),
-    (with_whole_ranks, "Without latency every chunk more"),
-    (lambda *row: best_chunks(*row) if row[2] != 6 else 2, "Add up the work"),
-    (lambda *row: best_chunks(*row) if row[0] > 1 else 2, "is 2; 1 chunk makes the step as short"),
-    (lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row), "a chunk takes a v-th of them"),
-    (lambda *row: 3 if row[0] == 8 else best_chunks(*row), "cannot be cut into 3 equal chunks"),
-    (lambda *row: sqrt(2.0), "round, and try both neighbours"),
-    (lambda *row: best_chunks(*row) if row[0] > 1 else 4, "take the fewest"),
-]
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_CHUNKS])
-def test_a_wrong_number_of_chunks_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("best_chunks", answer, *words)
-
-
-def test_the_number_of_chunks_may_come_from_the_formula() -> None:
-    accepts("best_chunks", by_formula)
-
-
-# Orders in rounds.
+def nearest_to_root(p: int, m: int, layers: int, f: float, b: float, latency: float) -> int:
+    if not latency:
+        return layers
+    root = sqrt((p - 1) / p * (f + b) / (2 * latency))
+    return min((v for v in range(1, layers + 1) if not layers % v), key=lambda v: abs(v - root))
 
 
 def by_counter(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
@@ -139,7 +75,9 @@ def changed(**change: Any) -> Answer:
         if change.get("newest_first"):
             backwards = [Action(f.stage, "B", f.microbatch) for f in reversed(forwards)]
         warm_up = change.get("warm_up", lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - 1 - rank))
-        ahead = min(m * v, warm_up(rank, p, m, v, n))
+        ahead = warm_up(rank, p, m, v, n)
+        if change.get("cut", True):
+            ahead = min(m * v, ahead)
         pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
         left = len(backwards) if change.get("no_drain") else m * v - ahead
         return forwards[:ahead] + pairs + backwards[left:]
@@ -165,102 +103,10 @@ def ahead_by(warm_up: Answer) -> Answer:
     return changed(warm_up=warm_up)
 
 
-WRONG_ORDERS = [
-    (ahead_by(lambda rank, p, m, v, n: (v - 1) * p + 2 * (p - 1 - rank)), "cannot run", "rounds of n, not of p"),
-    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + p - 1 - rank), "where a message takes 1", "too short"),
-    (ahead_by(lambda rank, p, m, v, n: m * v), "holds 16 activations; 11 are enough", "everything"),
-    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - rank)), "holds 13 activations", "Count the warm-up"),
-    (changed(up_again=True), "backwards in another order", "in backward the last chunk comes first"),
-    (changed(newest_first=True), "backwards in another order", "comes back first"),
-    (changed(no_drain=True), "lacks", "as many backwards are left"),
-    (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 3 * (p - 1 - rank)), "cannot run", "Count the warm-up"),
-    (moved_by(lambda action, m, n: (action.microbatch + n) % m), "forwards in another order", "0 to n - 1"),
-    (only(lambda action, m, n: action.kind == "F" or action.microbatch >= m - n), "lacks `4B0`", "A round adds"),
-    (lambda *row: [], "`order_in_rounds(0, 4, 8, 2, 4)` is `[]`"),
-    (changed(whole_rounds=True), "the microbatches are 0 to 9", "the last round takes what is left"),
-    (with_rounds_of(lambda p, m: p), "forwards in another order", "A round is n microbatches"),
-    (with_rounds_of(lambda p, m: m), "forwards in another order", "then comes the next round"),
-    (lambda rank, p, m, v, n: order_in_rounds(0, p, m, v, n), "not rank 1's to do", "stage `c * p + rank`"),
-    (lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, n) * 2, "more than once"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_ORDERS])
-def test_a_wrong_order_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("order_in_rounds", answer, *words)
-
-
-def test_an_order_may_be_counted_and_written_as_text() -> None:
-    accepts("order_in_rounds", by_counter)
-    accepts("order_in_rounds", changed())
-
-
-# Where stages live.
-
-WRONG_STAGES = [
-    (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)), "a microbatch visits each rank once"),
-    (lambda rank, p, v, shape: [c * p + rank for c in range(v)], "That is the loop"),
-    (
-        lambda rank, p, v, shape: [rank, 2 * p - 1 - rank][:v],
-        "`stages_of_rank(0, 4, 2, 'loop')` is [0, 7]",
-        "is on rank s % p",
-    ),
-    (lambda rank, p, v, shape: [rank, rank + p][:v], "holds v = 3 stages"),
-    (lambda rank, p, v, shape: stages_of_rank(rank, p, v, shape)[::-1], "in the order of the model"),
-    (lambda rank, p, v, shape: [c * v + rank for c in range(v)], "dealt round, like cards"),
-    (
-        lambda rank, p, v, shape: (
-            stages_of_rank(rank, p, min(v, 2), shape)
-            + [c * p + (rank if shape == "loop" else p - 1 - rank) for c in range(2, v)]
-        ),
-        "The third goes down the ranks again",
-    ),
-    (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)], "0 to p * v - 1"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STAGES])
-def test_wrong_stages_are_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("stages_of_rank", answer, *words)
-
-
 def by_search(rank: int, p: int, v: int, shape: str) -> tuple[int, ...]:
     there = range(p)
     ranks = [r for c in range(v) for r in (reversed(there) if shape == "V" and c % 2 else there)]
     return tuple(stage for stage, place in enumerate(ranks) if place == rank)
-
-
-def test_stages_may_be_found_by_dealing_them_out() -> None:
-    accepts("stages_of_rank", by_search)
-    accepts("stages_of_rank", lambda rank, p, v, shape: [*by_search(rank, p, v, shape)])
-
-
-# The clinic.
-
-
-def summed(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
-    healed_chunks_step(chunks, order, microbatches, targets, lambda y, t: len(microbatches) * loss_fn(y, t), ring)
-
-
-def without_waiting_for_gradients(
-    chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
-) -> None:
-    forwards = [action for action in order if action.kind == "F"]
-    healed_chunks_step(chunks, forwards, microbatches, targets, loss_fn, ring)
-
-
-WRONG_STEPS = [
-    (PATIENTS["B"], "chunk 0 wrong, chunk 1 none", "Which of its chunks does a rank need for stage s"),
-    (PATIENTS["C"], "chunk 0 wrong, chunk 1 right", "Ends are stages, not ranks"),
-    (summed, "m times too large"),
-    (without_waiting_for_gradients, "No backward has run"),
-]
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
-def test_an_ill_step_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("healed_chunks_step", answer, *words)
 
 
 def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
@@ -286,8 +132,143 @@ def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn:
         send.wait()
 
 
-def test_a_step_may_be_written_in_another_way() -> None:
-    accepts("healed_chunks_step", in_halves)
+def ill(*changes: tuple[str, str]) -> Answer:
+    return flawed(healed_chunks_step, *changes)
+
+
+def by_kind(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+    """All forwards, then all backwards."""
+    forwards_first = sorted(order, key=lambda action: action.kind == "B")
+    healed_chunks_step(chunks, forwards_first, microbatches, targets, loss_fn, ring)
+
+
+WRONG = {
+    "warm_up_forwards": [
+        (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
+        (lambda rank, p, v: v * (p - 1 - rank), "take", "a round of p forwards in each other chunk"),
+        (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "with 7 it is as fast", "Megatron-LM's count"),
+        (lambda rank, p, v: v * p - rank, "is 8, not 7", "The forward of the first pair is no warm-up"),
+        (lambda rank, p, v: v * p - 1, "(1, 4, 2)` is 7, not 6", "Not every rank is as far"),
+        (lambda rank, p, v: v * p, "is 8, not 7", "as breadth first does"),
+        (lambda rank, p, v: v * (p - 1 - rank) + (v - 1) * p, "is 10, not 7"),
+        (lambda rank, p, v: (v - 1) * p, "cannot run", "each rank behind needs one to work on"),
+        (lambda rank, p, v: (v - 1) * p + rank, "cannot run", "*shorter* from rank to rank"),
+        (lambda rank, p, v: float(v * p - 1 - rank), "a float", "whole"),
+        (lambda rank, p, v: p - 1 - rank - v if rank else v * p - 1, "is 0, not 6", "in the *last* chunk"),
+        (lambda rank, p, v: v * p - 1 - rank - 9, "is -2, not 7", "count the ranks behind"),
+    ],
+    "best_chunks": [
+        (lambda p, m, layers, f, b, latency: layers, "each adds 2 p messages"),
+        (lambda *row: 1, "Without latency every chunk more shortens the bubble", "a chunk takes a v-th of them"),
+        (with_whole_ranks, "Without latency every chunk more"),
+        (lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row), "a chunk takes a v-th of them"),
+        (lambda *row: best_chunks(*row) if row[2] != 6 else 2, "Add up the work"),
+        (lambda *row: 3 if row[0] == 8 else best_chunks(*row), "cannot be cut into 3 equal chunks"),
+        (lambda *row: sqrt(2.0), "round, and try both neighbours"),
+        (lambda *row: best_chunks(*row) if row[0] > 1 else 2, "is 2, not 1", "take the fewest"),
+        (nearest_to_root, "best_chunks(4, 12, 16, 24, 72, 4)", "The divisor nearest to the root"),
+    ],
+    "order_in_rounds": [
+        (ahead_by(lambda rank, p, m, v, n: (v - 1) * p + 2 * (p - 1 - rank)), "cannot run", "rounds of n, not of p"),
+        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + p - 1 - rank), "messages that take 1", "too short"),
+        (ahead_by(lambda rank, p, m, v, n: m * v), "holds 16 activations at its peak; 11 are enough", "everything"),
+        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - rank)), "holds 13 activations", "Count the warm-up"),
+        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 3 * (p - 1 - rank)), "cannot run", "Count the warm-up"),
+        (changed(up_again=True), "backwards in another order", "in backward the last chunk comes first"),
+        (changed(newest_first=True), "backwards in another order", "comes back first"),
+        (changed(no_drain=True), "lacks `0B2`", "as many backwards are left"),
+        (changed(cut=False), "`order_in_rounds(0, 4, 4, 2, 4)` lacks `4B0`", "The warm-up is all forwards at most"),
+        (moved_by(lambda action, m, n: (action.microbatch + n) % m), "forwards in another order", "0 to n - 1"),
+        (only(lambda action, m, n: action.kind == "F" or action.microbatch >= m - n), "lacks `4B0`", "A round adds"),
+        (lambda *row: [], "`order_in_rounds(0, 4, 8, 2, 4)` is `[]`"),
+        (changed(whole_rounds=True), "has `0F10`", "the last round takes what is left"),
+        (with_rounds_of(lambda p, m: p), "forwards in another order", "A round is n microbatches"),
+        (with_rounds_of(lambda p, m: m), "forwards in another order", "then comes the next round"),
+        (lambda rank, p, m, v, n: order_in_rounds(0, p, m, v, n), "has `0F0`", "stage `c * p + rank`"),
+        (lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, n) * 2, "has `0F0` 2 times"),
+    ],
+    "stages_of_rank": [
+        (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)), "a microbatch visits each rank once"),
+        (lambda rank, p, v, shape: [c * p + rank for c in range(v)], "That is the loop"),
+        (lambda rank, p, v, shape: [rank, 2 * p - 1 - rank][:v], "'loop')` is [0, 7]", "is on rank s % p"),
+        (lambda rank, p, v, shape: [rank, rank + p][:v], "holds v = 3 stages"),
+        (lambda rank, p, v, shape: stages_of_rank(rank, p, v, shape)[::-1], "in the order of the model"),
+        (lambda rank, p, v, shape: [c * v + rank for c in range(v)], "dealt round, like cards"),
+        (
+            lambda rank, p, v, shape: [c * p + (rank if shape == "loop" or not c else p - 1 - rank) for c in range(v)],
+            "The third goes down the ranks again",
+        ),
+        (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)], "counted from 0"),
+    ],
+    "healed_chunks_step": [
+        (PATIENTS["B"], "chunk 0 wrong, chunk 1 none", "Which of its chunks does a rank need for stage s"),
+        (PATIENTS["C"], "chunk 0 wrong, chunk 1 right", "Ends are stages, not ranks"),
+        (ill(("1 / m", "1")), "m times too large"),
+        (ill(("in order:", "in [a for a in order if a.kind == 'F']:")), "No backward has run"),
+        (ill(("stage // ring.n_ranks", "stage")), "IndexError", "`chunks[s // ring.n_ranks]`"),
+        (ill(("kept.pop((stage, i))", "kept.pop((i, stage))")), "KeyError", "the same key"),
+        (ill(("if stage > 0:", "if True:")), "there is no gradient to send: stage 0 has none"),
+        (
+            ill(("            else:\n                sends.", "            if True:\n                sends.")),
+            "the last stage sends none",
+        ),
+        (by_kind, "the gradients are right, but rank 0 works in another order", "Go through `order`"),
+    ],
+}
+RIGHT = {
+    "warm_up_forwards": [
+        lambda rank, p, v: v * p - 1 - rank,
+        lambda rank, p, v: sum(p for _ in range(v - 1)) + len(range(rank + 1, p)),
+    ],
+    "best_chunks": [by_formula],
+    "order_in_rounds": [by_counter, changed()],
+    "stages_of_rank": [by_search, lambda rank, p, v, shape: [*by_search(rank, p, v, shape)]],
+    "healed_chunks_step": [in_halves],
+}
+
+
+def cases(answers: dict[str, list[Any]], of_steps: bool) -> list[tuple[Any, ...]]:
+    return [(name, each) for name, rows in answers.items() for each in rows if name.endswith("_step") == of_steps]
+
+
+@pytest.mark.parametrize(("name", "case"), cases(WRONG, of_steps=False))
+def test_a_wrong_answer_is_told_why(name: str, case: tuple[Any, ...]) -> None:
+    refuses(name, *case)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("name", "case"), cases(WRONG, of_steps=True))
+def test_an_ill_step_is_told_why(name: str, case: tuple[Any, ...]) -> None:
+    refuses(name, *case)
+
+
+@pytest.mark.parametrize(("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers])
+def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
+    accepts(name, answer)
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: int, v: int) -> None:
+    """What the notebook says: rank 0 holds v p chunks, which are p ranks' worth, and no rank can do with fewer."""
+    m = 3 * p
+    schedule = lean(p, m, v)
+    short, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
+    assert short.makespan == roomy.makespan == 3 * (m * v + p - 1)
+    assert short.peak_activations == tuple(v * p - rank for rank in range(p))
+    assert roomy.peak_activations == tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
+
+
+@pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2)])
+def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p: int, v: int) -> None:
+    costs = Costs(latency=1)
+
+    def added(schedule: Schedule) -> float:
+        return float(simulate(schedule, costs).makespan - 3 * (schedule.n_microbatches * v + p - 1))
+
+    rooms = [added(build("interleaved_1f1b", p, m, v)) for m in (p, 2 * p, 4 * p)]
+    leans = [added(lean(p, m, v)) for m in (p, 2 * p, 4 * p)]
+    assert set(rooms) == {2 * (v * p - 1)}
+    assert leans == sorted(set(leans))
 
 
 def test_each_patient_has_a_symptom_of_its_own() -> None:
