@@ -95,16 +95,7 @@ def printed_by_layout(layout):
     """Everything that training prints on as many ranks as the layout's factors need, but for its speed."""
     factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]
     n_ranks = prod(factors) * (2 if "=-1" in layout else 1)
-    fixed = [
-        "--steps=3",
-        "--dim=32",
-        "--layers=4",
-        "--seq-len=32",
-        "--global-batch-size=16",
-        "--microbatches=4",
-        "--sample=12",
-        "--prompt=def ",
-    ]
+    fixed = [*TINY, "--layers=4", "--global-batch-size=16", "--sample=12", "--prompt=def "]
     lines = labelled_lines(n_ranks, [TRAIN, *fixed, *layout.split()])
     said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation|sample).*)", line) for line in lines]
     assert len({match[1] for match in said if match}) == 1, "one rank reports"
@@ -203,8 +194,6 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--pp=3"], ["pp = 3", "world size is 1", "start 3 ranks"]),
         (["--text", "no/such.txt"], ["no/such.txt"]),
         (["--checkpoint-dir="], ["--checkpoint-dir '' names no directory"]),
-        (["--vocab-size=500"], ["500", "1024"]),
-        (["--microbatches=8", "--schedule=gpipe", "--seq-len=0"], ["seq_len", "0"]),
         (["--text=README.md", "--dataset=x"], ["only one"]),
         (["--lr=-1"], ["--lr", "above 0"]),
         (["--pp=1", "--tp=2", "--dp-shard=3"], ["dp_shard × tp = 3 × 2 = 6", "world size is 1"]),

@@ -201,27 +201,6 @@ def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_tra
         assert words in sentence
 
 
-def test_a_stranger_under_a_later_name_is_refused_before_training(
-    uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
-) -> None:
-    (said,) = run(1, refusal_of_a_stranger, tmp_path)
-    assert "step_00000002 has the name of a checkpoint, but this version has not written it" in said
-
-
-def refusal_of_a_stranger(rank: int, root: Path) -> str:
-    run = trainer(RUN)
-    checkpointer = Checkpointer(run, root, device_mesh=run._mesh, save_every=1)
-    run.train_step()
-    checkpointer._save(root, None)
-    (root / "step_00000002").mkdir()
-    with (
-        pytest.warns(UserWarning, match="newer ones are not whole"),
-        pytest.raises(ValueError, match="move") as refusal,
-    ):
-        checkpointer.resume()
-    return str(refusal.value)
-
-
 def resumed_from_one_group(rank: int, root: str) -> list[dict[str, Any]]:
     """Parameters after a run whose optimizer had one parameter group, as those of version 1; and resumed half-way."""
     found = []

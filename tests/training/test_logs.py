@@ -29,16 +29,13 @@ def write(folder: Path, first: int, steps: range) -> None:
     log.close()
 
 
-def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
-    write(tmp_path / "run", 0, range(1, 8))
-    write(tmp_path / "run", 5, range(6, 9))
-    assert steps_in(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_a_fresh_run_begins_a_fresh_log(tmp_path: Path) -> None:
+def test_a_fresh_run_begins_a_fresh_log_and_half_a_line_of_a_killed_one_is_dropped(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 4))
     write(tmp_path, 0, range(1, 3))
-    assert steps_in(tmp_path) == [1, 2]
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"event": "tra')
+    write(tmp_path, 2, range(3, 4))
+    assert steps_in(tmp_path) == [1, 2, 3]
 
 
 def test_the_bar_says_which_pass_over_the_data_it_is(
@@ -52,14 +49,6 @@ def test_the_bar_says_which_pass_over_the_data_it_is(
     assert re.findall(r"epoch \d:.*?/4", capsys.readouterr().err)[-1].startswith("epoch 2: 100%")
 
 
-def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
-    write(tmp_path, 0, range(1, 3))
-    with (tmp_path / METRICS).open("a") as file:
-        file.write('{"event": "tra')
-    write(tmp_path, 2, range(3, 4))
-    assert steps_in(tmp_path) == [1, 2, 3]
-
-
 def test_a_record_is_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log = Logs(tmp_path)
     log.write("train", 1, {"loss": 0.5})
@@ -68,9 +57,10 @@ def test_a_record_is_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log.close()
 
 
-def test_tensorboard_gets_every_number_of_every_step_once(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_steps_it_does_again_also_in_tensorboard(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 8))
     write(tmp_path, 5, range(6, 9))
+    assert steps_in(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
     board = EventAccumulator(str(tmp_path)).Reload()
     assert board.Tags()["scalars"] == ["train/loss"]
     scalars = [(scalar.step, scalar.value) for scalar in board.Scalars("train/loss")]

@@ -65,10 +65,9 @@ def test_two_copies_of_a_stage_are_read_off_the_rows(tmp_path: Path) -> None:
         stages_of_rank(replace(config, engine="parallel"), 1, 2)
 
 
-@pytest.mark.parametrize("engine", ["parallel", "runtime"])
-def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path, engine: Any) -> None:
+def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path) -> None:
     with pytest.raises(ValueError, match=r"own.*is an order of 2 ranks, and there are 3 pipeline ranks"):
-        stages_of_rank(replace(RUN, schedule=str(own), engine=engine), 0, 3)
+        stages_of_rank(replace(RUN, schedule=str(own)), 0, 3)
 
 
 @pytest.mark.parametrize(

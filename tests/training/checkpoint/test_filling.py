@@ -238,24 +238,6 @@ def test_nothing_is_loaded_into_a_module_without_memory(tmp_path: Path) -> None:
     assert module.weight.eq(1.0).all()
 
 
-class Counting(nn.Linear):
-    """Counts how often its state is asked for, which may gather or copy all of it."""
-
-    asked = 0
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked += 1
-        return super().state_dict(*args, **kwargs)
-
-
-def test_the_state_of_a_module_that_gives_its_own_tensors_is_asked_for_once(tmp_path: Path) -> None:
-    module = Counting(4, 4)
-    save(tmp_path, 1, module, device_mesh=None)
-    module.asked = 0
-    load(tmp_path, module, device_mesh=None)
-    assert module.asked == 1
-
-
 def filled_fsdp1(rank: int, path: Path) -> list[bool]:
     found = []
     for wrap in WRAPS.values():

@@ -20,14 +20,6 @@ from tests.equality import adamw
 from tests.training.checkpoint.small import CONFIG, Small
 
 
-def test_keys_are_the_full_models_names(tmp_path: Path) -> None:
-    path = Small().saved(tmp_path, 1)
-    keys = {entry.key for entry in contents(path)}
-    name = "layers.1.attn.q_proj.weight"
-    slots = {f"optimizer.{name}.{slot}" for slot in ("exp_avg", "exp_avg_sq", "step")}
-    assert keys >= {f"model.{name}", *slots, "rng.pp0.dp_replicate0.dp_shard0.tp0.cpu"}
-
-
 def test_an_optimizer_that_has_not_stepped_is_loaded_as_one_that_has_not(tmp_path: Path) -> None:
     fresh, stepped = Small(), Small()
     stepped.step()
@@ -93,10 +85,6 @@ def test_an_optimizer_that_keeps_more_than_tensors_is_refused(tmp_path: Path) ->
 
 def test_a_stage_that_was_not_passed_is_missed(tmp_path: Path) -> None:
     stages = [build_stage_module(CONFIG, i, 2) for i in range(2)]
-    with pytest.raises(CheckpointError, match=r"no rank passed a module with head.weight \(11 parameters"):
-        save(tmp_path, 1, stages[:1], device_mesh=None)
-    with pytest.raises(CheckpointError, match=r"two modules of this rank hold embed\.weight"):
-        save(tmp_path, 1, [stages[0], stages[0]], device_mesh=None)
     save(tmp_path, 1, stages, device_mesh=None)
     with pytest.raises(CheckpointError, match=r"it has .*, which no rank's modules have"):
         load(tmp_path, stages[1:], device_mesh=None)
