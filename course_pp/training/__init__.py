@@ -1,8 +1,5 @@
 """What surrounds the model while it learns: the loop, its metrics and logs, data, checkpoints.
 
-    config = TrainConfig(steps=200, batch=32, microbatches=8)
-    fitted = Trainer(config, stages, train, validation, device_mesh=mesh).fit()
-
 :mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data` turns text into batches,
 and :mod:`course_pp.training.checkpoint` keeps what ranks that die would lose.
 """

@@ -69,9 +69,8 @@ class Checkpointer:
             source: ``"auto"`` takes the newest whole checkpoint in the directory, and starts anew if there is none;
                 ``"never"`` starts anew; anything else is a checkpoint, or the directory of another run's checkpoints.
 
-        Raises:
-            ValueError: on every rank, if the checkpoint is damaged or of another run, or if the directory already holds
-                a step that this run would come to; with ``"auto"`` a damaged one makes way.
+        A directory that already holds a step that this run would come to is refused; with ``"auto"`` a damaged one
+        makes way.
         """
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -17,12 +17,7 @@ from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 
 
 class SettingError(ValueError):
-    """A setting that no run can have; it knows the setting's name, so a command line can name its flag.
-
-    Attributes:
-        sentence: a format string with a field for each setting, such as ``"{steps} must be at least 1"``.
-        settings: their values by name.
-    """
+    """A setting that no run can have; the sentence has a field for its name, so a command line can name its flag."""
 
     def __init__(self, sentence: str, **settings: Any) -> None:
         self.sentence, self.settings = sentence, settings
@@ -147,7 +142,7 @@ class TrainConfig:
     """Of the order of the data. Weights are drawn from `init_distributed`'s seed."""
 
     def __post_init__(self) -> None:
-        for name, hint in _hints().items():
+        for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
             check_setting(name, getattr(self, name), hint)
         if self.betas is not None:
             object.__setattr__(self, "betas", tuple(self.betas))  # JSON and TOML know lists only
@@ -249,11 +244,6 @@ class TrainConfig:
         """Return all fields, as JSON can hold them: tuples as lists, and infinity in words."""
         found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {name: str(value) if value == math.inf else value for name, value in found.items()}
-
-
-@cache
-def _hints() -> dict[str, Any]:
-    return get_type_hints(TrainConfig, include_extras=True)
 
 
 def check_setting(name: str, value: object, hint: Any) -> None:

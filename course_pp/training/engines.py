@@ -45,7 +45,6 @@ class HeldStages:
 
     Attributes:
         modules: by stage, in order.
-        n_stages: of the whole pipeline.
         declared: the ties that the caller or stages of ``auto_split`` named, None if none were.
         full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
     """
@@ -68,7 +67,6 @@ class HeldStages:
 
     @property
     def tied(self) -> tuple[Tie, ...]:
-        """The ties that are declared."""
         return self.declared or ()
 
     @property
@@ -168,11 +166,8 @@ class PipelineEngine(Protocol):
     def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that loss on every rank.
 
-        Stages that update their own weights do so within the step. Each update takes a mean of its own, ``divisor`` is
-        ignored, and the returned loss is the mean over the batch's tokens, each with the weights of its microbatch.
-
-        Args:
-            divisor: the number of tokens in all batches whose gradients add up.
+        The divisor is the number of tokens in all batches whose gradients add up. Stages that update their own weights
+        do so within the step: each update takes a mean of its own, and the loss is the mean over the batch's tokens.
         """
 
     def evaluate(self, batch: Sequences) -> float:

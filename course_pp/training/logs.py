@@ -91,12 +91,10 @@ class Speed:
 
 
 def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak of all ranks together; call it on every rank.
+    """Return the peak of all ranks together; a collective.
 
-    Args:
-        given: FLOPs a second of one rank's device. None measures instead, on all ranks at the same time, so that ranks
-            that share a processor are not promised all of it each.
-        dtype: in which the model multiplies.
+    Without the FLOPs a second of one rank's device it measures, on all ranks at the same time, so that ranks that share
+    a processor are not promised all of it each.
     """
     if given is not None:
         return Peak(given * dist.get_world_size(), "given")
@@ -124,9 +122,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 class Logs:
     """Records of a run: JSON lines, each on disk before the next step, and TensorBoard's files.
 
-    Args:
-        step: finished steps. What an interrupted run wrote about later ones is dropped, as they are done again; so is a
-            last line that a killed process left half.
+    What an interrupted run wrote about steps after ``step`` is dropped, as they are done again; so is a last line that
+    a killed process left half.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
@@ -152,17 +149,16 @@ class Logs:
                 self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is still in memory; safe to call repeatedly."""
+        """Write what is still in memory."""
         self._file.close()
         self._board.close()
 
 
 def _is_of_past(line: str, step: int) -> bool:
     try:
-        record = json.loads(line)
+        return bool(json.loads(line)["step"] <= step)
     except ValueError:
         return False
-    return isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step
 
 
 class Progress:
@@ -189,7 +185,6 @@ class Progress:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """Safe to call repeatedly."""
         self._bar.close()
 
 

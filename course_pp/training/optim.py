@@ -21,11 +21,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 def build_optimizer(
     modules: Iterable[nn.Module], config: TrainConfig, tied: Iterable[Mapping[int, str]] = ()
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``config`` names over this rank's stages, in the groups of :func:`parameter_groups`.
-
-    Build it after FSDP2 has replaced the parameters. By default it is AdamW (Loshchilov & Hutter 2019,
-    arXiv:1711.05101).
-    """
+    """Build the optimizer that ``config`` names in the groups of :func:`parameter_groups`, after FSDP2 was applied."""
     groups = parameter_groups(modules, config.weight_decay, tied)
     kind: Any = getattr(torch.optim, config.optimizer)
     given = {name: value for name in ("betas", "eps") if (value := getattr(config, name)) is not None}
@@ -50,9 +46,7 @@ def parameter_groups(
     shrinks what the layer passes on, and the rows of rare tokens would decay without being trained. A matrix tied to an
     embedding is an embedding.
 
-    Args:
-        tied: ties between stages, each the parameter's name by stage. Ties within these modules, and those of our own
-            model, are found.
+    Ties between stages are given as ``tied``, the parameter's name by stage; others, and our own model's, are found.
     """
     modules = list(modules)
     names = {name for tie in tied for name in tie.values()}

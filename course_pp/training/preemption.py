@@ -20,8 +20,7 @@ and which exit code comes out, depends on what stands between the scheduler and 
                                       With --max-restarts it would start them again: leave that at 0
 
 So torchrun never hands 75 on: a batch script around it requeues because it has caught the signal itself (``trap``).
-Before the ``with``, while Python imports torch, a signal ends the process as it ends any (143 for SIGTERM in a shell);
-a batch script may requeue on that code as well.
+Before the ``with``, while Python imports torch, SIGTERM ends the process with 143; requeue on that as well.
 """
 
 import signal

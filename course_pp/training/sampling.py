@@ -1,9 +1,8 @@
 """Text from the model as it is trained, without gathering it: every token is one forward through the pipeline.
 
-Each stage keeps the keys and values of the text so far, so a token costs one position. That ends where the text
-outgrows the window the model was trained with. It is not for tensor parallelism, which divides the window, nor for
-compiled blocks, which would be compiled again for each length. A token then costs a whole window; what follows the text
-in it is padding, which causal attention never looks at.
+Each stage keeps the keys and values of the text so far, so a token costs one position. It costs a whole window, padded
+behind the text, where the text outgrows that, under tensor parallelism, which divides the window, and with compiled
+blocks, which would be compiled again for each length.
 """
 
 from collections.abc import Sequence

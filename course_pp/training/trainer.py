@@ -65,12 +65,7 @@ class NonFiniteGradient(RuntimeError):
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times.
-
-    Attributes:
-        loss: of the last step; None without any.
-        validation_loss: after it, in nats a token; None without validation data.
-    """
+    """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times; losses in nats a token."""
 
     steps: int
     loss: float | None
@@ -100,9 +95,6 @@ class Trainer:
         step: number of finished steps.
         held: the modules by stage, for a checkpoint.
         is_logging_rank: True on the one rank that writes logs and shows progress; it holds the last stage.
-
-    Raises:
-        ValueError: on every rank, for stages, data or a mesh that do not fit ``config``, or ranks that disagree.
     """
 
     def __init__(
@@ -167,8 +159,8 @@ class Trainer:
 
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped.
-            PipelineError: on every rank, if a stage failed; where stages update their own weights, also for a loss or
-                a gradient that is not finite. Some have been updated then.
+            PipelineError: on every rank, if a stage failed; where stages update their own weights, also for what is not
+                finite. Some have been updated then.
         """
         begin = time.perf_counter()
         batch = self._feed.batch(self.step)
@@ -296,9 +288,7 @@ class Trainer:
         weights, stages and microbatches must be those of the state. With other ``steps`` the learning rate follows the
         new curve from here on.
 
-        Raises:
-            ValueError: on every rank, for a state of other data, another tokenizer or other hyperparameters. Nothing
-                is changed then.
+        A state of other data, another tokenizer or other hyperparameters is refused on every rank.
         """
         Ranks().collectively(lambda: self._check_state(state))
         self._feed.seek(state["step"], state["data"])

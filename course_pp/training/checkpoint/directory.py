@@ -76,8 +76,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None:
-                check_setting(name, value, Count)
+            check_setting(name, value, Count | None)
         if self.keep_every is not None and self.keep_last is None:
             problem = "{keep_every} needs keep_last: without it everything is kept anyway"
             raise SettingError(problem, keep_every=self.keep_every)
@@ -97,10 +96,7 @@ class Retention:
 
 
 class Draft:
-    """A checkpoint that is being written, to ``path``: under its ``final`` name it is complete or not there.
-
-    Making one makes the directory to write to, and removes what killed saves have left.
-    """
+    """A checkpoint that is being written, to ``path``; making one removes what killed saves have left."""
 
     def __init__(self, root: Path, step: int) -> None:
         self.final = root / f"step_{step:08d}"

@@ -61,10 +61,8 @@ def export_hf(
 
     Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end and pad a text.
 
-    Args:
-        path: a checkpoint, or the directory of a run's checkpoints.
-        directory: new or empty; it appears when it is complete.
-        dtype: None keeps the checkpoint's.
+    ``path`` is a checkpoint, or the directory of a run's; ``directory``, new or empty, appears when it is complete;
+    without a ``dtype`` it is the checkpoint's.
     """
     checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
     config, (_, files) = _config_of(checkpoint), read_manifest(checkpoint.path)
@@ -141,9 +139,7 @@ def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
     definition, description = _TOKENIZER[:2]
     if definition not in attached or description in attached:
         return {}
-    added = json.loads(attached[definition]).get("added_tokens")
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    ids = {token.get("content"): token["id"] for token in tokens if type(token.get("id")) is int}
+    ids = {token["content"]: token["id"] for token in json.loads(attached[definition]).get("added_tokens", ())}
     return {role: (token, ids[token]) for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True) if token in ids}
 
 
@@ -411,10 +407,7 @@ def _rows(tensor: _InFile) -> Iterator[slice | None]:
 
 
 def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> None:
-    """Put what was read in the place of parameters and buffers, wherever they are, and let the stages load it.
-
-    Buffers that no file holds are moved: tables, and the shapes of what other stages hold.
-    """
+    """Put what was read in the place of parameters and buffers, move the others, and let the stages load it."""
     moved: dict[int, tuple[Tensor, Any]] = {}  # with the tensor of that id, which must not be used again
 
     def on_device(own: Tensor) -> Any:

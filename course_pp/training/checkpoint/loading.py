@@ -127,10 +127,7 @@ def resume(
 
 
 def _ends_there(state: RankState, opened: Opened) -> tuple[Ends, dict[str, list[str]]]:
-    """Return what is held here, under the checkpoint's names; there, a tied weight may have another of its names.
-
-    Also, for each tie that was saved as several weights, the other names by the first.
-    """
+    """Return what is held here by the checkpoint's names, and of ties saved as several the others by the first."""
     ends: Ends = []
     also: dict[str, list[str]] = {}
     for name, tensor in state.ends:

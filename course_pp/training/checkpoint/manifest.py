@@ -2,8 +2,6 @@
 
 Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had SHA-256, and is read.
 Both detect damage, and neither detects tampering: whoever can change a file can change the manifest.
-
-All ranks succeed together or refuse together, with one sentence: a :class:`CheckpointError`.
 """
 
 import errno
@@ -79,7 +77,6 @@ class Digest:
 
 
 def new_checksum(kind: str = _KIND) -> Any:
-    """Return what has ``update`` and ``hexdigest``, as in ``hashlib``."""
     return _CHECKSUMS[kind][0]()
 
 

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,7 @@ from course_pp.training.checkpoint.tensors import TensorEntry, read_description,
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose descriptions have been read, and no tensor yet.
-
-    Attributes:
-        state: the description of the run.
-        tensors: shape, dtype and pieces by key; ``metadata`` says the same to DCP.
-    """
+    """A checkpoint whose descriptions have been read; ``metadata`` says to DCP what ``tensors`` say."""
 
     path: Path
     state: dict[str, Any]
@@ -62,12 +57,10 @@ class Opened:
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
     """Return the newest whole checkpoint in ``root``, found by reading every byte of it; None if there is none at all.
 
-    Newer ones that are damaged are named in a warning.
-
-    Raises:
-        CheckpointError: if there are checkpoints, but none is whole: starting anew is then for a person to decide.
+    Newer ones that are damaged are named in a warning. If none is whole, it raises a CheckpointError: starting anew is
+    then for a person to decide.
     """
-    return _newest(Path(root), lambda: step_directories(Path(root)), _problems_now, warn=True)
+    return _newest(Path(root), Ranks(alone=True))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
@@ -79,43 +72,41 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 
 
 def open_together(path: Path, ranks: Ranks) -> Opened | None:
-    """Find, check and describe a checkpoint, if there is one; the ranks share the reading of its bytes."""
-
-    def check(candidate: Path) -> list[str] | None:
-        found = ranks.each(lambda: _problems_now(candidate, ranks.rank, ranks.size))
-        return None if None in found else sorted({problem for mine in found for problem in mine or ()})
-
+    """Find, check and describe a checkpoint, if there is one."""
     # Listed on one rank: a save that is going on must not show itself to some ranks only.
     if not ranks.first(lambda: is_checkpoint(path)):
-        newest = _newest(path, lambda: ranks.first(lambda: step_directories(path)), check, warn=ranks.rank == 0)
+        newest = _newest(path, ranks)
         if newest is None:
             return None
         path = newest
-    elif (found := check(path)) is None or found:
+    elif (found := _problems_of(path, ranks)) is None or found:
         raise CheckpointError(spelled(path, found or ["there is no such directory"]))
     return ranks.collectively(lambda: _describe(path))
 
 
-def _problems_now(path: Path, part: int = 0, n_parts: int = 1) -> list[str] | None:
-    """As :func:`problems`; None if a run has deleted the checkpoint since it was listed, or while it was read."""
-    found = problems(path, part, n_parts)
-    return found if not found or os.path.lexists(path) else None
+def _problems_of(path: Path, ranks: Ranks) -> list[str] | None:
+    """Return what is wrong, the ranks sharing the reading; None if a run has deleted the checkpoint since."""
+
+    def look() -> list[str] | None:
+        found = problems(path, ranks.rank, ranks.size)
+        return found if not found or os.path.lexists(path) else None
+
+    everyone = ranks.each(look)
+    return None if None in everyone else sorted({problem for mine in everyone for problem in mine or ()})
 
 
-def _newest(
-    root: Path, listed: Callable[[], Sequence[Path]], check: Callable[[Path], list[str] | None], warn: bool
-) -> Path | None:
-    """Return the first of ``listed`` that is whole; list again if one has vanished: a newer one has come then."""
+def _newest(root: Path, ranks: Ranks) -> Path | None:
+    """Return the newest that is whole; list again if one has vanished: a newer one has come then."""
     damaged: list[str] = []
-    candidates = iter(listed())
+    candidates = iter(ranks.first(lambda: step_directories(root)))
     while (path := next(candidates, None)) is not None:
-        found = check(path)
+        found = _problems_of(path, ranks)
         if found is None:
-            damaged, candidates = [], iter(listed())
+            damaged, candidates = [], iter(ranks.first(lambda: step_directories(root)))
         elif found:
             damaged.append(spelled(path, found))
         else:
-            if damaged and warn:
+            if damaged and ranks.rank == 0:
                 warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=4)
             return path
     if damaged:
@@ -131,21 +122,16 @@ def _describe(path: Path) -> Opened:
         state = read_json(path / STATE)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    expected: dict[str, Any] = {"step": int, "seed": int, "extra": dict, "layout": dict, "config": dict | None}
-    expected |= {"optimizer": dict | None}
-    sound = isinstance(state, dict) and all(isinstance(state.get(key), kind) for key, kind in expected.items())
-    if not sound:
+    kinds: dict[str, Any] = {"step": int, "seed": int, "extra": dict, "layout": dict}
+    kinds |= {"config": dict | None, "optimizer": dict | None}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
         raise CheckpointError(f"{path}: {STATE} is damaged: entries are missing or make no sense")
     return Opened(path, state, tensors, metadata)
 
 
 @checked
 def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
-    """Return every tensor in a checkpoint, or in the newest whole one of a run, in the order of their keys.
-
-    Raises:
-        CheckpointError: if it is damaged, or holds anything that is not a tensor or JSON.
-    """
+    """Return every tensor in a checkpoint, or in the newest whole one of a run, in the order of their keys."""
     tensors = open_checkpoint(path).tensors
     return [tensors[key] for key in sorted(tensors, key=_natural)]
 

@@ -1,13 +1,7 @@
 """Save: take what a rank holds, write it under another name, declare it complete, and rename it.
 
-What several ranks hold under one name is one of these, or refused:
-
-    parts of one sharded tensor    a ``DTensor`` of one mesh: nothing to compare
-    equal copies                   of data-parallel ranks, of a stage on two ranks, of the ends of a tied weight:
-                                   compared by digest, which reads each of them once
-
-Buffers that differ between data-parallel ranks, such as the statistics of BatchNorm, are not copies: the lowest rank's
-are saved.
+What several ranks hold under one name are parts of one sharded tensor, equal copies, which are compared by digest, or
+buffers, such as the statistics of BatchNorm, of which the lowest data-parallel rank's are saved. Else it is refused.
 """
 
 import hashlib
@@ -296,10 +290,7 @@ class AsyncSaver:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others of what it holds; as in :class:`RankState`, without the tensors.
-
-    ``expected`` are the names of the whole model, as far as they are known; ``groups`` those of its optimizer.
-    """
+    """What a rank tells the others, as in :class:`RankState`; ``expected`` are the names of a whole model of ours."""
 
     names: set[str]
     met: set[str]
@@ -418,13 +409,9 @@ class Copy:
 
 
 def check_copies(state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: Ranks) -> set[str]:
-    """Check that every name means one tensor; a collective.
+    """Check that every name means one tensor; a collective. ``place`` is where this rank is along the pipeline.
 
-    Args:
-        place: where this rank is along the pipeline.
-
-    Returns:
-        Keys of buffers that this rank must not write: a lower rank at the same place does.
+    Return the keys of buffers that this rank must not write: a lower rank at the same place does.
     """
     tensors: dict[str, list[Tensor]] = {}
     mine: dict[str, list[Copy]] = {}

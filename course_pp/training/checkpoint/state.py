@@ -9,10 +9,8 @@ A tied weight is saved once, under the first of its names, and the description o
 holds only another end, such as the output head of a model with tied embeddings, fills it from there.
 
 The generators are torch's, Python's and NumPy's. A rank whose coordinates were there when the checkpoint was written
-continues its own sequence. Others begin a new one:
-
-    a new tensor-parallel rank   takes that of its neighbour with tp=0: both see the same activations
-    any other                    is seeded by (seed of the run, step, its coordinates without tp)
+continues its own sequence. A new tensor-parallel rank takes that of its neighbour with tp=0, as both see the same
+activations; any other is seeded by (seed of the run, step, its coordinates without tp).
 """
 
 import hashlib
@@ -83,12 +81,7 @@ class RankState:
 
 
 def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
-    """Return what this rank's modules hold.
-
-    Args:
-        tied: for each weight that is one, its names on all ranks; None takes those that stages of ``auto_split`` know.
-            Ends that are one parameter here are found.
-    """
+    """Return what this rank's modules hold; ``tied`` as for :func:`save`."""
     found = RankState()
     prefixes = []
     listed: Iterable[tuple[int | None, Any]] = [(None, modules)]
@@ -177,11 +170,7 @@ def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
 
 
 def check_ties_are_declared_alike(everyone: Sequence[tuple[Sequence[tuple[str, ...]], set[str]]]) -> None:
-    """Refuse ties that the ranks do not declare alike, or that name what no rank has.
-
-    Args:
-        everyone: each rank's ``declared`` and ``met``.
-    """
+    """Refuse ties that the ranks do not declare alike, or that name what no rank has, by their ``declared, met``."""
     if problem := difference([{"tied": declared} for declared, _ in everyone]):
         raise CheckpointError(problem)
     held = set().union(*(met for _, met in everyone))

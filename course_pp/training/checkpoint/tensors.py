@@ -110,8 +110,7 @@ def read_description(directory: Path, files: Mapping[str, Digest]) -> tuple[dict
 class _Described:
     """An object as a pickle describes it: its arguments and its state. It has no behaviour.
 
-    A pickle can call what it names and also set attributes of it. So it never gets the real classes, which the whole
-    process shares.
+    A pickle can call what it names and set attributes of it, so it never gets the process's real classes.
     """
 
     kind: Any = None
@@ -166,7 +165,6 @@ def _metadata(found: Any) -> Metadata:
 
 
 def _state(found: Any, kind: type, state: type = dict) -> Any:
-    """Return the state of a ``kind``."""
     if not isinstance(found, _Described) or found.kind is not kind:
         raise pickle.UnpicklingError("it does not describe a checkpoint")
     return _sure(found.state, state)
@@ -191,10 +189,7 @@ def _sure(found: Any, kind: type) -> Any:
 
 
 def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorEntry:
-    """Return one tensor and its pieces, which must be in the files and make up the whole.
-
-    DCP refuses to write pieces that overlap, so their sizes need only add up.
-    """
+    """Return one tensor and its pieces, which must make up the whole: DCP refuses to write pieces that overlap."""
     entry: Any = metadata.state_dict_metadata[key]
     pieces = []
     for chunk in entry.chunks:
@@ -243,7 +238,6 @@ class _HashingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file."""
         with Path(path).open(mode) as file:
             stream = _HashedFile(file)
             try:
@@ -255,7 +249,6 @@ class _HashingFiles(FileSystem):
         self.digests[Path(path).name] = stream.digest()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
@@ -275,7 +268,6 @@ class _Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """Return what was read already, and found harmless."""
         return self._metadata
 
 

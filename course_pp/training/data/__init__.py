@@ -7,13 +7,7 @@
     texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens | PaddedTokens ─Batches─► a batch, from disk
     rows of ids that `datasets` has saved ─open_arrow─► ArrowRows ─Batches─► a batch, read from disk
 
-Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message:
-
-    train, validation = load_corpus().split()
-    tokenizer = train_tokenizer(train, vocab_size=1024)
-    sequences = packed(encode(train, tokenizer), seq_len=128)
-    batches = Batches(sequences, global_batch=32, seed=0)
-    inputs, targets = batches[step].inputs, batches[step].targets
+Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message.
 """
 
 from course_pp.training.data.corpus import Corpus, load_corpus, load_stream

@@ -54,8 +54,8 @@ class Corpus:
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
         """Split into two corpora, for training and validation, that depend on the contents alone and on no seed.
 
-        Whole documents are taken in the order of their hashes while they fit into the share `validation` of
-        all characters. A single document is cut at that position instead. Neither part is ever empty.
+        Whole documents are taken in the order of their hashes while they fit into the share `validation` of all
+        characters; a single document is cut there. Neither part is ever empty.
         """
         if not 0 < validation < 1:
             raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")

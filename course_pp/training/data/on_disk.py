@@ -3,9 +3,8 @@
     data.bin         uint16 or uint32, little-endian: [BOT] … [EOT] [BOT] … [EOT] …
     data.bin.json    how many, of which tokenizer, and two digests: of all bytes, and of 64 places spread over them
 
-The digest of all bytes is computed once, while the file is written, and stands for the data in checkpoints. A start
-reads 64 places of 64 KiB at most and compares their digest; so it notices a file that was cut off, swapped, or changed
-in many places, in a moment and whatever the size.
+The digest of all bytes stands for the data in checkpoints. A start reads 64 places of 64 KiB at most, so it notices in
+a moment a file that was cut off, swapped, or changed in many places.
 """
 
 import hashlib

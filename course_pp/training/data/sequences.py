@@ -41,8 +41,7 @@ class Sequences:
     """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
 
     Attributes:
-        inputs: int64 (n, seq_len).
-        targets: int64 (n, seq_len), `IGNORE_INDEX` where nothing is to be predicted.
+        inputs, targets: int64 (n, seq_len); `IGNORE_INDEX` where nothing is to be predicted.
         attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
     """
 
@@ -114,10 +113,6 @@ def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> S
 
     A continuing row begins with the last token its predecessor predicted, so each token of a document after
     its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.
-
-    Args:
-        documents, seq_len: as for :func:`packed`.
-        pad_id: the tokenizer's id of `[PAD]`.
     """
     _check(documents, seq_len)
     starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
@@ -186,8 +181,7 @@ def _order(seed: int, epoch: int, n: int) -> np.ndarray:
 def validation_batches(sequences: Rows, global_batch: int, max_batches: int | None = None) -> tuple[Sequences, ...]:
     """Return the same full batches at every call, for all data-parallel ranks together.
 
-    With `max_batches` the rows are spread evenly over the data, so that few batches still sample many
-    documents. Rows that do not fill a batch are left out.
+    With `max_batches` the rows are spread evenly over the data. Rows that do not fill a batch are left out.
     """
     _check_size(sequences, global_batch)
     n_full = len(sequences) // global_batch
@@ -216,11 +210,7 @@ def unigram_entropy(targets: Tensor) -> float:
     loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for any q (Cover & Thomas, Elements of Information Theory,
     theorem 2.6.3). So a validation loss under it proves that the model uses context.
 
-    Args:
-        targets: int64 of any shape; `IGNORE_INDEX` is left out.
-
-    Returns:
-        Nats per token, the unit of `torch.nn.functional.cross_entropy`.
+    In nats a token, as `torch.nn.functional.cross_entropy`. Targets are int64 of any shape; `IGNORE_INDEX` is left out.
     """
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     return float(torch.special.entr(counts / counts.sum()).sum())

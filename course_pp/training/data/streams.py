@@ -3,8 +3,8 @@
     documents ─► [BOT] … [EOT] [BOT] … ─► rows, row i + 1 beginning with the last token that row i predicted
     documents ─► [BOT] … [EOT] ─► rows of one document each, padded
 
-The position is a document's number and a token in it, so a run goes on exactly where it was. With it is kept a digest
-of that document: a stream that holds another one there is refused.
+The position is a document's number and a token in it. With it is kept a digest of that document: a stream that holds
+another one there is refused.
 """
 
 import hashlib
@@ -29,10 +29,9 @@ class Stream:
     """Documents, and how they become rows.
 
     Attributes:
-        name: tells this stream from others; equal streams have equal names.
+        name: equal streams have equal names.
         documents: gives the documents from number n on, the same at every call and on every rank; None and white space
             count, but are not trained on.
-        tokenizer: of the rows.
         seq_len: tokens in a row, at least 2.
         first: number of the first document; those before it are held out.
         is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded` makes them.
@@ -79,10 +78,7 @@ class _Document:
 
 
 class StreamedBatches:
-    """The batch of every step, read in order; as :class:`~course_pp.training.data.Batches`, but with a position.
-
-    At the end of the documents it begins again with the first. Tokens are never left out.
-    """
+    """The batch of every step, read in order, without end; as :class:`~course_pp.training.data.Batches` otherwise."""
 
     def __init__(self, stream: Stream, global_batch: int) -> None:
         self.sequences, self._rows = stream, global_batch

@@ -42,11 +42,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 class Tokenizer:
     """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and `[EOT]` (end of text).
 
-    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
-
-    Attributes:
-        definition: the tokenizer as JSON in the format of the `tokenizers` library, as in a `tokenizer.json`. Read at
-            the first use, which raises `ValueError` if it is no tokenizer.
+    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters. The
+    `definition` is the content of a `tokenizer.json`, and read at the first use.
     """
 
     definition: str = field(repr=False)
@@ -93,7 +90,6 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the token ids of `[BOT] text [EOT]`."""
         _, bot, eot = self.special_ids
         return [bot, *self.encode(text), eot]
 
@@ -105,16 +101,11 @@ class Tokenizer:
 @checked
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds."""
-    name = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            tokenizer = Tokenizer(file.read())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"tokenizer {name!r} cannot be read ({error}): give a tokenizer.json") from error
-    try:
+        tokenizer = Tokenizer(Path(path).read_text(encoding="utf-8"))
         _ = tokenizer.special_ids
-    except ValueError as error:
-        raise ValueError(f"tokenizer {name!r}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer {os.fspath(path)!r}: {error}") from error
     return tokenizer
 
 
@@ -124,9 +115,8 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train the byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, unless it is remembered.
 
-    A corpus too small to fill the vocabulary gives a smaller one. The cache is keyed by the corpus' digest
-    and `vocab_size`, and lies in `cache_dir`, by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`.
-    Ranks may call this all at once: training is deterministic and the file appears whole.
+    A corpus too small to fill the vocabulary gives a smaller one. It is remembered in `cache_dir`, by default
+    `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`. Ranks may call this all at once: the file appears whole.
     """
     if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
         least = f"{_MIN_VOCAB_SIZE}, a token for each byte and the special ones"
@@ -157,10 +147,7 @@ def _key(*parts: str) -> str:
 
 
 def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None) -> bytes:
-    """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept.
-
-    A file appears by renaming, so whoever reads finds a whole one. A directory that cannot be written costs a warning.
-    """
+    """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept."""
     path = (_default_cache_dir() if cache_dir is None else Path(cache_dir)) / name
     with suppress(OSError):
         checksum, _, content = path.read_bytes().partition(b"\n")
