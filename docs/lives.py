@@ -34,7 +34,7 @@ LIVES = {
         ("runtime/wire.py", "send, without waiting"),
         ("runtime/mailbox.py", "receive, on the next rank"),
         ("runtime/executor.py", "the rank's next action that needs it"),
-        ("runtime/gradients.py", "its gradient comes back; tied ones are summed"),
+        ("runtime/gradients.py", "in the end: tied gradients summed, replicas' averaged"),
     ),
     "cell": (
         ("launch/ranks.py", "on_ranks(n, fn): called in a notebook's cell"),

@@ -181,6 +181,7 @@ def test_first_run_equals_one_process_and_writes_its_picture():
     text = "\n".join(labelled_lines(2, ["source_code/first_run.py"]))
     assert len(re.findall(r"step +\d+ +loss", text)) == 10
     assert "equal to one process" in text
+    assert "nothing done" not in text
     assert "<svg" in picture.read_text()
 
 
