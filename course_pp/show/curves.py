@@ -38,6 +38,8 @@ _NEAR_LINEAR = 0.8
 
 def _known(schedules: str | Sequence[str]) -> tuple[str, ...]:
     chosen = (schedules,) if isinstance(schedules, str) else tuple(schedules)
+    if not chosen:
+        raise ValueError("schedules is empty, so there is nothing to draw: give at least one schedule")
     for name in chosen:
         find(name)
     return chosen
