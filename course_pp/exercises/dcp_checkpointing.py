@@ -364,29 +364,20 @@ def checkpoint_entries(
 
 
 _N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
-# In the first, each key that is too short has two meanings. In the last, the optimizer's order is another.
+# In the first, each key that is too short has two meanings. In the last, what has no order of its own has another.
 _RUNS = (
     ("pp × dp_shard = 2 × 2", 2, False), ("pp × dp_shard = 4 × 1", 4, False), ("pp × dp_shard = 1 × 4", 1, False),
-    ("the parameters in two groups of the optimizer, biases first,", 2, True),
+    ("the optimizer's groups, biases first, and the mesh's dimensions in another order,", 2, True),
 )  # fmt: skip
 
 
 class _Given(NamedTuple):
-    """What the answer gave on one rank in one layout.
-
-    Attributes:
-        place: the coordinates.
-        entries: as it returned them, tensors copied.
-        generator: the state of the random number generator at the time.
-        later: the keys it gave after one more step.
-        turned: the keys it gave the generator when the coordinates came in the other order.
-    """
+    """What the answer gave on one rank: its entries, tensors copied, and the keys that it gave after one more step."""
 
     place: dict[str, int]
-    entries: dict[Any, Any]
     generator: Tensor
+    entries: dict[Any, Any]
     later: list[Any]
-    turned: list[Any]
 
 
 def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -406,17 +397,16 @@ def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, t
 
 def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
     what, found = f"checkpoint_entries on rank {rank}", []
-    for _, pp, regrouped in _RUNS:
-        dp = _N_RANKS // pp
-        stage, optimizer = _trained(pp, rank // dp, regrouped)
-        torch.manual_seed(1000 * pp + rank)
-        state, place = torch.get_rng_state(), {"pp": rank // dp, "dp_shard": rank % dp}
+    for _, pp, reordered in _RUNS:
+        stage_index, shard = divmod(rank, _N_RANKS // pp)
+        stage, optimizer = _trained(pp, stage_index, reordered)
+        generator = torch.manual_seed(1000 * pp + rank).get_state()
+        place = {"dp_shard": shard, "pp": stage_index} if reordered else {"pp": stage_index, "dp_shard": shard}
         given = expect_dict(fn(stage, optimizer, dict(place), _STEP), what)
         entries = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in given.items()}
-        turned = expect_dict(fn(stage, optimizer, dict(reversed(place.items())), _STEP), what)
         optimizer.step()
         later = expect_dict(fn(stage, optimizer, dict(place), _STEP + 1), what)
-        found.append(_Given(place, entries, state, list(later), _keys_of(state, turned)))
+        found.append(_Given(place, generator, entries, list(later)))
     return found
 
 
@@ -424,7 +414,7 @@ def _grade_checkpoint_entries(answer: Answer) -> None:
     runs = list(zip(*answer.on_ranks(_N_RANKS, _entries_on_rank), strict=True))
     merged = [_judge_run(f"With {where}", ranks) for (where, _, _), ranks in zip(_RUNS, runs, strict=True)]
     first = merged[0]
-    for (where, _, regrouped), other in zip(_RUNS, merged, strict=True):
+    for (where, _, reordered), other in zip(_RUNS, merged, strict=True):
         for key in {**first, **other}:
             alone = key not in first or key not in other
             if _is_generator(first.get(key, other.get(key))) or (not alone and _equal(first[key], other[key])):
@@ -433,14 +423,14 @@ def _grade_checkpoint_entries(answer: Answer) -> None:
                 "Another layout looks for it by a key that it makes itself: names of the whole model work, numbers of "
                 "stages and ranks do not."
             )
-            if regrouped:
+            if reordered:
                 cause = (
                     "`optimizer.state_dict()` numbers parameters in the order of its groups, which need not be that "
                     "of `named_parameters()`. `optimizer.state[parameter]` needs no number."
                 )
             what = "is written with one of the two alone" if alone else "means something else with each"
             raise Mistake(f"`{key}` {what}: {_RUNS[0][0]}, and {where}.", cause)
-    _compare_places([given for ranks in runs[:-1] for given in ranks])
+    _compare_places([given for ranks in runs for given in ranks])
 
 
 def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
@@ -500,21 +490,20 @@ def _compare_places(everyone: Sequence[_Given]) -> None:
     """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
     keys: list[tuple[dict[str, int], Any]] = []
     for given in everyone:
-        key = _keys_of(given.generator, given.entries)[0]
-        if any((place == given.place) != (other == key) for place, other in keys):
-            raise Mistake(
-                f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
-                "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
-            )
-        keys.append((given.place, key))
-    for given in everyone:
-        for place, key in keys:
-            if key in given.turned and place != given.place:
+        key = next(iter(_keys_of(given.generator, given.entries)), None)
+        for place, other in keys:
+            if key == other and place != given.place and [*place] != [*given.place]:
                 raise Mistake(
                     f"`{key}` has two meanings: {place}, and, where a mesh has its dimensions in another order, "
-                    f"{dict(reversed(given.place.items()))}.",
+                    f"{given.place}.",
                     "Numbers alone do not say of which dimension. Write the names of the dimensions in, too.",
                 )
+            if (key == other) != (place == given.place) and [*place] == [*given.place]:
+                raise Mistake(
+                    f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
+                    "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
+                )
+        keys.append((given.place, key))
 
 
 def _keys_of(value: Any, entries: dict[Any, Any]) -> list[Any]:

@@ -93,8 +93,7 @@ def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare
 
 def count(layout: DistributedConfig, ac: Recomputation = "none") -> dict[bool, list[CollectiveCounts]]:
     """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False."""
-    ranks = on_ranks(4, _counted, layout, ac)
-    return {reshard: [counts[reshard] for counts in ranks] for reshard in _POLICIES}
+    return {reshard: on_ranks(4, _counted, layout, reshard, ac) for reshard in _POLICIES}
 
 
 def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts]:
@@ -195,19 +194,14 @@ def _batch(n_rows: int = _ROWS) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def _counted(rank: int, layout: DistributedConfig, ac: Recomputation) -> dict[bool, CollectiveCounts]:
+def _counted(rank: int, layout: DistributedConfig, reshard: bool, ac: Recomputation) -> CollectiveCounts:
     mesh = init_distributed(layout, seed=0)
-    # Copies that are not sharded have nothing to free: one count is both.
-    policies = _POLICIES if layout.dp_shard != 1 else (False,)
-    counts = {}
-    for reshard in policies:
-        module = _build(mesh, reshard, ac)
-        step = step_of(module, mesh)
-        if get_pp_size(mesh) > 1:
-            step()  # the first opens connections between stages
-            module.zero_grad()
-        counts[reshard] = count_collectives(step, mesh)
-    return {reshard: counts.get(reshard, counts[False]) for reshard in _POLICIES}
+    module = _build(mesh, reshard, ac)
+    step = step_of(module, mesh)
+    if get_pp_size(mesh) > 1:
+        step()  # the first opens connections between stages
+        module.zero_grad()
+    return count_collectives(step, mesh)
 
 
 def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ...]], int]:
@@ -256,18 +250,17 @@ def _fsdp_first(rank: int) -> dict[str, str]:
     apply_fsdp2(with_package, mesh)
     fully_shard(by_hand, mesh=mesh["dp_shard"])
     plan: dict[str, ParallelStyle] = {"layers.0.mlp.up_proj": ColwiseParallel()}
-    return {
-        "this package": _refusal(lambda: apply_tensor_parallel(with_package, mesh)),
-        "torch alone": _refusal(lambda: parallelize_module(by_hand, mesh["tp"], plan)),
+    orders: dict[str, Callable[[], object]] = {
+        "this package": lambda: apply_tensor_parallel(with_package, mesh),
+        "torch alone": lambda: parallelize_module(by_hand, mesh["tp"], plan),
     }
-
-
-def _refusal(fn: Callable[[], object]) -> str:
-    try:
-        fn()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    said = dict.fromkeys(orders, "not refused")
+    for who, order in orders.items():
+        try:
+            order()
+        except ValueError as error:
+            said[who] = str(error)
+    return said
 
 
 class Symptoms(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,96 +131,72 @@ def enter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 _N_RANKS, _TP = 4, 2
-
-
-class _Entered(NamedTuple):
-    """What ``enter`` did on one rank.
-
-    Attributes:
-        same: whether forward gave x.
-        summed: whether forward gave the sum over the group.
-        collectives: those of forward.
-        gradient: of x, which the block and a branch beside it have used; None if there is none.
-        spoiled: whether the tensor given to backward was overwritten.
-    """
-
-    same: bool
-    summed: bool
-    collectives: list[str]
-    gradient: Tensor | None
-    spoiled: bool
+_BESIDE = 99
+"""In place of a rank: the branch beside the block, which every rank has whole."""
 
 
 def _grade_enter(answer: Answer) -> None:
-    ranks = answer.on_ranks(_N_RANKS, _enter_on_rank)
-    for result in ranks:
-        if result.summed:
+    ranks = answer.on_ranks(_N_RANKS, _entered_on_rank)
+    inside, beside = [_gradient(r) for r in range(_N_RANKS)], _gradient(_BESIDE)
+    for rank, (gradient, spoiled) in enumerate(ranks):
+        first = rank - rank % _TP
+        total = torch.stack(inside[first : first + _TP]).sum(0)
+        if not torch.allclose(gradient, total + beside):
+            rules = (
+                (inside[rank] + beside,
+                 "Each rank has only the gradient of its own part of the block: nothing is added up."),
+                (total / _TP + beside,
+                 "The gradients are averaged. Each is a part of the sum over the block's outputs: add."),
+                (total + _TP * beside,
+                 "A hook on x itself also sees the gradient of whatever else uses x, here the branch beside the block, "
+                 "which every rank has whole: put it on a view of x."),
+                (_TP * total + beside, "The gradients are added up twice."),
+                (torch.stack(inside).sum(0) + beside, "The sum is over all ranks: pass `group`."),
+                (beside, "Nothing comes back from the block: backward has to return the sum."),
+            )  # fmt: skip
+            share = gradient - beside
+            yours, away = (float(part.norm() / total.norm()) for part in (share, share - total))
             raise Mistake(
-                "In forward the ranks' inputs come out added up.",
-                "They all hold the same x: the sum belongs in backward. A sum in forward is what `Leave` is for.",
+                "The gradient of x is wrong.",
+                why((torch.allclose(gradient, wrong), cause) for wrong, cause in rules),
+                f"norms over that of the right gradient from the block: yours {yours:.3f}, the difference {away:.3f}",
             )
-        if not result.same:
-            raise Mistake("`enter(x, group)` is not equal to x.", "Forward changes nothing.")
-        if result.collectives:
-            cause = "Forward needs no message: every rank has x already."
-            raise Mistake(f"Forward begins {', '.join(result.collectives)}.", cause)
-    for rank, result in enumerate(ranks):
-        _judge_gradient(rank, result)
+        if spoiled:
+            raise Mistake(
+                "The sum is right, but it is written into the tensor that backward was given.",
+                "Autograd may have given the same tensor to another branch, such as the residual: sum a clone.",
+            )
 
 
-def _judge_gradient(rank: int, result: _Entered) -> None:
-    inside, beside = [_gradient_inside(r) for r in range(_N_RANKS)], _gradient_beside()
-    first = rank - rank % _TP
-    total = torch.stack(inside[first : first + _TP]).sum(0)
-    gradient = result.gradient
-    if gradient is None:
-        cause = "`detach`, `torch.no_grad` or a new tensor cuts x off from what the block made of it."
-        raise Mistake("After backward x has no gradient.", cause)
-    known = (
-        (inside[rank] + beside, "Each rank has only the gradient of its own part of the block: nothing is added up."),
-        (total / _TP + beside, "The gradients are averaged. Each is a part of the sum over the block's outputs: add."),
-        (total + _TP * beside,
-         "A hook on x itself also sees the gradient of whatever else uses x, here the branch beside the block, which "
-         "every rank has whole: put it on a view of x."),
-        (_TP * total + beside, "The gradients are added up twice."),
-        (torch.stack(inside).sum(0) + beside, "The sum is over all ranks: pass `group`."),
-        (beside, "Nothing comes back from the block: backward has to return the sum."),
-    )  # fmt: skip
-    if not torch.allclose(gradient, total + beside):
-        share = gradient - beside
-        yours, away = (float(part.norm() / total.norm()) for part in (share, share - total))
-        example = f"norms over that of the right gradient from the block: yours {yours:.3f}, the difference {away:.3f}"
-        causes = [(torch.allclose(gradient, wrong), cause) for wrong, cause in known]
-        raise Mistake("The gradient of x is wrong.", why(causes), example)
-    if result.spoiled:
-        raise Mistake(
-            "The sum is right, but it is written into the tensor that backward was given.",
-            "Autograd may have given the same tensor to another branch, such as the residual: sum a clone.",
-        )
-
-
-def _enter_on_rank(rank: int, fn: Callable[..., Any]) -> _Entered:
+def _entered_on_rank(rank: int, fn: Callable[..., Any]) -> tuple[Tensor, bool]:
+    """The gradient of x, which the block and a branch beside it have used; and whether backward's was overwritten."""
     groups = [dist.new_group(list(range(first, first + _TP))) for first in range(0, _N_RANKS, _TP)]
     group, x = groups[rank // _TP], torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
     with watched_traffic() as traffic:
         here = fn(x, group)
     expect_tensor(here, "enter(x, group)", tuple(x.shape))
-    same, summed = torch.equal(here, x), bool(traffic.collectives) and torch.allclose(here, _TP * x)
+    if traffic.collectives and torch.allclose(here, _TP * x):
+        raise Mistake(
+            "In forward the ranks' inputs come out added up.",
+            "They all hold the same x: the sum belongs in backward. A sum in forward is what `Leave` is for.",
+        )
+    if not torch.equal(here, x):
+        raise Mistake("`enter(x, group)` is not equal to x.", "Forward changes nothing.")
+    if traffic.collectives:
+        cause = "Forward needs no message: every rank has x already."
+        raise Mistake(f"Forward begins {', '.join(traffic.collectives)}.", cause)
     if not here.requires_grad:
-        return _Entered(same, False, traffic.collectives, None, False)
-    ((here * _gradient_inside(rank)).sum() + (x * _gradient_beside()).sum()).backward()
+        cause = "`detach`, `torch.no_grad` or a new tensor cuts x off from what the block made of it."
+        raise Mistake("After backward x has no gradient.", cause)
+    ((here * _gradient(rank)).sum() + (x * _gradient(_BESIDE)).sum()).backward()
     given = torch.ones_like(x)
-    again = x.detach().requires_grad_()
-    fn(again, group).backward(given)
-    return _Entered(same, summed, traffic.collectives, x.grad, not torch.equal(given, torch.ones_like(x)))
+    fn(x.detach().requires_grad_(), group).backward(given)
+    assert x.grad is not None  # the branch beside has one
+    return x.grad, not torch.equal(given, torch.ones_like(x))
 
 
-def _gradient_inside(rank: int) -> Tensor:
-    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-
-
-def _gradient_beside() -> Tensor:
-    return _gradient_inside(99)
+def _gradient(seed: int) -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def sent_bytes(n_layers: int, activation: int, m: int, tp: int) -> tuple[float, float]:
