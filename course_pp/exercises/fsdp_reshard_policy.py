@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,8 @@ _WRONG_GATHERS = (
      "The two loops have changed places: it is the pipeline in which backward keeps what it gathered."),
 )  # fmt: skip
 
-_GATHERS = [
-    (again, m, groups, pp)
-    for m, groups in ((8, 4), (1, 7), (3, 1), (5, 2))
-    for again in (True, False)
-    for pp in (True, False)
-]
+_EITHER = (True, False)
+_GATHERS = [(again, *size, pp) for size, again, pp in product(((8, 4), (1, 7), (3, 1), (5, 2)), _EITHER, _EITHER)]
 
 
 def rank_bytes(layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool) -> float:
@@ -93,12 +90,8 @@ _WRONG_BYTES = (
      "The optimizer's state counts: AdamW keeps two moments for each parameter."),
 )  # fmt: skip
 
-_RANK_BYTES = [
-    (*size, again, pp)
-    for size in ((6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4))
-    for again in (True, False)
-    for pp in (False, True)
-]
+_MODELS = ((6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4))
+_RANK_BYTES = [(*model, again, pp) for model, again, pp in product(_MODELS, _EITHER, _EITHER)]
 
 
 def choose_reshard(
@@ -139,12 +132,9 @@ _WRONG_CHOICES = (
     (flawed(choose_reshard, ("min(2, layers)", "0")), "With True two layers have to fit; if they do not, answer None."),
 )  # fmt: skip
 
-_CHOICES = [
-    (room, 8, 10, forward, gather, pp)
-    for room in (100, 80, 79, 20, 19, 9)
-    for forward, gather in ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
-    for pp in (False, True)
-] + [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
+_TIMES = ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
+_CHOICES = [(room, 8, 10, *times, pp) for room, times, pp in product((100, 80, 79, 20, 19, 9), _TIMES, _EITHER)]
+_CHOICES += [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
 
 
 def _read_choice(value: Any, call: str) -> bool | None:
@@ -192,11 +182,8 @@ _WRONG_HSDP = (
      "A reduce-scatter is half an all-reduce: (n - 1)/n, once."),
 )  # fmt: skip
 
-_HSDP_BYTES = [
-    (*size, again)
-    for size in ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))
-    for again in (True, False)
-]
+_MESHES = ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))
+_HSDP_BYTES = [(*mesh, again) for mesh, again in product(_MESHES, _EITHER)]
 
 
 def _read_pair(value: Any, call: str) -> list[float]:
