@@ -187,7 +187,7 @@ class Bench:
         """Run the step on this rank. Refuses one that changes what it is given, or loses its last message."""
         losses: list[float] = []
         events: list[str] = []
-        inputs = _Memory()
+        inputs = Memory()
         for stage in seat.stages:
             _watch(stage, events, inputs)
             for parameter in stage.parameters():
@@ -364,7 +364,7 @@ def flawed(solution: Step, *changes: tuple[str, str]) -> Step:
     return step
 
 
-class _Memory:
+class Memory:
     """The memory of the tensors that were noted, for as long as it is there."""
 
     def __init__(self) -> None:
@@ -377,7 +377,7 @@ class _Memory:
         self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._alive))
 
 
-def _watch(stage: nn.Module, events: list[str], inputs: _Memory) -> None:
+def _watch(stage: nn.Module, events: list[str], inputs: Memory) -> None:
     """Note the events and the inputs of a stage. Functions, which a copy of the stage shares with it."""
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises.pipedream_clinic import PATIENTS, examine
+from course_pp.exercises.pipedream import (
+    PATIENTS,
+    examine,
+    healed_versions_step,
+    order_pipedream,
+    slowest_part,
+    stashed_step,
+    version_used,
+)
 from course_pp.exercises.pipedream_lab import angles, steady, train
-from course_pp.exercises.pipedream_orders import order_pipedream, slowest_part, version_used
-from course_pp.exercises.pipedream_steps import healed_versions_step, stashed_step
 from course_pp.runtime import (
     backward_stage,
     forward_stage,
@@ -20,13 +26,10 @@ from course_pp.runtime import (
     send_activation,
     send_gradient,
 )
-from course_pp.schedule import Action, Costs, LayerCost, build, partition, simulate
+from course_pp.schedule import Action, Costs, LayerCost, build, ledger, partition, simulate
 from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]
-
-
-# Which version a backward uses.
 
 
 def with_rule(rule: str, other: Callable[[int, int, int, int], Any]) -> Answer:
@@ -38,34 +41,9 @@ def with_rule(rule: str, other: Callable[[int, int, int, int], Any]) -> Answer:
     return answer
 
 
-WRONG_VERSIONS = [
-    (with_rule("none", lambda s, i, p, g: max(0, i - (p - 1 - s))), "the backward uses the newest"),
-    (with_rule("stash", lambda s, i, p, g: i), "That is the newest"),
-    (with_rule("stash", lambda s, i, p, g: max(0, i - (p - s))), "One too old", "*with* this one"),
-    (with_rule("stash", lambda s, i, p, g: max(0, i - (p - 1))), "That is stage 0's"),
-    (with_rule("stash", lambda s, i, p, g: max(0, i // g - 1)), "when the *forward* runs"),
-    (with_rule("stash", lambda s, i, p, g: i - (p - 1 - s)), "There is no version before 0"),
-    (with_rule("vertical", lambda s, i, p, g: max(0, i - (p - 1 - s))), "takes what *stage 0* took"),
-    (with_rule("vertical", lambda s, i, p, g: max(0, i - p)), "Which version did stage 0 use"),
-    (with_rule("2bw", lambda s, i, p, g: i // g), "the version before last"),
-    (with_rule("2bw", lambda s, i, p, g: max(0, i / g - 1)), "a float", "a count of updates"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_VERSIONS])
-def test_a_wrong_version_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("version_used", answer, *words)
-
-
-def test_versions_may_be_looked_up_in_a_table_of_delays() -> None:
-    def by_delay(rule: str, stage: int, i: int, p: int, group: int) -> int:
-        delay = {"none": 0, "stash": p - 1 - stage, "vertical": p - 1}
-        return sorted((0, i - delay[rule]))[1] if rule in delay else max(1, i // group) - 1
-
-    accepts("version_used", by_delay)
-
-
-# The order of a replica.
+def by_delay(rule: str, stage: int, i: int, p: int, group: int) -> int:
+    delay = {"none": 0, "stash": p - 1 - stage, "vertical": p - 1}
+    return sorted((0, i - delay[rule]))[1] if rule in delay else max(1, i // group) - 1
 
 
 def ordered(
@@ -98,36 +76,6 @@ def without_replicas(stage: int, replica: int, replicas: list[int], m: int) -> l
     return ordered(mine=lambda replica, share, m: list(range(m)))(stage, replica, replicas, m)  # type: ignore[no-any-return]
 
 
-WRONG_ORDERS = [
-    (without_replicas, "has it once too often", "goes to replica `i % 2`"),
-    (
-        ordered(mine=lambda replica, share, m: list(range(m))[replica * m // share : (replica + 1) * m // share]),
-        "i % 2",
-    ),
-    (ordered(update="end"), "does not update right after `0B0`"),
-    (ordered(update="never"), "lacks `0U0`", "followed by an update"),
-    (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough", "and no more"),
-    (ordered(in_flight=lambda stage, r: math.ceil(sum(r[stage:]) / r[stage]) + 1), "One too many"),
-    (ordered(in_flight=lambda stage, r: sum(r[stage:]) // r[stage]), "turns back too soon", "round up"),
-    (ordered(in_flight=lambda stage, r: 1), "turns back too soon"),
-    (lambda *row: order_pipedream(*row)[:-2], "lacks", "as the warm-up had forwards"),
-    (lambda *row: order_pipedream(*row)[3:], "lacks `0F0`", "has its F, its B and its U"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_ORDERS])
-def test_a_wrong_order_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("order_pipedream", answer, *words)
-
-
-def test_an_order_may_be_written_with_a_queue_and_as_text() -> None:
-    accepts("order_pipedream", ordered())
-    accepts("order_pipedream", lambda *row: tuple(str(action) for action in order_pipedream(*row)))
-
-
-# The slowest part of a plan.
-
-
 def planned(
     work: Callable[[float, float, int], float] = lambda work, exchange, r: max(work, exchange) / r,
     exchange: Callable[[float, int], float] = lambda weights, r: 2 * (r - 1) * weights,
@@ -143,43 +91,13 @@ def planned(
     return answer
 
 
-WRONG_PLANS = [
-    (planned(work=lambda work, exchange, r: max(work, exchange)), "divided by"),
-    (planned(crossing=0.0), "A boundary takes time, too"),
-    (planned(crossing=1.0), "crossed twice"),
-    (planned(behind_the_last=True), "Behind the last layer nothing is sent"),
-    (planned(exchange=lambda weights, r: 0.0), "exchange the gradients"),
-    (planned(exchange=lambda weights, r: 2 * (r - 1) / r * weights), "not twice"),
-    (planned(work=lambda work, exchange, r: (work + exchange) / r), "take the larger one, not the sum"),
-    (lambda *plan: sum([slowest_part(*plan), 1.0]), "For each stage the larger"),
-    (lambda *plan: None, "Is a `return` missing?"),
-]
-
-
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_PLANS])
-def test_a_wrong_slowest_part_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("slowest_part", answer, *words)
-
-
-def test_the_slowest_part_is_what_the_planner_minimises() -> None:
-    layers = [LayerCost(6.0, 2.0, 1.0), LayerCost(1.5, 1.0, 20.0), LayerCost(1.5, 1.0, 20.0)]
-    plan = partition(layers, 3)
-    stages = [(stage.start, stage.end, stage.replicas) for stage in plan.stages]
-    columns = ([getattr(layer, name) for layer in layers] for name in ("time", "output_bytes", "weight_bytes"))
-    assert slowest_part(*columns, stages, math.inf) == pytest.approx(plan.slowest)
-    accepts("slowest_part", planned())
-
-
-# Steps on ranks: one function with everything that learners change about it.
-
-
 def step_with(
     kept: Callable[[Any], Any] = copy.deepcopy,
     divided_by: Callable[[int], int] = lambda m: 1,
     adds_up: bool = False,
     at_once: bool = True,
     keeps_all: bool = False,
-    hands_over: bool = True,
+    hands_over: Callable[[str], bool] = lambda name: True,
 ) -> Answer:
     def step(stage: Any, optimizer: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
         m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
@@ -197,8 +115,11 @@ def step_with(
             used, x, y = in_flight.popleft()
             dx = backward_stage(x, y, recv_gradient(y, divided_by(m), link))
             sends.extend(send_gradient(dx, link))
-            for newest, each in zip(stage.parameters(), used.parameters() if hands_over else (), strict=hands_over):
-                newest.grad = newest.grad + each.grad if adds_up and newest.grad is not None else each.grad
+            gradients = {name: each.grad for name, each in used.named_parameters() if hands_over(name)}
+            for name, newest in stage.named_parameters():
+                if name in gradients:
+                    added = adds_up and newest.grad is not None
+                    newest.grad = newest.grad + gradients[name] if added else gradients[name]
             if at_once:
                 optimizer.step()
             if not keeps_all:
@@ -217,35 +138,117 @@ def step_with(
     return step
 
 
+def kept_at_first(stage: Any) -> Any:
+    """A copy of what the stage was before the first update."""
+    if not hasattr(stage, "first"):
+        stage.first = [copy.deepcopy(stage)]
+    return copy.deepcopy(stage.first[0])
+
+
+WRONG = {
+    "version_used": [
+        (with_rule("none", lambda s, i, p, g: max(0, i - (p - 1 - s))), "the backward uses the newest"),
+        (with_rule("stash", lambda s, i, p, g: i), "That is the newest"),
+        (with_rule("stash", lambda s, i, p, g: max(0, i - (p - s))), "One too old", "*with* this one"),
+        (with_rule("stash", lambda s, i, p, g: max(0, i - (p - 1))), "That is stage 0's"),
+        (with_rule("stash", lambda s, i, p, g: max(0, i // g - 1)), "when the *forward* runs"),
+        (with_rule("stash", lambda s, i, p, g: i - (p - 1 - s)), "is -3, not 0", "There is no version before 0"),
+        (with_rule("vertical", lambda s, i, p, g: max(0, i - (p - 1 - s))), "takes what *stage 0* took"),
+        (with_rule("vertical", lambda s, i, p, g: max(0, i - p)), "Which version did stage 0 use", "Its forward used"),
+        (with_rule("2bw", lambda s, i, p, g: i // g), "the version before last"),
+        (with_rule("2bw", lambda s, i, p, g: max(0, i / g - 1)), "a float", "a count of updates"),
+    ],
+    "order_pipedream": [
+        (ordered(mine=lambda replica, share, m: list(range(m))), "has `0F1`", "goes to replica `i % 2`"),
+        (
+            ordered(mine=lambda replica, share, m: list(range(m))[replica * m // share : (replica + 1) * m // share]),
+            "i % 2",
+        ),
+        (ordered(update="end"), "does not update right after `0B0`"),
+        (ordered(update="never"), "lacks `0U0`", "followed by an update"),
+        (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough", "and no more"),
+        (ordered(in_flight=lambda stage, r: math.ceil(sum(r[stage:]) / r[stage]) + 1), "One too many"),
+        (ordered(in_flight=lambda stage, r: sum(r[stage:]) // r[stage]), "and round up"),
+        (ordered(in_flight=lambda stage, r: 1), "are enough", "so many forwards come before the first backward"),
+        (lambda *row: order_pipedream(*row)[:-2], "lacks", "as the warm-up had forwards"),
+        (lambda *row: order_pipedream(*row)[3:], "lacks `0F0`", "has its F, its B and its U"),
+        (
+            ordered(mine=lambda replica, share, m: list(range(replica, m // share * share, share))),
+            "`order_pipedream(0, 0, [2, 1], 5)` lacks `0F4`",
+            "the last round has fewer microbatches",
+        ),
+    ],
+    "slowest_part": [
+        (planned(work=lambda work, exchange, r: max(work, exchange)), "divided by"),
+        (planned(crossing=0.0), "A boundary takes time, too"),
+        (planned(crossing=1.0), "crossed twice"),
+        (planned(behind_the_last=True), "Behind the last layer nothing is sent"),
+        (planned(exchange=lambda weights, r: 0.0), "exchange the gradients"),
+        (planned(exchange=lambda weights, r: (r - 1) * weights), "there and back"),
+        (planned(exchange=lambda weights, r: 2 * (r - 1) / r * weights), "not twice"),
+        (planned(work=lambda work, exchange, r: (work + exchange) / r), "take the larger one, not the sum"),
+        (lambda *plan: slowest_part(*plan) + 1.0, "For each stage the larger", "The plan: times=[2.0, 2.0,"),
+        (lambda *plan: None, "Is a `return` missing?"),
+    ],
+}
+RIGHT = {
+    "version_used": [by_delay],
+    "order_pipedream": [ordered(), lambda *row: tuple(str(action) for action in order_pipedream(*row))],
+    "slowest_part": [planned()],
+}
 WRONG_STEPS = [
     (step_with(kept=lambda stage: stage), "inplace operation", "copies that no update changes"),
     (step_with(divided_by=lambda m: m), "Already the first update differs", "without 1/m"),
-    (step_with(hands_over=False), "The update changes nothing", "leaves its gradients on the copy"),
+    (step_with(hands_over=lambda name: False), "The update changes nothing", "leaves its gradients on the copy"),
+    (step_with(hands_over=lambda name: "weight" in name), "`3.0.bias` and `3.2.bias` stay as they were"),
     (step_with(adds_up=True), "left over from the update before"),
     (step_with(at_once=False), "updates 1 time, not 8", "Each backward is followed by an update"),
     (step_with(keeps_all=True), "keeps 8 versions", "can go when its backward is done"),
+    (step_with(kept=kept_at_first), "Every forward uses the first weights"),
     (PATIENTS["A"][0], "exactly what its forward used"),
     (PATIENTS["B"][0], "go on from its newest state"),
 ]
 
 
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, rows in WRONG.items() for case in rows])
+def test_a_wrong_answer_is_told_why(name: str, case: tuple[Any, ...]) -> None:
+    refuses(name, *case)
+
+
+@pytest.mark.parametrize(("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers])
+def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
+    accepts(name, answer)
+
+
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("answer", "words"), [(answer, words) for answer, *words in WRONG_STEPS])
-def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
-    refuses("stashed_step", answer, *words)
+@pytest.mark.parametrize("case", WRONG_STEPS)
+def test_a_wrong_step_is_told_why(case: tuple[Any, ...]) -> None:
+    refuses("stashed_step", *case)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [
-        ("stashed_step", step_with()),
-        ("stashed_step", healed_versions_step),
-        ("healed_versions_step", stashed_step),
-    ],
+    [("stashed_step", step_with()), ("stashed_step", healed_versions_step), ("healed_versions_step", stashed_step)],
 )
 def test_a_step_may_stash_copies_or_compute_again(name: str, answer: Answer) -> None:
     accepts(name, answer)
+
+
+@pytest.mark.parametrize("rule", ["none", "stash", "vertical", "2bw"])
+def test_the_versions_used_are_those_that_the_ledger_counts(rule: Any) -> None:
+    used = ledger(build("pipedream", 3, 12, group=6 if rule == "2bw" else None), rule)
+    found = {(stage, i): version_used(rule, stage, i, 3, 6) for stage in range(3) for i in range(12)}
+    assert found == {(stage, i): used.of(stage, i).backward for stage, i in found}
+
+
+def test_the_slowest_part_is_what_the_planner_minimises() -> None:
+    layers = [LayerCost(6.0, 2.0, 1.0), LayerCost(1.5, 1.0, 20.0), LayerCost(1.5, 1.0, 20.0)]
+    plan = partition(layers, 3)
+    stages = [(stage.start, stage.end, stage.replicas) for stage in plan.stages]
+    columns = ([getattr(layer, name) for layer in layers] for name in ("time", "output_bytes", "weight_bytes"))
+    assert slowest_part(*columns, stages, math.inf) == pytest.approx(plan.slowest)
+    accepts("slowest_part", planned())
 
 
 @pytest.mark.long
