@@ -21,7 +21,7 @@ from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.formula import Formula, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake
-from course_pp.exercises.orders import Orders, judge_orders, read_order
+from course_pp.exercises.orders import judge_orders, read_order
 from course_pp.launch import on_ranks
 from course_pp.runtime import (
     Link,
@@ -75,7 +75,8 @@ def _grade_order(answer: Answer) -> None:
             gave = "one list of actions" if lists and isinstance(lists[0], Action) else f"{len(lists)} of {p} lists"
             raise Mistake(f"`{call}` gave {gave}.", "Return a list with one list of actions for each rank.")
         rows = [_read_row(each, f"{call}[{rank}]", rank, m) for rank, each in enumerate(lists)]
-        judge_orders(f"With p={p} and m={m}", rows, build("gpipe", p, m), "", "", _why_slow)
+        slow = "The ranks take the microbatches in different orders, so one waits for what another does late."
+        judge_orders(f"With p={p} and m={m}", rows, build("gpipe", p, m), "", "", slow)
 
 
 def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
@@ -100,19 +101,6 @@ def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
             cause = "GPipe does all forwards before the first backward."
             raise Mistake(f"`{what}` does `{before}` before `{action}`.", cause, example)
     return row
-
-
-def _why_slow(orders: Orders) -> str:
-    """Names a rank that does its forwards, or else its backwards, in another order than the rank before."""
-    told = "The ranks take the microbatches in different orders, so one waits for what another does late"
-    m = len(orders.rows[0]) // 2
-    for word, part in (("forwards", slice(0, m)), ("backwards", slice(m, 2 * m))):
-        numbers = [[action.microbatch for action in row[part]] for row in orders.rows]
-        for rank in range(1, len(numbers)):
-            if numbers[rank] != numbers[rank - 1]:
-                told += f": rank {rank} does its {word} in another order than rank {rank - 1}"
-                return f"{told}, {numbers[rank]} instead of {numbers[rank - 1]}."
-    return f"{told}."
 
 
 def accumulate(
@@ -162,11 +150,11 @@ class _Accumulated(NamedTuple):
 
 
 def _grade_accumulate(answer: Answer) -> None:
-    cases = [(1, 2, 5), (4, 4), (3, 1), (6,)]
+    model, cases = BENCH.model(), [(1, 2, 5), (4, 4), (3, 1), (6,)]
     for sizes, result in zip(cases, answer.on_ranks(1, _accumulated, cases)[0], strict=True):
         cut = f"microbatches of {', '.join(map(str, sizes))} rows"
         microbatches, targets = _cut(sizes)
-        parts = torch.stack([_own_gradient(x, target) for x, target in zip(microbatches, targets, strict=True)])
+        parts = torch.stack([_own_gradient(model, x, target) for x, target in zip(microbatches, targets, strict=True)])
         right = _weighted(parts, [n / sum(sizes) for n in sizes])
         if result.gradient is None:
             raise Mistake(f"With {cut} the parameters have no gradient.", "Call backward on each microbatch's share.")
@@ -192,7 +180,7 @@ def _grade_accumulate(answer: Answer) -> None:
                 "forward, not once for the sum of all losses, and without `retain_graph`.",
             )
         loss = expect_number(result.loss, f"accumulate with {cut}")
-        mean = BENCH.loss_fn(BENCH.model()(torch.cat(microbatches)), torch.cat(targets)).item()
+        mean = BENCH.loss_fn(model(torch.cat(microbatches)), torch.cat(targets)).item()
         if not close(loss, mean):
             cause = "Return the mean over all rows, with the same weights as in the gradient."
             raise Mistake(f"{seen} the loss returned is {loss:.8g}, not {mean:.8g}.", cause)
@@ -207,9 +195,8 @@ def _weighted(parts: Tensor, weights: Sequence[float]) -> Tensor:
     return torch.tensor(weights, dtype=parts.dtype) @ parts
 
 
-def _own_gradient(x: Tensor, target: Tensor) -> Tensor:
+def _own_gradient(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     """Of a microbatch's own mean loss, in one vector."""
-    model = BENCH.model()
     gradients = torch.autograd.grad(BENCH.loss_fn(model(x), target), list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
 

@@ -54,9 +54,12 @@ def _grade_order(answer: Answer) -> None:
 def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
     calls = [(rank, p, m) for p, m in sizes for rank in range(p)]
     orders = dict(zip(calls, answer.calls(calls), strict=True))
+    longest = "Does the warm-up get shorter from rank to rank, down to none on the last?"
+    starved = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
+    impossible, slow = (partial(_unless_mixed, otherwise=cause) for cause in (longest, starved))
     for p, m in sizes:
         rows = [_read_row(orders[rank, p, m], rank, p, m) for rank in range(p)]
-        judge_orders(f"With p={p} and m={m}", rows, build("1f1b", p, m), _why_impossible, _why_crowded, _why_slow)
+        judge_orders(f"With p={p} and m={m}", rows, build("1f1b", p, m), impossible, _why_crowded, slow)
 
 
 def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
@@ -81,21 +84,12 @@ def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
     return read_order(value, f"order_1f1b({rank}, {p}, {m})", wanted, foreign, lacking, repeated)[0]
 
 
-def _why_impossible(orders: Orders) -> str:
-    return _why_mixed(orders) or "Does the warm-up get shorter from rank to rank, down to none on the last?"
-
-
-def _why_slow(orders: Orders) -> str:
-    starved = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
-    return _why_mixed(orders) or starved
-
-
-def _why_mixed(orders: Orders) -> str:
+def _unless_mixed(orders: Orders, otherwise: str) -> str:
     for row in orders.rows:
         backwards = [action.microbatch for action in row if action.kind == "B"]
         if backwards != sorted(backwards):
             return "The next rank works on the oldest microbatch first, and so its gradient comes back first."
-    return ""
+    return otherwise
 
 
 def _why_crowded(orders: Orders) -> str:
