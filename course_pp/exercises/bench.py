@@ -41,6 +41,7 @@ __all__ = [
     "judge_gradients",
     "same",
     "scaled",
+    "with_norm",
 ]
 
 TOLERANCE = 1e-9
@@ -121,6 +122,12 @@ class Outcome(NamedTuple):
 def two_layers(width: int) -> nn.Module:
     """A block with a tanh between its layers."""
     return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+def with_norm(width: int) -> nn.Module:
+    """A block that ends in a norm, so that what comes out is as large as what goes in."""
+    wide = 4 * width
+    return nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.LayerNorm(width))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Outcome, Wrong, flawed, judge_gradients, same, scaled
+from course_pp.exercises.bench import Bench, Outcome, Wrong, flawed, judge_gradients, same, scaled, with_norm
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.formula import Formula, why
@@ -461,7 +461,7 @@ def examine(step: Callable[..., Any], m: int, *given: Any) -> Compared:
     )
 
 
-_WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=16, rows=8, before=None)
+_WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=32, block=with_norm, rows=2, n_blocks=6, before=None)
 
 
 def _flat(gradients: Mapping[str, Tensor | None]) -> Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same, scaled
+from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same, scaled, with_norm
 from course_pp.exercises.exercise import Exercise, Mistake
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.formula import Formula, why
@@ -522,11 +522,7 @@ EXERCISES = (
 )  # fmt: skip
 
 
-def _with_norm(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
-
-
-WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=_with_norm, rows=16, n_blocks=8, before=None)
+WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=with_norm, rows=16, n_blocks=8, before=None)
 """Where the notebook looks at its patients, and at torch's schedules."""
 
 
