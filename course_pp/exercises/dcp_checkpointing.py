@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.bench import flawed
-from course_pp.exercises.exercise import Exercise, Mistake, Stopped
+from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_dict, expect_int, expect_list
 from course_pp.exercises.formula import Formula
+from course_pp.exercises.mistakes import Mistake, Stopped
 
 __all__ = ["EXERCISES", "checkpoint_entries", "overlaps", "rectangle"]
 

@@ -14,8 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from course_pp.exercises.display import Told
-from course_pp.exercises.mistakes import Mistake as Mistake
-from course_pp.exercises.mistakes import Stopped as Stopped
 
 if TYPE_CHECKING:
     from course_pp.exercises.answer import Answer

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_pp.exercises.mistakes import Mistake
-from course_pp.schedule import Action
 
 if TYPE_CHECKING:
     import torch
@@ -57,17 +56,6 @@ def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
             f"`{what}` has {_count(len(value), 'entry', 'entries')}, not {length}.", example=f"It is {_shown(value)}."
         )
     return list(value)
-
-
-def expect_actions(value: Any, what: str, most_shown: int | None = None) -> tuple[tuple[Action, ...], str]:
-    """A list of actions or of their texts, and the line that shows it; empty for more than ``most_shown`` actions."""
-    texts = [str(each) for each in expect_list(value, what)]
-    shown = most_shown is None or len(texts) <= most_shown
-    example = f"`{what}` is `{' '.join(texts) or '[]'}`." if shown else ""
-    try:
-        return tuple(Action.parse(text) for text in texts), example
-    except ValueError as error:
-        raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
 
 
 def expect_dict(value: Any, what: str, keys: Sequence[Any] | None = None) -> dict[Any, Any]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same, scaled, with_norm
-from course_pp.exercises.exercise import Exercise, Mistake
+from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.runtime import (
     Link,

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.exercise import Exercise, Mistake, Stopped
+from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_number, expect_tensor
 from course_pp.exercises.formula import Formula
 from course_pp.exercises.in_process import unchanged
+from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.exercises.traffic import watched_traffic
 
 _OVERWRITTEN = -1.0

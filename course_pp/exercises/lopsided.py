@@ -1,3 +1,0 @@
-"""Being moved to `bench`."""
-
-from course_pp.exercises.bench import LopsidedLoss as LopsidedLoss
