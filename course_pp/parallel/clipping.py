@@ -89,8 +89,14 @@ def clip_grad_norm_(
             raise ValueError(f"max_norm={max_norm} must be 0 or more: use math.inf to measure without clipping")
         held = _held(model_or_stages, tied, device_mesh)
         _refuse_flattened(held)
-        whole = any(isinstance(m, Transformer) and None not in (m.embed, m.head) for m in held.modules)
-        if whole and get_pp_size(device_mesh) > 1:
+        ours = [module for module in held.modules if isinstance(module, Transformer)]
+        parts = [module for module in ours if module.embed is None or module.head is None]
+        if parts and held.n_stages is None and device_mesh is None:
+            raise ValueError(
+                "this rank holds part of the model but device_mesh is None, so its norm would not be the whole "
+                "model's: pass device_mesh=, the mesh of init_distributed"
+            )
+        if len(parts) < len(ours) and get_pp_size(device_mesh) > 1:
             raise ValueError(
                 f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, "
                 "whose norms would be added up: pass this rank's stages, or build the mesh with pp=1"

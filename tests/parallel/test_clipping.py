@@ -196,6 +196,8 @@ def test_all_stages_on_one_rank_need_no_mesh() -> None:
 def test_stages_without_a_mesh_are_refused() -> None:
     with pytest.raises(ValueError, match=r"given 1 of 2 stages, .* and device_mesh="):
         clip_grad_norm_(build_stage_module(CONFIG, 0, 2), 1.0)
+    with pytest.raises(ValueError, match="holds part of the model but device_mesh is None"):
+        clip_grad_norm_(Transformer(CONFIG, has_head=False), 1.0)
     with pytest.raises(ValueError, match="given 2 of 3 stages"):
         clip_grad_norm_([build_stage_module(ModelConfig(8, 3, 2, 5), i, 3) for i in (0, 2)], 1.0)
 
