@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from course_pp.model import PipelineStageModule
@@ -15,8 +16,9 @@ from course_pp.parallel.stage_values import ValueMeta
 class Batch:
     """Checks whole batches of ``size`` rows for this rank's stages, and cuts them into microbatches of ``rows``."""
 
-    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int) -> None:
+    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
         self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
+        self._counts_tokens = counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
         self.size = n_microbatches * rows
@@ -55,8 +57,8 @@ class Batch:
         if given != self._inputs:
             return (
                 f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-                f"{self._n_microbatches} × {self._rows} = {self.size} rows: drop or pad the remainder, or build the "
-                "stages for other sizes"
+                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, or "
+                "build the stages for other sizes"
             )
         if self._transformer is not None and inputs[0].device.type == "cpu":  # looking would wait for a GPU
             low, high, vocab_size = int(inputs[0].min()), int(inputs[0].max()), self._transformer.config.vocab_size
@@ -77,6 +79,8 @@ class Batch:
                 f"target has shape {tuple(target.shape)}, but the pipeline was built for {known}, of n_microbatches × "
                 f"rows = {self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
             )
+        if self._transformer is not None and self._counts_tokens and target.dtype != torch.int64:
+            return f"target is {target.dtype}: pass token ids, int64, of shape {known}"
         return None
 
     def _problem_of_keyword(self, name: str, value: object) -> str | None:

@@ -140,7 +140,7 @@ class PipelineSchedule:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
-        self._batch = Batch(self.stages, n_microbatches, rows)
+        self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)
         self._group = stages[0].group
         self._everyone = Ranks(_everyone_of(stages[0]))
         mesh, self._dp_groups = stages[0].device_mesh, []

@@ -44,6 +44,7 @@ WRONG_BATCHES = {
     "target": (lambda rank: ((tokens(),), {"target": tokens(9)}), "4 × 2 = 8: drop or pad the remainder"),
     "length": (lambda rank: ((tokens(),), {"target": tokens(seq_len=9)}), "but the pipeline was built for (8, 8)"),
     "no target": (lambda rank: ((tokens(),), {}), "target is missing on the rank that holds the last stage"),
+    "dtype": (lambda rank: ((tokens(),), {"target": tokens().float()}), "target is torch.float32: pass token ids"),
     "keyword": (
         lambda rank: ((tokens(),), {"target": tokens(), "position_ids": tokens(1) if rank == 1 else tokens()}),
         "keyword argument position_ids has shape (1, 8)",
