@@ -231,7 +231,7 @@ class ModelStage(LocalNeighboursStage):
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch can split its backward in two.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
-        runs_as: the stage that a pipeline made of this one and runs; itself until then.
+        runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ModelStage(LocalNeighboursStage):
         self.device_mesh = device_mesh
         self.takes, self.returns = takes, returns
         self.ties: tuple[Tie, ...] = ()
-        self.runs_as = self
+        self.runs_as: ModelStage | None = None
         self._dtypes = compute_dtypes(module)
         self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
         self._keywords = _keywords_of(module)
@@ -268,7 +268,7 @@ class ModelStage(LocalNeighboursStage):
         known = (self.takes, self.returns, self.device_mesh, self.param_dtype, self.device, self.group)
         again = ModelStage(self.submod, self.stage_index, self.num_stages, *known)
         again._dtypes = self._dtypes
-        self.runs_as = again
+        self.runs_as = again.runs_as = again
         return again
 
     def received(self, tensors: tuple[torch.Tensor, ...]) -> Any:

@@ -137,7 +137,7 @@ class Recorder:
         They are stages of ``torch.distributed.pipelining``, or like them. A backward with ``full_backward=False`` is
         recorded as ``I``, the rest of it as ``W``; in stage 0, which needs no input gradient, ``W`` has all the work.
         The loss and the messages lie outside the spans. A stage of `course_pp.parallel` is recorded as its pipeline
-        runs it, if there is one already.
+        runs it: build that first.
         """
         methods = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
         for stage in stages:
@@ -145,6 +145,11 @@ class Recorder:
                 raise ValueError(
                     f"cannot record {type(stage).__name__}: attach a pipeline stage of torch.distributed.pipelining, "
                     "or use span() around your own code"
+                )
+            if getattr(stage, "runs_as", stage) is None:
+                raise ValueError(
+                    f"stage {stage.stage_index} is in no pipeline, which would run it as a stage of its own: call "
+                    "build_pipeline_schedule first, then attach"
                 )
         for stage in (getattr(stage, "runs_as", stage) for stage in stages):
             self.run_on(getattr(stage, "device", None))

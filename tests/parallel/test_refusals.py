@@ -24,6 +24,7 @@ from course_pp.parallel import (
     init_distributed,
 )
 from course_pp.parallel.schedules import order_of
+from course_pp.runtime import Recorder
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
 
@@ -162,6 +163,18 @@ def test_a_stage_that_computes_in_another_dtype_is_refused_before_any_message(lo
 def test_a_whole_model_is_not_a_stage(lone_rank):
     with pytest.raises(TypeError, match="must be a PipelineStageModule, not Transformer: cut the model"):
         build_pipeline_stage(Transformer(model_config(False)), None, "cpu", 2, SEQ_LEN, torch.float32)
+
+
+def test_a_stage_is_recorded_as_its_pipeline_runs_it_and_refused_before_there_is_one(lone_rank):
+    batch, recorder = torch.ones(2, 3), Recorder()
+    stage = build_pipeline_stage(nn.Linear(3, 3), None, "cpu", inputs=batch[:1])
+    with pytest.raises(ValueError, match="stage 0 is in no pipeline"):
+        recorder.attach(stage)
+    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
+    for attached in (stage, *pipeline.stages):
+        with recorder.attach(attached):
+            pipeline.step(batch, target=batch)
+    assert [str(span.action) for span in recorder.timeline().spans] == 2 * ["0F0", "0F1", "0B0", "0B1"]
 
 
 def mesh_refusals_on_rank(rank):
