@@ -159,6 +159,11 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "Or no backward has run through it: until then its gradient is None.",
     ),
     *(
+        (words, "`min` and `max` need something to choose from: say first what to return where nothing is left.")
+        # Python 3.11's words, and those after it.
+        for words in ("arg is an empty sequence", "iterable argument is empty")
+    ),
+    *(
         (words, "The loss was given targets that do not belong to this output: compare their `.shape` and dtype.")
         for words in (
             "to match target batch_size",

@@ -48,15 +48,9 @@ def lower_bound(p: int, m: int, forward: float, input_grad: float, weight_grad: 
 
 
 _BOUNDS: list[tuple[int, int, float, float, float]] = [
-    (4, 8, 1, 1, 1),
-    (1, 3, 1, 2, 3),
-    (4, 1, 1, 1, 1),
-    (2, 6, 1, 2, 1),
-    (4, 8, 10, 12, 7),
-    (3, 5, 2, 3, 0.5),
-    (6, 12, 1, 1, 0.25),
-    (8, 4, 1, 3, 2),
-]
+    (4, 8, 1, 1, 1), (1, 3, 1, 2, 3), (4, 1, 1, 1, 1), (2, 6, 1, 2, 1),
+    (4, 8, 10, 12, 7), (3, 5, 2, 3, 0.5), (6, 12, 1, 1, 0.25), (8, 4, 1, 3, 2),
+]  # fmt: skip
 _NAMED = ("naive", "1f1b", "zb_h1", "zb_h2")
 
 
@@ -106,18 +100,13 @@ def next_action(able: list[Action], held: int, cap: int) -> Action:
 def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
     """The schedule that a rule makes: whenever a rank could start several things at once, the rule says which.
 
-    A rank that could start only one thing first starts that.
-
     Args:
         next_action: ``next_action(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W`` at most, and no
-            ``F`` while the rank holds ``cap`` activations.
+            ``F`` while the rank holds ``cap`` activations. Raises Mistake for a choice that is not in it.
         p: ranks, of one stage each.
         m: microbatches.
         cap: how many activations each rank may hold.
         costs: one unit for everything unless given.
-
-    Raises:
-        Mistake: for a choice that is not in ``able``.
     """
     problem = Problem.of(looped(p), m, costs or Costs(1, 1, 1), [cap] * p, split=True)
     desk = _Asking(problem, next_action)
@@ -149,13 +138,9 @@ class _Asking(Desk):
 
 # Ranks, microbatches, cap, and the times of F, I and W.
 _HIDDEN = [
-    (4, 8, 7, (1, 1, 1)),
-    (3, 6, 3, (10, 12, 7)),
-    (2, 8, 3, (10, 12, 7)),
-    (4, 8, 2, (1, 1, 1)),
-    (3, 8, 2, (10, 12, 7)),
-    (4, 8, 6, (10, 12, 7)),
-]
+    (4, 8, 7, (1, 1, 1)), (3, 6, 3, (10, 12, 7)), (2, 8, 3, (10, 12, 7)),
+    (4, 8, 2, (1, 1, 1)), (3, 8, 2, (10, 12, 7)), (4, 8, 6, (10, 12, 7)),
+]  # fmt: skip
 _NEAR = 1.05
 
 

@@ -152,15 +152,11 @@ def _trained(
 
 
 def _delayed(
-    replicas: Sequence[int],
-    m: int,
-    momentum: float,
-    version: Callable[[int, int], int] | None = None,
-    factor: float = 1,
+    replicas: Sequence[int], m: int, momentum: float, version: Callable[[int, int], int] | None = None
 ) -> list[list[Weights]]:
     """For each stage its weights after each update, trained in one process with the versions of weight stashing.
 
-    Or with another: ``version(stage, i)`` gives that of microbatch i. Gradients are multiplied by ``factor``.
+    Or with another: ``version(stage, i)`` gives that of microbatch i.
     """
     used, p = ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash"), len(replicas)
     seat = BENCH.seat(0, m, range(p), BENCH.n_blocks)
@@ -175,7 +171,7 @@ def _delayed(
             x = functional_call(stage, leaves[s], (x,))
         seat.loss_fn(x, target).backward()
         for s, stage in enumerate(seat.stages):
-            waiting[s].append([leaf.grad * factor for leaf in leaves[s].values() if leaf.grad is not None])
+            waiting[s].append([leaf.grad for leaf in leaves[s].values() if leaf.grad is not None])
             if len(waiting[s]) == replicas[s]:
                 for parameter, gradients in zip(stage.parameters(), zip(*waiting[s], strict=True), strict=True):
                     parameter.grad = torch.stack(gradients).mean(0)
@@ -361,16 +357,9 @@ def order_pipedream(stage: int, replica: int, replicas: list[int], m: int) -> li
 
 
 _LAYOUTS: tuple[tuple[list[int], int], ...] = (
-    ([1, 1, 1, 1], 8),
-    ([2, 1], 8),
-    ([3, 1], 9),
-    ([2, 1, 1], 8),
-    ([1, 2], 8),
-    ([3, 2], 12),
-    ([1, 1], 1),
-    ([1, 1, 1, 1], 2),
-    ([2, 1], 5),
-)
+    ([1, 1, 1, 1], 8), ([2, 1], 8), ([3, 1], 9), ([2, 1, 1], 8), ([1, 2], 8), ([3, 2], 12),
+    ([1, 1], 1), ([1, 1, 1, 1], 2), ([2, 1], 5),
+)  # fmt: skip
 _ADMITS = "A replica admits ⌈ranks from its stage on / replicas of its stage⌉ microbatches, the first stage NOAM"
 
 

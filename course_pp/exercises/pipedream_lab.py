@@ -52,10 +52,8 @@ def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
 
 def steady(run: Timeline) -> float:
     """Return the time of one microbatch in a full pipeline, from the second half of the last stage's backwards."""
-    last = run.n_stages - 1
-    ends = sorted(
-        span.end for span in run.spans for part in span.action.parts if (part.stage, part.kind) == (last, "B")
-    )
+    done = (run.n_stages - 1, "B")
+    ends = sorted(s.end for s in run.spans for part in s.action.parts if (part.stage, part.kind) == done)
     middle = len(ends) // 2
     return float(ends[-1] - ends[middle - 1]) / (len(ends) - middle)
 
@@ -65,9 +63,8 @@ class Angles:
     """Degrees between the gradients of each stage and true ones, means over microbatches.
 
     Attributes:
-        own: between it and the gradient of what the forward computed, each stage with the weights that its forward
-            used.
-        now: between it and the gradient at the weights that the update changes, every stage's newest.
+        own: to the gradient of what the forward computed, each stage with the weights that its forward used.
+        now: to the gradient at the weights that the update changes, every stage's newest.
     """
 
     own: tuple[float, ...]
@@ -84,7 +81,7 @@ def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dic
         m: microbatches, each with an update. The first 2 p are not counted.
     """
     schedule = build("pipedream", p, m)
-    by_rank = on_ranks(p, _kept_by_rank, schedule, rules, lr)
+    by_rank = on_ranks(p, lambda rank: [_kept(rank, schedule, rule, lr) for rule in rules])
     return {rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)}
 
 
@@ -102,10 +99,6 @@ def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Kept]) -> Angles
             own[s].append(_degrees(found, at_forward[s]))
             now[s].append(_degrees(found, newest[s]))
     return Angles(tuple(map(_mean, own)), tuple(map(_mean, now)))
-
-
-def _kept_by_rank(rank: int, schedule: Schedule, rules: Sequence[Versions], lr: float) -> list[_Kept]:
-    return [_kept(rank, schedule, rule, lr) for rule in rules]
 
 
 def _kept(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Kept:
@@ -174,34 +167,19 @@ def train(rules: Sequence[Rule], lr: float, m: int = 48, p: int = 4, per_flush: 
         p: ranks, a stage on each.
         per_flush: microbatches of an update under ``"flush"`` and ``"2bw"``.
     """
-    found = on_ranks(p, _trained_on_rank, rules, lr, m, per_flush)[0]
+    found = on_ranks(p, lambda rank: [_losses(rank, rule, lr, m, p, per_flush) for rule in rules])[0]
     return {rule: Trained(each + (math.inf,) * (m - len(each))) for rule, each in zip(rules, found, strict=True)}
 
 
-def _schedule(versions: Rule, m: int, p: int, per_flush: int) -> Schedule:
-    if versions == "flush":
-        return build("1f1b", p, per_flush)
-    return build("pipedream", p, m, group=per_flush if versions == "2bw" else None)
-
-
-def _trained_on_rank(rank: int, rules: Sequence[Rule], lr: float, m: int, per_flush: int) -> list[tuple[float, ...]]:
-    return [_losses_on_rank(rank, rule, lr, m, per_flush) for rule in rules]
-
-
-def _losses_on_rank(rank: int, versions: Rule, lr: float, m: int, per_flush: int) -> tuple[float, ...]:
-    import torch.distributed as dist
-
-    p = dist.get_world_size()
-    schedule, stage = _schedule(versions, m, p, per_flush), residual_blocks(p)[rank]
+def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) -> tuple[float, ...]:
+    flushes = rule == "flush"
+    schedule = build("1f1b", p, per_flush)
+    if not flushes:
+        schedule = build("pipedream", p, m, group=per_flush if rule == "2bw" else None)
+    stage = residual_blocks(p)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
-    flushes = versions == "flush"
-    pipeline = Pipeline(
-        schedule,
-        stage,
-        mse_loss,
-        optimizers=None if flushes else {rank: optimizer},
-        versions=None if versions == "flush" else versions,
-    )
+    optimizers, versions = (None, None) if rule == "flush" else ({rank: optimizer}, rule)
+    pipeline = Pipeline(schedule, stage, mse_loss, optimizers=optimizers, versions=versions)
     inputs, targets = task(m, p)
     losses: tuple[float, ...] = ()
     step = schedule.n_microbatches * _ROWS

@@ -141,11 +141,9 @@ def forwards_first(rank: int, p: int, forward: float, input_grad: float) -> int:
 
 
 _WRONG_FORWARDS: tuple[tuple[Callable[..., float], str], ...] = (
-    (lambda rank, p, f, b: p - 1 - rank, "A rank's own forward of microbatch 0 counts, too."),
     (lambda rank, p, f, b: p - rank, "That is 1F1B. The gradient also has to come back up."),
     (lambda rank, p, f, b: 1 + 2 * (p - 1 - rank),
      "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 - rank) * b`."),
-    (lambda rank, p, f, b: 2 * (p - 1 - rank), "A rank's own forward of microbatch 0 counts, too."),
     (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
      "A rank's own forward of microbatch 0 counts, too."),
     (lambda rank, p, f, b: 2 * (p - rank), "The rank begins with its I as soon as the gradient is there."),
@@ -236,10 +234,13 @@ def _read_placed(value: Any, order: list[Action], room: int) -> tuple[Action, ..
     def lacking(action: Action) -> str:
         return _LACKING["W"] if action.kind == "W" else as_it_was
 
+    def repeated(action: Action) -> str:
+        return _why_repeated(action) if action.kind == "W" else as_it_was
+
     what = f"place_weights(…, {room})"
     alien = "Only W's are put in: one for each I, with its stage and its microbatch."
     as_it_was = "Others wait for each F and each I: leave them all, and in their order."
-    row, example = read_order(value, what, place_weights(order, room), lambda _: alien, lacking, _why_repeated)
+    row, example = read_order(value, what, place_weights(order, room), lambda _: alien, lacking, repeated)
     if [action for action in row if action.kind != "W"] != order:
         example = f"The order was `{' '.join(map(str, order))}`.\n{example}"
         raise Mistake(f"`{what}` changes the order of F and I.", as_it_was, example)
@@ -276,20 +277,11 @@ _Points = dict[str, tuple[float, float]]
 """For each schedule, activations of one microbatch in all layers of a rank, and the bubble."""
 
 _POINTS: _Points = {
-    "gpipe": (8, 0.27),
-    "1f1b": (4, 0.27),
-    "zb_h1": (4, 0.11),
-    "zb_h2": (7, 0.11),
-    "zb_v": (4, 0.06),
-    "v_half": (2.5, 0.16),
-    "naive": (1, 0.75),
-}
+    "gpipe": (8, 0.27), "1f1b": (4, 0.27), "zb_h1": (4, 0.11), "zb_h2": (7, 0.11),
+    "zb_v": (4, 0.06), "v_half": (2.5, 0.16), "naive": (1, 0.75),
+}  # fmt: skip
 _BUDGETS: list[tuple[_Points, float, float, float]] = [
-    (_POINTS, 10, 2, 18.0),
-    (_POINTS, 10, 2, 17.9),
-    (_POINTS, 10, 2, 100),
-    (_POINTS, 10, 2, 12),
-    (_POINTS, 10, 2, 11),
+    *((_POINTS, 10, 2, budget) for budget in (18.0, 17.9, 100, 12, 11)),
     (_POINTS, 0, 3, 8),
     ({"a": (3, 0.1), "b": (2, 0.1), "c": (1, 0.2)}, 1, 1, 10),
     ({"b": (2, 0.1), "a": (3, 0.1), "c": (1, 0.2)}, 1, 1, 10),
@@ -300,10 +292,10 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
 
 
 def _chosen(
-    by: Callable[[float, float], Any],
     fits: Callable[[float, float, float, float], bool] = lambda held, s, a, budget: s + held * a <= budget,
+    by: Callable[[float, float], Any] = lambda held, bubble: (bubble, held),
 ) -> Callable[..., str | None]:
-    """What a rule chooses that orders ``(held, bubble)`` otherwise, or lets other schedules fit."""
+    """What a rule chooses that lets other schedules fit, or takes the least ``by(held, bubble)``."""
 
     def choose(points: _Points, state: float, activation: float, budget: float) -> str | None:
         fitting = [name for name, (held, _) in points.items() if fits(held, state, activation, budget)]
@@ -312,32 +304,22 @@ def _chosen(
     return choose
 
 
-def _smallest(held: float, bubble: float) -> tuple[float, float]:
-    return bubble, held
-
-
 _LESS_MEMORY = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
-_TIE = "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
 _WRONG_CHOICES: tuple[tuple[Callable[..., Any], str], ...] = (
-    (lambda points, s, a, budget: choose_schedule({k: v[::-1] for k, v in points.items()}, s, a, budget),
+    (lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row),
      "In each pair the activations come first, then the bubble. Here they are swapped."),
-    (_chosen(_smallest, lambda held, s, a, budget: s + held * a < budget),
-     "What needs exactly the budget fits: `<=`."),
-    (_chosen(_smallest, lambda held, s, a, budget: held * a <= budget), _NEEDS),
-    (_chosen(_smallest, lambda held, s, a, budget: s + held <= budget), _NEEDS),
-    (_chosen(_smallest, lambda held, s, a, budget: (s + held) * a <= budget),
+    (_chosen(lambda held, s, a, budget: s + held * a < budget), "What needs exactly the budget fits: `<=`."),
+    (_chosen(lambda held, s, a, budget: held * a <= budget), _NEEDS),
+    (_chosen(lambda held, s, a, budget: s + held <= budget), _NEEDS),
+    (_chosen(lambda held, s, a, budget: (s + held) * a <= budget),
      "The state is bytes already: only what is held is multiplied by `activation`."),
-    (_chosen(_smallest, lambda *_: True), "Throw out first what does not fit into `budget`."),
-    (_chosen(lambda held, bubble: (held, bubble)), _LESS_MEMORY),
-    (_chosen(lambda held, bubble: held), _LESS_MEMORY),
-    (_chosen(lambda held, bubble: (held, bubble), lambda *_: True), _LESS_MEMORY),
-    (_chosen(lambda held, bubble: (-bubble, held)), "That is the largest bubble of what fits."),
-    (_chosen(lambda held, bubble: -bubble), "That is the largest bubble of what fits."),
-    (_chosen(lambda held, bubble: -held),
+    (_chosen(lambda *_: True), "Throw out first what does not fit into `budget`."),
+    (_chosen(lambda *_: True, lambda held, bubble: (held, bubble)), _LESS_MEMORY),
+    (_chosen(by=lambda held, bubble: held), _LESS_MEMORY),
+    (_chosen(by=lambda held, bubble: -bubble), "That is the largest bubble of what fits."),
+    (_chosen(by=lambda held, bubble: (-held, bubble)),
      "The most memory that fits need not have the smallest bubble: compare the bubbles."),
-    (_chosen(lambda held, bubble: bubble), _TIE),
-    (_chosen(lambda held, bubble: (bubble, -held)), _TIE),
 )  # fmt: skip
 
 
@@ -349,7 +331,9 @@ def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
         return "That is no schedule of those: return a name, or None."
     if state + points[got][0] * activation > budget:
         return f"It does not fit. {_NEEDS if best else 'Nothing fits there: return None.'}"
-    return _TIE if points[got][1] == points[best or ""][1] else "Of what fits, the smallest bubble is wanted."
+    if points[got][1] == points[best or ""][1]:
+        return "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
+    return _LESS_MEMORY
 
 
 def _what_they_need(case: tuple[Any, ...], got: Any, best: str | None) -> str:

@@ -146,7 +146,7 @@ WRONG = {
     "warm_up_forwards": [
         (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
         (lambda rank, p, v: v * (p - 1 - rank), "take", "a round of p forwards in each other chunk"),
-        (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "with 7 it is as fast", "Megatron-LM's count"),
+        (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "is no faster", "Megatron-LM's count"),
         (lambda rank, p, v: v * p - rank, "is 8, not 7", "The forward of the first pair is no warm-up"),
         (lambda rank, p, v: v * p - 1, "(1, 4, 2)` is 7, not 6", "Not every rank is as far"),
         (lambda rank, p, v: v * p, "is 8, not 7", "as breadth first does"),

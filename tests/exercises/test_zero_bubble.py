@@ -201,6 +201,11 @@ WRONG = {
         (lambda points, s, a, budget: None, "is None, not 'zb_v'", "wherever `state + held * activation` is within"),
         (lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row), "first, then the bubble"),
         (lambda *row: choose_schedule(*row) or "none", "no schedule of those"),
+        (
+            lambda points, s, a, budget: min((v[1], k) for k, v in points.items() if s + v[0] * a <= budget)[1],
+            "raised ValueError",
+            "where nothing is left",
+        ),
     ],
 }
 RIGHT = {
