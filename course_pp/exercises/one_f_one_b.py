@@ -373,11 +373,11 @@ def _why_other_choice(case: tuple[Any, ...], got: tuple[int, int] | None, right:
 
 
 def _shown_choice(case: tuple[Any, ...], *choices: tuple[int, int] | None) -> str:
-    state, activations, rows, _, budget, _ = case
+    state, activations, rows, min_rows, budget, _ = case
     return "\n".join(
         f"{(p, m)}: {state} / {p} + {min(m, p)} × {activations} / ({p} × {m}) = "
-        f"{_on_rank_0(state, activations, p, m):g} of {budget} on rank 0, microbatches of {rows / m:g} rows, bubble "
-        f"{(p - 1) / (m + p - 1):.1%}"
+        f"{_on_rank_0(state, activations, p, m):g} of {budget} on rank 0; {rows / m:g} of at least {min_rows} rows a "
+        f"microbatch; bubble {(p - 1) / (m + p - 1):.1%}"
         for p, m in filter(None, choices)
         if p > 0 and m > 0
     )

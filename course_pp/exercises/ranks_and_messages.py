@@ -85,7 +85,7 @@ def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -
         return "Receive into a tensor of its own; while it is being sent, nobody may write to `x`."
     if stopped.how != "endless":
         return ""
-    if "isend" in answer.source and "wait" not in answer.source and "is_completed" not in answer.source:
+    if "isend" in answer.source and ".wait(" not in answer.source and ".is_completed(" not in answer.source:
         return "`isend` only starts to send: keep what it returns and call `wait()` on it, or the send may be given up."
     return _why_nothing_comes(stopped, p) if "isend" in answer.source else ""
 
