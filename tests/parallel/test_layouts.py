@@ -24,8 +24,8 @@ SAMPLE = {
     Case(tp=2): SELECTIVE,
     Case(dp_shard=2, tp=2, reshard=True): PLAIN,
     Case(pp=2, schedule="gpipe", dp_shard=2, reshard=True): PLAIN,
-    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=False): TIED,
     Case(pp=2, schedule="zb_v", dp_shard=2, reshard=True): PLAIN,
+    Case(pp=2, schedule="1f1b", dp_shard=2, reshard=False): TIED,
     Case(pp=2, schedule="1f1b", dp_replicate=2): TIED,
 }
 LONG = {
