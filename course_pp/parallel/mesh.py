@@ -211,11 +211,9 @@ def cores_of(
 
 
 def _usable_cores() -> tuple[int, ...]:
-    return (
-        tuple(sorted(os.sched_getaffinity(0)))
-        if hasattr(os, "sched_getaffinity")
-        else tuple(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
 
 
 def _places_of_cores(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[int, tuple[int, int]]:
