@@ -1,7 +1,9 @@
 """Run any legal schedule on real ranks.
 
-pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
-losses = pipeline.step(inputs, targets)                              # gradients are in .grad
+    pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
+    losses = pipeline.step(inputs, targets)                              # gradients are in .grad
+
+What is received and sent between the actions is settled beforehand, in :mod:`course_pp.runtime.messages`.
 """
 
 import math
