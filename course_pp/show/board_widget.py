@@ -11,7 +11,7 @@ from typing import Any
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.files import locked, state_folder, write_atomically
-from course_pp.schedule import Action, Costs, Schedule, Time, Timeline
+from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
 from course_pp.show.board_levels import LEVELS, Level, references
 from course_pp.show.board_rules import POLICIES, Game, Position, advice, fill, game_of, recognised, replay, spelled
 from course_pp.show.chart import ChartFigure
@@ -207,6 +207,10 @@ class Board(AnyWidget):
     def _commit(self, moves: list[str]) -> None:
         self.undone = []
         self.moves = moves
+
+    def to_csv(self) -> str:
+        """Return the order as torch's schedules read it."""
+        return to_torch_csv(self.schedule)
 
     def run(self) -> Timeline:
         """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.

@@ -10,7 +10,7 @@ import pytest
 
 from course_pp import show
 from course_pp.files import locked
-from course_pp.schedule import Timeline, build, check, simulate
+from course_pp.schedule import Timeline, build, check, from_torch_csv, simulate
 from course_pp.show.board_widget import keep, kept_in
 
 
@@ -26,6 +26,7 @@ def test_what_is_drawn_is_a_schedule_like_any_other() -> None:
     assert (board.schedule.placement, board.schedule.actions) == (order.placement, order.actions)
     assert check(board.schedule) == []
     assert simulate(board.schedule) == board.timeline
+    assert from_torch_csv(board.to_csv()).actions == order.actions
     assert (board.is_complete, board.score, board.recognised) == (True, 1.0, ("1f1b",))
 
 
