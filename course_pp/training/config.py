@@ -62,6 +62,7 @@ _SCALE = Rule(
     "must be a power of two from 1 to 2**24, such as 65536",
 )
 _SHARE = Rule(lambda value: 0 <= value <= 1, "must lie between 0 and 1: it is a share of the peak, such as 0.1")
+_FOLDER = Rule(bool, "must be a folder to write into, or None to write none")
 _NORM = Rule(lambda value: value > 0, "must be a number above 0: use inf to measure without clipping")
 _SECONDS = Rule(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
 
@@ -125,7 +126,7 @@ class TrainConfig:
     """Validation batches of an evaluation, each of `batch` sequences."""
     log_every: Count = 10
     """Steps between lines of the log."""
-    log_folder: str | None = None
+    log_folder: Annotated[str, _FOLDER] | None = None
     """Where one rank writes `metrics.jsonl` and TensorBoard's files; None writes none."""
     profile: CountOrNone = 0
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
@@ -279,7 +280,7 @@ def is_file(schedule: str) -> bool:
 
 
 def read_order(path: str) -> Schedule:
-    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`; refusals leave the file's name out.
+    """Read the order in a file of :func:`course_pp.schedule.to_torch_csv`.
 
     The rows give the placement: each stage is on the ranks in whose rows it is.
     """

@@ -83,6 +83,8 @@ def test_a_missing_file_is_named_even_when_others_exist(write: Write, tmp_path: 
     there = write("there.txt", "text")
     with pytest.raises(ValueError, match=r"missing\.txt' does not exist: name files"):
         load_corpus([there, tmp_path / "missing.txt"], max_bytes=1)
+    with pytest.raises(ValueError, match="'', which names nothing"):
+        load_corpus([there, ""])
 
 
 def test_a_named_file_that_is_not_utf8_is_refused(write: Write) -> None:

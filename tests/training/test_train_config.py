@@ -20,6 +20,7 @@ from course_pp.training import TrainConfig
         ({"weight_decay": -0.1}, "weight_decay=-0.1 must be a number of 0 or more"),
         ({"clip_norm": 0.0}, "clip_norm=0.0 must be a number above 0: use inf"),
         ({"warmup_steps": 300}, "warmup_steps=300 and decay_steps=None are more than steps=200"),
+        ({"log_folder": ""}, "log_folder='' must be a folder to write into"),
         ({"profile": 2}, "profile=2 writes a trace, but log_folder=None"),
         (
             {"profile": 2, "log_folder": "logs", "steps": 3},

@@ -133,7 +133,10 @@ def iterate_documents(
         raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
     documents: Iterable[str | None]
     if texts is not None:
-        named = [Path(text) for text in ([texts] if isinstance(texts, str | os.PathLike) else texts)]
+        given = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
+        if "" in given:  # a shell makes it of a variable that is not set
+            raise ValueError("texts has '', which names nothing: give '.' for the files of the working directory")
+        named = [Path(text) for text in given]
         name = ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "") or "an empty list of texts"
         documents = _from_texts(named)
     elif dataset is not None:
