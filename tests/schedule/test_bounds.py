@@ -48,6 +48,15 @@ def test_more_memory_never_raises_the_bound(limit: int) -> None:
     assert bound(4, 16, UNIT, limit) >= bound(4, 16, UNIT, limit + 1) >= bound(4, 16, UNIT)
 
 
+@pytest.mark.parametrize("name", names())
+def test_a_limit_that_a_schedule_meets_in_floats_is_one_that_it_fits(name: str) -> None:
+    for p, m, activation, weights in ((8, 16, 0.1, 0), (1, 2, 0.1, 0.7), (1, 2, 0.3, 1e6), (1, 2, 1 / 3, 0.1)):
+        costs, schedule = Costs(activation=activation, weights=weights), built(name, p, m)
+        tl, sizes = simulate(schedule, costs), (schedule.n_ranks, schedule.n_microbatches)
+        least = bound(*sizes, costs, tl.peak_memory(costs), placement=schedule.placement)
+        assert tl.makespan >= least * (1 - 1e-9)
+
+
 def test_after_the_last_round_trip_the_rest_of_the_way_up_or_the_weight_gradient_counts_whichever_is_longer() -> None:
     assert bound(2, 8, UNIT, memory_limit=(None, 1)) == 1 + 7 * 3 + (2 + 2)
     costs = Costs(1, (0, 1, 1), (0, 5, 0))

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import shutil
 import signal
 import warnings
 from collections.abc import Callable
@@ -163,7 +164,8 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
     """What is said before training of runs that could not be taken up, or not be saved."""
     run, said = trainer(RUN), []
     (root / "file").touch()
-    (root / "later" / "step_00000003").mkdir(parents=True, exist_ok=True)
+    for folder in ("later", "mixed"):
+        (root / folder / "step_00000003").mkdir(parents=True, exist_ok=True)
     attempts: list[tuple[str, Any, int]] = [
         ("file", "auto", 1),
         ("new", "", 1),
@@ -173,8 +175,9 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
         ("later", source, 1),
         ("later", "never", 1),
         ("later", "auto", 1),
+        ("mixed", "auto", 1),
     ]
-    refused = r"cannot hold|must be auto|must be a whole number|is there already|none of the checkpoints"
+    refused = r"cannot hold|must be auto|must be a whole number|is there already|none of the checkpoints|has the name"
     for folder, resume_from, save_every in attempts:
         with pytest.raises(ValueError, match=refused) as refusal:
             Checkpointer(run, root / folder, device_mesh=run._mesh, save_every=save_every).resume(resume_from)
@@ -185,7 +188,9 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
 def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_training(
     uninterrupted: tuple[Path, list[float], list[list[Any]]], tmp_path: Path
 ) -> None:
-    first, second = run(2, refusals, tmp_path, uninterrupted[0] / "step_00000001")
+    whole = uninterrupted[0] / "step_00000001"
+    shutil.copytree(whole, tmp_path / "mixed" / whole.name)
+    first, second = run(2, refusals, tmp_path, whole)
     assert first == second
     expected = (
         "cannot hold checkpoints",
@@ -196,6 +201,7 @@ def test_what_could_not_be_saved_or_taken_up_is_refused_on_every_rank_before_tra
         "step_00000003 is there already, and this run goes on from step 1: resume with auto",
         "step_00000003 is there already",
         "none of the checkpoints",
+        "step_00000003 has the name of a checkpoint, but this version has not written it",
     )
     for words, sentence in zip(expected, first, strict=True):
         assert words in sentence
