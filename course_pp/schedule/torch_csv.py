@@ -39,13 +39,13 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
 
     Raises:
-        ValueError: for text that is no CSV, a cell that is no action, with its row and column, actions that are missing
-            or too many, and a placement that the rows contradict.
+        ValueError: for a cell that is no action, with its row and column, actions that are missing or too many, and a
+            placement that the rows contradict.
     """
     # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they separate otherwise.
     outside = _PAIR.sub("", text)
     separator = next((each for each in ",;\t" if each in outside), ",")
-    cells = csv.reader(text.removeprefix("\ufeff").splitlines(), delimiter=separator, strict=True)
+    cells = csv.reader(text.removeprefix("\ufeff").splitlines(), delimiter=separator)
     rows = [
         tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
         for rank, row in enumerate(cells)

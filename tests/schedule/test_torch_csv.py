@@ -76,6 +76,7 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
     [
         ("", "no actions: give one row a rank"),
         ("0F0,0X0\n", r"row 1, column 2 of the CSV text: unknown kind of action 'X': use one of F \(forward\)"),
+        ('0F0,"0B0\n1F0,1B0\n', r"row 1, column 2 of the CSV text: cannot read '0B01F0,1B0"),
         ("0F0,0B0\n1F0,what\n", r"row 2, column 2 of the CSV text: cannot read 'what' as an action"),
         ("0F0,0B0\n2F0,2B0\n", "no rank has stage 1, yet there is stage 2"),
         (
