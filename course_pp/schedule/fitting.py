@@ -329,7 +329,8 @@ def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
     longest: dict[Link, float] = {}  # the least time from the end of a product until it is used
     for number, span in enumerate(graph.spans):
         for product in graph.received[number]:
-            link, time = graph.link(number, product), max(0.0, float(span.start) - graph.made(product))
+            link, made = graph.link(number, product), graph.spans[graph.makers[product]].end
+            time = max(0.0, float(span.start - made))  # rounded last, so that of exact times a tie stays one
             longest[link] = min(time, longest.get(link, time))
     links, launch = longest, (0.0,) * graph.schedule.n_ranks
     # Which message comes last, and which is sure to have come in time, depends on what is being estimated.
