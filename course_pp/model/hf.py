@@ -95,7 +95,7 @@ def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy into a model or stage the weights it holds from tensors under Hugging Face's names.
 
-    A tied head may be missing, as it is in safetensors files. Where another weight is, or has another shape, nothing is
+    A tied head may be missing, as it is in safetensors files. If any other weight is, or has another shape, none is
     copied.
     """
     found = {}
