@@ -201,7 +201,13 @@ def accumulate_sharded(
 
 
 _N_RANKS, _ROWS_EACH = 2, 3
-_BENCH = Bench(lambda step, seat: None, width=6, rows=_N_RANKS * _ROWS_EACH, n_blocks=3)
+
+
+def _one_layer(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+_BENCH = Bench(lambda step, seat: None, width=6, block=_one_layer, rows=_N_RANKS * _ROWS_EACH, n_blocks=3)
 
 
 class _Step(NamedTuple):
