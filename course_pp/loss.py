@@ -1,11 +1,14 @@
-"""The mean loss of a batch, put together from its microbatches. A loss is divided here and nowhere else.
+"""The loss of a batch, put together from its microbatches. A loss is divided here and nowhere else.
 
 The mean of the microbatches' means is the mean of the batch only if all of them average over equally many tokens. So
 each microbatch adds its sum over the divisor, which is the same for all: the number of all tokens of the batch.
+
+:func:`attach_loss` is for a loss that arises in the middle of the model, and weighs it in the same way.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -76,8 +79,7 @@ def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) ->
 
 
 def divisor_of(
-    loss: TokenLoss,
-    targets: Iterable[Any],
+    counts: Iterable[Any],
     given: float | None,
     groups: Sequence[dist.ProcessGroup],
     device: torch.device | None = None,
@@ -87,12 +89,13 @@ def divisor_of(
     Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these ranks.
 
     Args:
+        counts: the counted tokens of the microbatches, or of all at once.
         given: the tokens of the global batch, if the caller knows them.
         groups: those over which gradients are averaged.
     """
     if given is not None:
         return given / math.prod(dist.get_world_size(group) for group in groups)
-    count = sum(loss.count(target) for target in targets)
+    count = sum(counts)
     if not groups and not isinstance(count, Tensor):
         return float(max(count, 1))
     count = average_over(groups, torch.as_tensor(count, dtype=torch.float64, device=device).clone())
@@ -105,6 +108,12 @@ def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
         dist.all_reduce(value, group=group)
         value /= dist.get_world_size(group)
     return value
+
+
+def weights_of(counts: Iterable[Any], divisor: Tensor | float, device: torch.device | None = None) -> Tensor:
+    """Return the weight of each microbatch in its batch, (n,) float64: its counted tokens over the divisor."""
+    numbers = torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+    return numbers / divisor
 
 
 def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:
@@ -134,3 +143,156 @@ def _scalar(loss: Any) -> Tensor:
         shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch")
     return loss
+
+
+_FORWARD: ContextVar["Attached | None"] = ContextVar("the forward at work", default=None)
+
+
+def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
+    """Return ``tensor`` unchanged; where its gradient comes back, the gradient of ``loss`` is added to the step.
+
+    For a loss that arises in the middle of a model: a router's, an auxiliary head's, deep supervision::
+
+        hidden = attach_loss(hidden, 0.01 * balance, name=f"router {self.layer}")
+
+    Call it in a module's forward, under either engine and any schedule. The gradient is that of weight × ``loss``,
+    where the weight is the microbatch's share of its batch: its counted tokens over those of the global batch, or
+    samples if the loss at the end does not count tokens (``step``'s ``divisor``, if that is given). So ``loss`` should
+    be a mean over the microbatch. One process gets the same gradients from
+
+        ``sum over microbatches of weight × (loss at the end + attached losses)``
+
+    Outside a pipeline the weight is 1, so a plain ``loss.backward()`` of the whole batch adds the attached loss once.
+    With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, it is 1 too.
+
+    After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank. Without gradients
+    (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed forward counts once. In ``parallel``
+    ranks agree in a pipeline's first step whether anybody attaches: for a loss that begins later attach 0 × loss
+    before. Scale ``loss`` as you scale the other under ``GradScaler``.
+
+    Args:
+        tensor: of floating point; the module's output must depend on it.
+        loss: a scalar with a gradient.
+        name: used once in a microbatch, in one stage.
+
+    Raises:
+        ValueError: for anything else, on every rank (PipelineError in ``runtime``).
+    """
+    attached = _FORWARD.get()
+    if torch.compiler.is_compiling():
+        raise RuntimeError("attach_loss in a traced or compiled module: compile or export what is around it")
+    if attached is None:  # one process, or a forward that a checkpoint computes again, whose graph is thrown away
+        attached = Attached(None if torch._C._current_graph_task_id() >= 0 else 1.0)
+    return attached.add(tensor, loss, name)
+
+
+class Attached:
+    """What one forward of a microbatch attaches: enter it around the forward.
+
+    Attributes:
+        weight: of the microbatch in its batch; to be known before the backward.
+        values: the losses by name, without graphs.
+        problem: what was wrong with the first that was refused, if ``keeps_problem``.
+    """
+
+    def __init__(self, weight: Tensor | float | None = None, refusal: str = "", keeps_problem: bool = False) -> None:
+        self.weight, self.problem = weight, ""
+        self.values: dict[str, Tensor] = {}
+        self._lacking: set[str] = set()
+        self._refusal, self._keeps_problem = refusal, keeps_problem
+
+    def __enter__(self) -> None:
+        self._token = _FORWARD.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _FORWARD.reset(self._token)
+
+    def add(self, tensor: Tensor, loss: Tensor, name: str) -> Tensor:
+        """Attach one."""
+        if problem := self._refusal or self._problem_of(tensor, loss, name):
+            problem = f"attach_loss(name={name!r}): {problem}"
+            if not self._keeps_problem:
+                raise ValueError(problem)
+            self.problem = self.problem or problem
+            return tensor
+        if not torch.is_grad_enabled():
+            return tensor
+        self.values[name] = loss.detach()
+        self._lacking.add(name)
+        attached: Tensor = _Attach.apply(tensor, loss, self, name)
+        return attached
+
+    def gradient(self, name: str) -> Tensor | float:
+        """Return that of the loss, in its backward."""
+        if self.weight is None:
+            raise RuntimeError(
+                f"attach_loss(name={name!r}) in a reentrant checkpoint, or in a forward that goes backward itself: its "
+                "weight is not known there; use checkpoint(..., use_reentrant=False), or attach it outside"
+            )
+        self._lacking.discard(name)
+        return self.weight
+
+    def sums(self) -> tuple[dict[str, Tensor], str]:
+        """Return weight × value by name, and what was wrong, when the backward is done."""
+        problem = self.problem
+        for name in sorted(self._lacking):
+            problem = problem or (
+                f"attach_loss(name={name!r}): no gradient came back through its tensor, so it did not count: attach it "
+                "to what the loss at the end depends on"
+            )
+        weight = 0.0 if self.weight is None else self.weight
+        return {name: value.double() * weight for name, value in self.values.items()}, problem
+
+    def _problem_of(self, tensor: Tensor, loss: Tensor, name: str) -> str:
+        if not isinstance(name, str):
+            return "the name is a string"
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            return f"tensor is {given}: attach to a tensor of floating point, which carries gradients"
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            return f"loss is {shape}: give a scalar tensor, a mean over the microbatch"
+        if not torch.is_grad_enabled():
+            return ""
+        if not loss.requires_grad:
+            return "loss has no gradient: compute it of trained weights or what they made, not detached"
+        return "the name is used twice in this microbatch: give each loss its own" if name in self.values else ""
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor, attached: Attached, name: str) -> Tensor:
+        ctx.attached, ctx.name, ctx.dtype, ctx.device = attached, name, loss.dtype, loss.device
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        weight = torch.as_tensor(ctx.attached.gradient(ctx.name), dtype=ctx.dtype, device=ctx.device)
+        return gradient, weight.clone(), None, None
+
+
+Sums = dict[str, tuple[int, Any]]
+"""By name: the stage that attaches it, and the sum so far."""
+
+
+def attached_sums(stages: Mapping[int, Iterable[Attached]]) -> Sums:
+    """Return what this rank's stages have attached in a step; a ValueError for the first problem."""
+    found: Sums = {}
+    for stage, microbatches in stages.items():
+        for attached in microbatches:
+            sums, problem = attached.sums()
+            if problem:
+                raise ValueError(f"stage {stage}: {problem}")
+            found = added_sums(found, {name: (stage, value) for name, value in sums.items()})
+    return found
+
+
+def added_sums(one: Sums, other: Sums) -> Sums:
+    """Add what two ranks or microbatches have; a ValueError for a name that two stages use."""
+    total = dict(one)
+    for name, (stage, value) in other.items():
+        where, earlier = total.get(name, (stage, 0))
+        if where != stage:
+            raise ValueError(f"attach_loss(name={name!r}) in stages {where} and {stage}: give each loss its own name")
+        total[name] = (stage, earlier + value)
+    return total

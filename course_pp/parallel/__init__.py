@@ -19,7 +19,7 @@ Order of use::
 Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
 """
 
-from course_pp.loss import TokenLoss
+from course_pp.loss import TokenLoss, attach_loss
 from course_pp.model import (
     ModelConfig,
     PipelineStageModule,
@@ -93,6 +93,7 @@ __all__ = [
     "apply_compile",
     "apply_fsdp2",
     "apply_tensor_parallel",
+    "attach_loss",
     "auto_split",
     "build_pipeline_schedule",
     "build_pipeline_stage",

@@ -23,7 +23,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from course_pp.arguments import check_arguments, refuse_bad_timeout, shown
 from course_pp.collective import Ranks
-from course_pp.loss import LossFn, TokenLoss, average_over, counted, divisor_of, loss_share
+from course_pp.loss import (
+    LossFn,
+    Sums,
+    TokenLoss,
+    added_sums,
+    attached_sums,
+    average_over,
+    counted,
+    divisor_of,
+    loss_share,
+    weights_of,
+)
 from course_pp.model import PipelineStageModule
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.parallel._torch import carries_integers, tree_flatten, tree_map, tree_unflatten
@@ -127,6 +138,7 @@ class PipelineSchedule:
     Attributes:
         stages: this rank's stages, first to last, made anew of those that it was built of.
         ties: for each weight that several stages share its name by stage.
+        attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
     """
 
     def __init__(
@@ -147,6 +159,8 @@ class PipelineSchedule:
         if mesh is not None and has_dp_mesh(mesh):
             self._dp_groups = [mesh.get_group(n) for n in mesh.mesh_dim_names or () if n.startswith("dp_")]
         self._divisor: torch.Tensor | float = 1.0
+        self._attaches: bool | None = None  # whether anybody attaches losses; None before the first step
+        self.attached: dict[str, float] = {}
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
         self._owner = self.stages[0].stage_index_to_group_rank
         self._last_rank = self._owner[stages[0].num_stages - 1]
@@ -203,11 +217,14 @@ class PipelineSchedule:
         if not self._starts_equal:
             self._everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
+        self._weigh(target)
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed():
                 self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
-            return self._tell_everyone(losses)
+            loss = self._tell_everyone(losses)
+            self._tell_attached()
+            return loss
 
     def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """Return the loss as :meth:`step` does, without gradients: at any time between steps, under every schedule.
@@ -292,8 +309,41 @@ class PipelineSchedule:
         if target is not None:
             # Data-parallel ranks have equally many samples, and need not ask one another.
             groups = self._dp_groups if self._counts_tokens or divisor is not None else []
-            self._divisor = divisor_of(self._loss, [target], divisor, groups, self.stages[0].device)
+            self._divisor = divisor_of([self._loss.count(target)], divisor, groups, self.stages[0].device)
         return inputs, target
+
+    def _weigh(self, target: torch.Tensor | None) -> None:
+        """Tell every rank of the pipeline the weights of microbatches, which the last stage's targets make."""
+        for stage in self.stages:
+            stage.attached.clear()
+        if self._attaches is False:
+            return
+        weights = torch.empty(self.n_microbatches, dtype=torch.float64, device=self.stages[0].device)
+        if target is not None:
+            counts = map(self._loss.count, target.chunk(self.n_microbatches))
+            weights = weights_of(counts, self._divisor, weights.device)
+        dist.broadcast(weights, group=self._group, group_src=self._last_rank)
+        for stage in self.stages:
+            stage.weights = weights
+
+    def _tell_attached(self) -> None:
+        """Tell all ranks what is attached, the mean over data ranks; or refuse together what was wrong with it."""
+        if self._attaches is False:
+            return
+
+        def mine() -> Sums:
+            found = attached_sums({stage.stage_index: stage.attached.values() for stage in self.stages})
+            return {name: (index, value.item()) for name, (index, value) in found.items()}
+
+        total: Sums = {}
+        everyone = self._everyone.gather(self._everyone.collectively(mine))
+        for theirs in everyone:
+            total = added_sums(total, theirs)
+        pipelines = len(everyone) / len(set(self._owner.values()))
+        self.attached = {name: value / pipelines for name, (_, value) in total.items()}
+        self._attaches = bool(self._attaches or total)
+        for stage in () if self._attaches else self.stages:
+            stage.weights = None
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)

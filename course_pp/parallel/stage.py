@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
+from course_pp.loss import Attached
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.module_extras import problem_of_wrappers, uncompiled
@@ -29,6 +30,8 @@ from course_pp.parallel.replaced_forward import (
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage_values import ValueMeta, as_value, call
 from course_pp.weight_gradients import Deferring, WeightGradients
+
+_TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
 
 
 def build_pipeline_stage(
@@ -230,6 +233,8 @@ class ModelStage(LocalNeighboursStage):
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch can split its backward in two.
+        weights: of the microbatches in the batch, for attached losses; None where nobody has attached any.
+        attached: what microbatches attach (:func:`course_pp.loss.attach_loss`), of those that do, in this step.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
         runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
     """
@@ -262,6 +267,8 @@ class ModelStage(LocalNeighboursStage):
         self._keywords = _keywords_of(module)
         self.defers = False
         self._queues: dict[int, WeightGradients] = {}
+        self.weights: torch.Tensor | None = None
+        self.attached: dict[int, Attached] = {}
 
     def settled(self) -> "ModelStage":
         """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
@@ -361,12 +368,18 @@ class ModelStage(LocalNeighboursStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward as torch does; the last stage returns what its module returned, for the loss function."""
         deferring: AbstractContextManager[Any] = nullcontext()
+        microbatch = args[0] if args else kwargs["fwd_chunk_id"]
+        if self.weights is None:
+            attached = Attached(refusal=_TOO_LATE)
+        else:
+            attached = Attached(self.weights[microbatch], keeps_problem=True)
         if self.defers:
-            microbatch = args[0] if args else kwargs["fwd_chunk_id"]
             queue = self._queues[microbatch] = WeightGradients()
             deferring = Deferring(queue)
-        with deferring:
+        with deferring, attached:
             sent = super().forward_one_chunk(*args, **kwargs)
+        if attached.values or attached.problem:
+            self.attached[microbatch] = attached
         if not self.is_last:
             return sent
         output, self._output = self._output, None

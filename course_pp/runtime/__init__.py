@@ -4,7 +4,7 @@
 :class:`Recorder` says when each rank computed and waited, as the same timeline that a simulation gives.
 """
 
-from course_pp.loss import TokenLoss
+from course_pp.loss import TokenLoss, attach_loss
 from course_pp.runtime.by_hand import (
     Link,
     backward_stage,
@@ -43,6 +43,7 @@ __all__ = [
     "Recorder",
     "TokenLoss",
     "align",
+    "attach_loss",
     "backward_stage",
     "forward_stage",
     "generate",

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of
+from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
 from course_pp.runtime.payload import describe, map_tensors, tensors_of
 
 
@@ -48,18 +49,21 @@ def loss_shares(
     divisor: float | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     device: torch.device | None = None,
-) -> Callable[[int, Any], Share]:
-    """Return a function of i and the output: microbatch i's share of the batch's loss. The shares add up to it.
+) -> tuple[Callable[[int, Any], Share], Tensor]:
+    """Return a function of i and the output, microbatch i's share of the batch's loss; and the microbatches' weights.
+
+    The shares add up to the loss.
 
     Args:
         divisor: how many tokens (or samples) to average over; None counts those of ``targets`` on all ranks of
             ``groups``, over which gradients are averaged.
     """
     loss = counted(loss_fn, _samples)
-    if divisor is None and loss is not loss_fn and not sum(map(loss.count, targets)):
+    counts = [loss.count(target) for target in targets]
+    if divisor is None and loss is not loss_fn and not sum(counts):
         raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
-    over = divisor_of(loss, targets, divisor, groups, device)
-    return lambda i, output: share_of(loss, output, targets[i], over)
+    over = divisor_of(counts, divisor, groups, device)
+    return lambda i, output: share_of(loss, output, targets[i], over), weights_of(counts, over, device)
 
 
 def own_means(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from course_pp.loss import Share
@@ -63,6 +64,7 @@ class Batch:
     Attributes:
         inputs: each microbatch, where the first stage is; else empty.
         loss: where the last stage is: a microbatch's share of the loss, from its number and output.
+        weights: where the last stage is: of each microbatch in the batch, (n,) float64.
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
@@ -71,6 +73,7 @@ class Batch:
 
     inputs: Sequence[Any]
     loss: Callable[[int, Any], Share] | None
+    weights: Tensor | None = None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -150,6 +153,8 @@ class Executor:
         """Do every action of this rank."""
         if self._emulator is not None:
             self._emulator.begin()
+        if batch.weights is not None:
+            self.mailbox.weights.update(enumerate(batch.weights.view(torch.uint8).view(len(batch.weights), -1)))
         for action, calls in self._turns:
             self.current = action
             for call in calls:
@@ -309,15 +314,18 @@ class Executor:
 
     def _backward_input(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        worker, is_last = self._stages[stage], stage == self._last
+        worker, is_last, mailbox = self._stages[stage], stage == self._last, self.mailbox
         after, product = Product("gradient", stage + 1, microbatch), Product("gradient", stage, microbatch)
         reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
+
+        def weight() -> Tensor:
+            return mailbox.weights[microbatch].clone().view(torch.float64)[0]
 
         def backward_input(batch: Batch) -> None:
             products = batch.products
             of_output = None if is_last else products.pop(after)
             of_values = [_added_up([products.pop(each) for each in write.gradients]) for write in writes]
-            of_input, *of_read = worker.backward_input(microbatch, of_output, of_values)
+            of_input, *of_read = worker.backward_input(microbatch, of_output, of_values, weight)
             if stage:
                 products[product] = of_input
             for read, gradients in zip(reads, of_read, strict=True):

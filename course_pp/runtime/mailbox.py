@@ -8,6 +8,9 @@ CHANGED   nothing yet: the value follows in a second message with its spec, whos
 FAILED    no value: the sender's step has failed, and the text says how it began
 ========  ==============================================================================================
 
+With a gradient, the last bytes of the trailer are the weight of its microbatch in the batch, which the last stage knows
+and :func:`course_pp.loss.attach_loss` needs.
+
 So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails tells everyone who
 waits for it in the very message they wait for. Receives are posted ahead, so that messages arrive while the rank
 computes: two on each channel, and more as long as they are small, however many microbatches there are.
@@ -31,10 +34,11 @@ from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.messages import Message, RankPlan
 from course_pp.runtime.payload import NOTHING, Spec, describe, only_tensor, pack, places_in, unpack
 from course_pp.runtime.wire import Wire
-from course_pp.schedule import Action, Overlap
+from course_pp.schedule import Action, Overlap, Product
 
 _SAME, _CHANGED, _FAILED = range(3)
 _TRAILER = 512
+_WEIGHT = 8
 # Bytes of receive buffers to post ahead on a channel.
 _AHEAD = 1 << 16
 # How long a rank that has lost a message waits for the others to take the news.
@@ -84,11 +88,12 @@ class PeerFailed(RuntimeError):
 class _Packet:
     """A send buffer whose trailer says SAME, and the places in it for the tensors of a value."""
 
-    __slots__ = ("buffer", "places")
+    __slots__ = ("buffer", "places", "weight")
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.buffer = torch.empty(spec.nbytes + _TRAILER, dtype=torch.uint8, device=device)
         self.buffer[spec.nbytes] = _SAME
+        self.weight = self.buffer[-_WEIGHT:]
         self.places = places_in(spec, self.buffer)
 
 
@@ -135,7 +140,11 @@ class _Sent:
 
 
 class Mailbox:
-    """Sends and takes the messages of this rank's plan, step after step; values lie on ``device``."""
+    """Sends and takes the messages of this rank's plan, step after step; values lie on ``device``.
+
+    Attributes:
+        weights: of microbatches in the batch, as the bytes of a float64: from the last stage, or with gradients.
+    """
 
     def __init__(
         self, plan: RankPlan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None
@@ -147,6 +156,7 @@ class Mailbox:
 
     def begin(self) -> None:
         """Start a step."""
+        self.weights: dict[int, Tensor] = {}
         for outgoing in self._outgoing.values():
             outgoing.begin()
         for incoming in self._incoming.values():
@@ -176,7 +186,7 @@ class Mailbox:
         # Posting takes about as long as a small message: when there is time for it is before a wait, and not every one.
         if 2 * len(channel.posted) <= channel.full:
             self._post(source, channel)
-        buffer = self._wait(channel.posted.popleft(), message)
+        buffer = notice = self._wait(channel.posted.popleft(), message)
         spec = channel.expected[number]
         kind = buffer[spec.nbytes].item()
         if kind == _FAILED:
@@ -190,6 +200,8 @@ class Mailbox:
         channel.next += 1
         if not channel.posted:
             self._post(source, channel)
+        if (microbatch := _weighed(message)) is not None:
+            self.weights[microbatch] = notice[-_WEIGHT:].clone()
         return unpack(spec, buffer, self._device)
 
     def arrived(self, messages: Iterable[Message]) -> None:
@@ -229,12 +241,15 @@ class Mailbox:
                 work.wait(patience)
 
     def _dispatch(self, channel: _Outgoing, message: Message, value: Any) -> None:
-        number = message.number
+        number, microbatch = message.number, _weighed(message)
+        weight = None if microbatch is None else self.weights.get(microbatch)
         style = channel.expected[number]
         tensor = only_tensor(style.spec, value)
         spec, tensors = (style.spec, [tensor]) if tensor is not None else describe(value)
         if tensor is None and not spec.is_same(style.spec):
             notice, whole = self._changed(style.spec, spec, tensors)
+            if weight is not None:
+                notice[-_WEIGHT:] = weight
             known = (other for other in channel.expected if other.spec.is_same(spec))
             channel.expected[number] = next(known, None) or _Format(spec)
             channel.in_flight[number] = [self._isend(notice, message, 0), self._isend(whole, message, 1)]
@@ -242,6 +257,8 @@ class Mailbox:
         packet = style.free.pop() if style.free else _Packet(style.spec, self._wire.device)
         for place, each in zip(packet.places, tensors, strict=True):
             place.copy_(each.detach())
+        if weight is not None:
+            packet.weight.copy_(weight)
         sent = self._isend(packet.buffer, message, 0)
         sent.then = partial(style.free.append, packet)
         channel.in_flight[number] = [sent]
@@ -304,15 +321,21 @@ class Mailbox:
         return None if self._meter is None else self._meter.hold(buffer, "buffer")
 
 
+def _weighed(message: Message) -> int | None:
+    """Return the microbatch whose weight a message carries."""
+    content = message.content
+    return content.microbatch if isinstance(content, Product) and content.what == "gradient" else None
+
+
 def _write_text(buffer: Tensor, text: str) -> None:
-    """Put into the trailer behind its first byte as much as there is room for."""
-    room = _TRAILER - 1
+    """Put into the trailer between its first byte and the weight as much as there is room for."""
+    room = _TRAILER - 1 - _WEIGHT
     line = text.encode()[:room].ljust(room, b"\0")
-    buffer[-room:] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
+    buffer[-room - _WEIGHT : -_WEIGHT] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
 
 
 def _read_text(buffer: Tensor) -> str:
-    return bytes(buffer[-_TRAILER + 1 :].tolist()).rstrip(b"\0").decode(errors="ignore")
+    return bytes(buffer[-_TRAILER + 1 : -_WEIGHT].tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _first_line(error: BaseException) -> str:

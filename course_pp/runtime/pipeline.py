@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from course_pp.arguments import check_arguments
-from course_pp.loss import LossFn, Share, TokenLoss, average_over
+from course_pp.collective import Ranks
+from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import loss_shares, own_means, put_together, split
@@ -63,6 +64,9 @@ class Pipeline:
             ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its own.
 
     Make it on every rank at once: the ranks compare what they were given.
+
+    Attributes:
+        attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
 
     Raises:
         ValueError: on every rank, for a schedule that cannot run here, stages that are not those it places here, ranks
@@ -117,6 +121,7 @@ class Pipeline:
         self._wire = open_wire(agreed, plans)
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
         self._evaluator: Executor | None = None
+        self.attached: dict[str, float] = {}
 
     def step(self, inputs: Any = None, targets: Any = None, *, divisor: float | None = None) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
@@ -154,6 +159,8 @@ class Pipeline:
         def step() -> tuple[float, ...]:
             for weights in self._weights.values():
                 weights.begin()
+            for stage in self._stages.values():
+                stage.attached.clear()
             batch = self._batch(inputs, targets, divisor)
             with self._shared.apart():
                 with self._sharded.reduced_once(self._executor.trains):
@@ -163,7 +170,9 @@ class Pipeline:
             shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
             if self.schedule.n_stages - 1 in self._stages:
                 average_over(self._sharded.data_groups, shares)
-            return tuple(self._executor.tell_everyone(shares, torch.add).tolist())
+            losses, sums = self._executor.tell_everyone((shares, self._attached_here()), _total)
+            self.attached = {name: value.item() for name, (_, value) in sums.items()}
+            return tuple(losses.tolist())
 
         with called_once(self._agreement.modules.values()):
             losses = self._executor.perform(step)
@@ -234,23 +243,34 @@ class Pipeline:
             raise ValueError(problem)
         self._ignore([inputs, targets])
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
-        return Batch(
-            split("inputs", inputs, n) if first else (),
-            self._loss_of(split("targets", targets, n), divisor) if last else None,
-        )
+        shares = self._loss_of(split("targets", targets, n), divisor) if last else (None, None)
+        return Batch(split("inputs", inputs, n) if first else (), *shares)
+
+    def _attached_here(self) -> Sums:
+        """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
+        sums = attached_sums({index: stage.attached.values() for index, stage in self._stages.items()})
+        for group in self._sharded.data_groups if sums else ():
+            everyone = Ranks(group, limit_s=self._options.timeout_s).gather(sums)
+            if any({*theirs} != {*sums} for theirs in everyone):
+                raise ValueError(f"attach_loss: data ranks use the names {[sorted(theirs) for theirs in everyone]}")
+            sums = {n: (s, torch.stack([each[n][1] for each in everyone]).mean()) for n, (s, _) in sums.items()}
+        return sums
 
     def _ignore(self, batch: list[Any]) -> None:
         """Do not count the batch, which its owner keeps."""
         if self._options.meter is not None:
             self._options.meter.ignore(tensors_of(batch))
 
-    def _loss_of(self, targets: Sequence[Any], divisor: float | None) -> Callable[[int, Any], Share]:
+    def _loss_of(
+        self, targets: Sequence[Any], divisor: float | None
+    ) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
         loss_fn, planned, n_data = self._options.loss_fn, self._agreement.planned, self._agreement.n_data
         last = self.schedule.n_stages - 1
         assert loss_fn is not None  # or step has refused
         if planned is not None:
             groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
-            return partial(_finite, own_means(loss_fn, targets, divisor, groups), planned, last)
+            means = own_means(loss_fn, targets, divisor, groups)
+            return partial(_finite, means, planned, last), torch.ones(len(targets), dtype=torch.float64)
         averaged = self._sharded.data_groups
         if n_data > 1 and not averaged:  # as without weights in the last stage
             if divisor is None and isinstance(loss_fn, TokenLoss):
@@ -291,6 +311,10 @@ def run_step(
     recorder = Recorder() if recorder is None else recorder
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
     return pipeline.step(inputs, targets), recorder.timeline(group, name=schedule.name)
+
+
+def _total(one: tuple[torch.Tensor, Sums], other: tuple[torch.Tensor, Sums]) -> tuple[torch.Tensor, Sums]:
+    return one[0] + other[0], added_sums(one[1], other[1])
 
 
 def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:

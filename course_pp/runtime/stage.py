@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from course_pp.arguments import checked, refuse_below
-from course_pp.loss import Share
+from course_pp.loss import Attached, Share
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
@@ -59,6 +59,9 @@ class Stage:
         weights: which version of its weights each microbatch uses, if it updates them itself.
         writes: the names of the values that it returns beside its output, as ``(output, {name: value})``.
         wanted: those that another stage reads, in order.
+
+    Attributes:
+        attached: what microbatches attach, of those that do (:func:`course_pp.loss.attach_loss`), in this step.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Stage:
         self._writes, self._wanted = writes, wanted
         self._fusing = Fusing() if weights is None and is_worth_fusing(module) else None
         self._kept: dict[int, _Kept] = {}
+        self.attached: dict[int, Attached] = {}
 
     def clear(self) -> None:
         """Forget what a step that failed has left."""
@@ -109,7 +113,8 @@ class Stage:
             # says what of it can be differentiated.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
                 copies = map_tensors(_copy, value), map_tensors(_copy, read)
-                return self._compute(*copies, loss, self._module_for(microbatch))
+                with Attached():  # which the forward to come will attach again
+                    return self._compute(*copies, loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, read, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
@@ -119,7 +124,11 @@ class Stage:
         return input_gradients
 
     def backward_input(
-        self, microbatch: int, gradients: Gradients | None, of_values: Sequence[Gradients] = ()
+        self,
+        microbatch: int,
+        gradients: Gradients | None,
+        of_values: Sequence[Gradients] = (),
+        weight: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> tuple[Gradients, ...]:
         """Run ``I``; return the gradients of the input, and of each value that this stage has read, in order.
 
@@ -128,6 +137,7 @@ class Stage:
         Args:
             gradients: those of the output; None in the last stage.
             of_values: those of each value that another stage has read, in order.
+            weight: of the microbatch in its batch; asked for if there are attached losses.
         """
         kept = self._kept[microbatch]
         if self._weights is not None:
@@ -138,6 +148,8 @@ class Stage:
             with random_state_kept(self._device):
                 set_random_state(state, self._device)
                 self._compute_and_keep(microbatch, value, read, loss, kept)
+        if microbatch in self.attached:
+            self.attached[microbatch].weight = weight()
         if gradients is None:
             gradients = tuple(kept.weight for _ in kept.roots)
         gradients = sum(of_values, start=gradients)
@@ -177,8 +189,11 @@ class Stage:
         if self._meter is not None:
             saving = self._meter.saving(self.index, microbatch)
         linears = self._fusing if queue is None else Deferring(queue)
-        with saving, linears or nullcontext():
+        attached = Attached()
+        with saving, linears or nullcontext(), attached:
             output, values = self._compute(value, read, loss, self._module_for(microbatch))
+        if attached.values:
+            self.attached[microbatch] = attached
         made, kept.weight = (output, None) if loss is None else output
         differentiable = [t for each in (made, *values.values()) for t in tensors_of(each) if t.requires_grad]
         kept.roots = [get_gradient_edge(tensor) for tensor in differentiable]

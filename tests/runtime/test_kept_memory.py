@@ -96,7 +96,7 @@ def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
     target = zeros(False, False)
     meter.ignore([*module.parameters(), target, *([] if stage else [x])])
     worker = Stage(stage, module, torch.device("cpu"), False, meter, None, writes, writes)
-    share, last = loss_shares(F.mse_loss, [target] * M), stage == schedule.n_stages - 1
+    (share, _), last = loss_shares(F.mse_loss, [target] * M), stage == schedule.n_stages - 1
     loss = (lambda output: share(0, output)) if last else None
     worker.forward(0, x, loss, any(part.kind == "I" for part in schedule.parts), {name: zeros(False) for name in reads})
     kept = meter.kept["activation"] - len(reads) * VALUE
