@@ -29,6 +29,7 @@ class Fault(NamedTuple):
 
 BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
+ATTACHED = "test_attached_loss.py"
 GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
 
@@ -53,6 +54,20 @@ FAULTS = [
     Fault("loss.py", ") * self.samples(target)", ")", "test_loss.py"),
     Fault("loss.py", "counts / divisor,", "1 / divisor,", RANDOM),
     Fault("loss.py", "counts / divisor.double()", "counts / counts", "test_loss.py"),
+    Fault("loss.py", "return gradient, weight.clone()", "return gradient, 2 * weight", ATTACHED),
+    Fault("loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
+    Fault("loss.py", "if name in self.values else", "if False else", ATTACHED),
+    Fault("loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
+    Fault("loss.py", "None if torch._C._current_graph_task_id() >= 0 else 1.0", "1.0", ATTACHED),
+    Fault("runtime/mailbox.py", "packet.weight.copy_(weight)", "pass", ATTACHED),
+    Fault("runtime/mailbox.py", "notice[-_WEIGHT:] = weight", "pass", ATTACHED),
+    Fault("runtime/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
+    Fault(
+        "runtime/pipeline.py", "for group in self._sharded.data_groups if sums else ():", "for group in ():", ATTACHED
+    ),
+    Fault("parallel/pipeline.py", "value / pipelines", "value", ATTACHED),
+    Fault("parallel/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
+    Fault("parallel/stage.py", "bwd_chunk_id not in self.attached and ", "", ATTACHED),
     Fault(
         "runtime/executor.py",
         "return tensor.detach().requires_grad_(tensor.requires_grad)",

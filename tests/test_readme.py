@@ -126,6 +126,19 @@ def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
     assert (tmp_path / "measured.svg").stat().st_size
 
 
+def run_attached(rank, source):
+    names = {}
+    exec(source, names)
+    return names["pipeline"].attached
+
+
+def test_the_example_of_a_loss_in_the_middle_tells_both_ranks_its_sums():
+    [source] = [text for text in PYTHON if "attach_loss" in text]
+    first, second = on_ranks(2, run_attached, source, backend=None)
+    assert first == second
+    assert {name: 0.005 <= value <= 0.01 for name, value in first.items()} == {"balance 0": True, "balance 1": True}
+
+
 @pytest.mark.ranks
 def test_the_emulated_example_is_as_predicted(capsys):
     [source] = [text for text in PYTHON if "EmulatedCluster" in text]

@@ -100,8 +100,9 @@ def build_pipeline_schedule(
     tied = None if tied is None else list(tied)
     stages, rows = _agree(stages, n_microbatches, schedule, tied, float(timeout_s))
     splits = splits_backward(schedule) != "none"
-    for each in stages if splits else ():
-        each.defers = not each.can_split and not has_replaced(each.submod, Compiled)
+    for each in stages:
+        each.can_split = each.can_split and splits
+        each.defers = splits and not each.can_split and not has_replaced(each.submod, Compiled)
     if splits and is_rank_zero() and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
         warnings.warn(
             f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "

@@ -232,7 +232,7 @@ class ModelStage(LocalNeighboursStage):
         takes, returns: for one microbatch; None where that is not known yet.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
-        can_split: whether torch can split its backward in two.
+        can_split: whether torch is to split its backward in two.
         weights: of the microbatches in the batch, for attached losses; None where nobody has attached any.
         attached: what microbatches attach (:func:`course_pp.loss.attach_loss`), of those that do, in this step.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
@@ -339,9 +339,10 @@ class ModelStage(LocalNeighboursStage):
         """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of linear layers to ``W``.
 
         torch splits a graph where the paths from parameters meet those from inputs. There, a stage whose inputs carry
-        no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail.
+        no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail. A
+        loss attached inside may put any parameter at two depths.
         """
-        if self.can_split:
+        if self.can_split and bwd_chunk_id not in self.attached and bwd_chunk_id not in self._queues:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         queue = self._queues.get(bwd_chunk_id)
@@ -351,7 +352,7 @@ class ModelStage(LocalNeighboursStage):
             self._compute_queued(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if self.can_split:
+        if bwd_chunk_id in self.backward_state:  # torch has split it
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         else:
             self._compute_queued(bwd_chunk_id)
@@ -380,6 +381,7 @@ class ModelStage(LocalNeighboursStage):
             sent = super().forward_one_chunk(*args, **kwargs)
         if attached.values or attached.problem:
             self.attached[microbatch] = attached
+            self.defers = self.defers or self.can_split
         if not self.is_last:
             return sent
         output, self._output = self._output, None

@@ -151,12 +151,13 @@ class Mailbox:
     ) -> None:
         self._rank, self._device, self._timeout, self._meter = plan.rank, device, timeout, meter
         self._wire = wire
+        self.weights: dict[int, Tensor] = {}
         self._incoming = {source: _Incoming(row) for source, row in plan.incoming.items()}
         self._outgoing = {target: _Outgoing(row) for target, row in plan.outgoing.items()}
 
     def begin(self) -> None:
         """Start a step."""
-        self.weights: dict[int, Tensor] = {}
+        self.weights.clear()
         for outgoing in self._outgoing.values():
             outgoing.begin()
         for incoming in self._incoming.values():

@@ -113,8 +113,7 @@ class Stage:
             # says what of it can be differentiated.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
                 copies = map_tensors(_copy, value), map_tensors(_copy, read)
-                with Attached():  # which the forward to come will attach again
-                    return self._compute(*copies, loss, self._module_for(microbatch))
+                return self._compute(*copies, loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, read, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
