@@ -162,8 +162,8 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
 
         ``sum over microbatches of weight × (loss at the end + attached losses)``
 
-    Outside a pipeline the weight is 1, so a plain ``loss.backward()`` of the whole batch adds the attached loss once.
-    With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, it is 1 too.
+    With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, the weight is 1. So it is outside
+    the two engines: a plain ``loss.backward()`` of the whole batch adds the attached loss once.
 
     After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank. Without gradients
     (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed forward counts once. In ``parallel``
@@ -178,6 +178,8 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     Raises:
         ValueError: for anything else, on every rank (PipelineError in ``runtime``).
     """
+    if not torch.is_grad_enabled():
+        return tensor
     attached = _FORWARD.get()
     if torch.compiler.is_compiling():
         raise RuntimeError("attach_loss in a traced or compiled module: compile or export what is around it")
@@ -215,8 +217,6 @@ class Attached:
                 raise ValueError(problem)
             self.problem = self.problem or problem
             return tensor
-        if not torch.is_grad_enabled():
-            return tensor
         self.values[name] = loss.detach()
         self._lacking.add(name)
         attached: Tensor = _Attach.apply(tensor, loss, self, name)
@@ -252,8 +252,6 @@ class Attached:
         if not isinstance(loss, Tensor) or loss.dim():
             shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             return f"loss is {shape}: give a scalar tensor, a mean over the microbatch"
-        if not torch.is_grad_enabled():
-            return ""
         if not loss.requires_grad:
             return "loss has no gradient: compute it of trained weights or what they made, not detached"
         return "the name is used twice in this microbatch: give each loss its own" if name in self.values else ""

@@ -198,6 +198,20 @@ def test_the_runtime_averages_attached_losses_over_data_ranks() -> None:
             torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=1e-12)
 
 
+def test_an_update_within_the_step_takes_the_whole_attached_loss() -> None:
+    inputs, targets = batch(M)
+    [stage], [alone] = parts(1), parts(1, attach=False)
+    optimizer, plain = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (stage, alone))
+    schedule = build("pipedream", 1, M)
+    pipeline = Pipeline(schedule, stage, CrossEntropy(), optimizers={0: optimizer}, versions="stash", tied=())
+    pipeline.step(inputs, targets)
+    for x, target in zip(inputs, targets, strict=True):
+        plain.zero_grad()
+        (CrossEntropy()(alone(x), target) + sum(alone.losses.values())).backward()
+        plain.step()
+    torch.testing.assert_close(list(stage.parameters()), list(alone.parameters()), rtol=0, atol=1e-12)
+
+
 # The production stack. Its microbatches have equally many rows, of which unequally many tokens count.
 
 ROWS = 8
