@@ -250,10 +250,13 @@ class Pipeline:
         """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
         sums = attached_sums({index: stage.attached.values() for index, stage in self._stages.items()})
         for group in self._sharded.data_groups if sums else ():
-            everyone = Ranks(group, limit_s=self._options.timeout_s).gather(sums)
+            mine = {name: value.item() for name, (_, value) in sums.items()}
+            everyone = Ranks(group, limit_s=self._options.timeout_s).gather(mine)
             if any({*theirs} != {*sums} for theirs in everyone):
                 raise ValueError(f"attach_loss: data ranks use the names {[sorted(theirs) for theirs in everyone]}")
-            sums = {n: (s, torch.stack([each[n][1] for each in everyone]).mean()) for n, (s, _) in sums.items()}
+            for name, (stage, _) in sums.items():
+                mean = sum(theirs[name] for theirs in everyone) / len(everyone)
+                sums[name] = stage, torch.tensor(mean, dtype=torch.float64)
         return sums
 
     def _ignore(self, batch: list[Any]) -> None:
