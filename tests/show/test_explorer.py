@@ -117,7 +117,7 @@ def test_one_slider_goes_from_depth_first_to_breadth_first() -> None:
         assert "gives the same makespan" in panel.formula.value
     panel.controls["schedule"].value = "1f1b"
     panel.controls["round_size"].value = 4
-    assert "only interleaved_1f1b goes in rounds" in panel.picture.value
+    assert "only interleaved_1f1b takes it" in panel.picture.value
 
 
 def test_choosing_a_gap_tells_its_cause() -> None:
