@@ -375,7 +375,15 @@ def _grade_order(answer: Answer) -> None:
         reference = build("pipedream", sum(replicas), m, replicas=replicas)
         # Each replica takes as long for its microbatches as any other.
         times = tuple(map(float, replicas))
-        judge_orders(given, rows, reference, f"{_ADMITS}.", _why_crowded, _TOO_SOON, [Costs(times, times, times)])
+        judge_orders(
+            given,
+            rows,
+            reference,
+            f"{_ADMITS}. Then F, B and U take turns.",
+            _why_crowded,
+            _TOO_SOON,
+            [Costs(times, times, times)],
+        )
         if tuple(rows) != reference.actions:
             raise Mistake(f"{given} a rank turns back too soon, and another one starves.", _TOO_SOON, shown(rows))
 
@@ -383,7 +391,9 @@ def _grade_order(answer: Answer) -> None:
 def _read_row(value: Any, stage: int, replica: int, replicas: list[int], m: int) -> tuple[Action, ...]:
     wanted = order_pipedream(stage, replica, replicas, m)
 
-    def dealt(_: Action) -> str:
+    def foreign(action: Action) -> str:
+        if action.microbatch >= m:
+            return f"The microbatches are 0 to {m - 1}."
         return f"Microbatch i goes to replica `i % {replicas[stage]}` of stage {stage}, forward, backward and update."
 
     def lacking(action: Action) -> str:
@@ -392,12 +402,14 @@ def _read_row(value: Any, stage: int, replica: int, replicas: list[int], m: int)
             (action.kind == "F" and action.microbatch >= m // replicas[stage] * replicas[stage],
              "m need not be divided by the replicas: the last round has fewer microbatches, and some replica has one "
              "more than others."),
-            (action.kind == "B", "As many backwards are left after the last forward as the warm-up had forwards."),
+            (action.kind == "B" and "F" not in [each.kind for each in wanted[wanted.index(action) :]],
+             "As many backwards are left after the last forward as the warm-up had forwards."),
         )  # fmt: skip
         return why(rules, f"Every microbatch of replica {replica} has its F, its B and its U.")
 
     what = f"order_pipedream({stage}, {replica}, {replicas}, {m})"
-    row, example = read_order(value, what, wanted, dealt, lacking, dealt)
+    repeated = "Each phase goes on where the one before stopped."
+    row, example = read_order(value, what, wanted, foreign, lacking, lambda _: repeated)
     for at, action in enumerate(row):
         if action.kind == "B" and row[at + 1 : at + 2] != (Action(stage, "U", action.microbatch),):
             cause = "The update comes right after the backward whose gradient it takes."

@@ -1,6 +1,5 @@
 """The graders of notebook 06, by what learners hand in."""
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from course_pp.exercises.bench import flawed
 from course_pp.exercises.pipedream import (
     PATIENTS,
     examine,
@@ -18,14 +18,6 @@ from course_pp.exercises.pipedream import (
     version_used,
 )
 from course_pp.exercises.pipedream_lab import angles, steady, train
-from course_pp.runtime import (
-    backward_stage,
-    forward_stage,
-    recv_activation,
-    recv_gradient,
-    send_activation,
-    send_gradient,
-)
 from course_pp.schedule import Action, Costs, LayerCost, build, ledger, partition, simulate
 from tests.exercises.grading import accepts, refuses
 
@@ -91,58 +83,8 @@ def planned(
     return answer
 
 
-def step_with(
-    kept: Callable[[Any], Any] = copy.deepcopy,
-    divided_by: Callable[[int], int] = lambda m: 1,
-    adds_up: bool = False,
-    at_once: bool = True,
-    keeps_all: bool = False,
-    hands_over: Callable[[str], bool] = lambda name: True,
-) -> Answer:
-    def step(stage: Any, optimizer: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
-        m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
-        in_flight, sends, old = deque[Any](), [], []
-
-        def forward(i: int) -> None:
-            used = kept(stage)
-            x = recv_activation(microbatches[i], link)
-            y = forward_stage(used, x, targets[i], loss_fn, link)
-            in_flight.append((used, x, y))
-            old.append(used)
-            sends.extend(send_activation(y, link))
-
-        def backward() -> None:
-            used, x, y = in_flight.popleft()
-            dx = backward_stage(x, y, recv_gradient(y, divided_by(m), link))
-            sends.extend(send_gradient(dx, link))
-            gradients = {name: each.grad for name, each in used.named_parameters() if hands_over(name)}
-            for name, newest in stage.named_parameters():
-                if name in gradients:
-                    added = adds_up and newest.grad is not None
-                    newest.grad = newest.grad + gradients[name] if added else gradients[name]
-            if at_once:
-                optimizer.step()
-            if not keeps_all:
-                old.clear()
-
-        for i in range(m + ahead):
-            if i < m:
-                forward(i)
-            if i >= ahead:
-                backward()
-        if not at_once:
-            optimizer.step()
-        for send in sends:
-            send.wait()
-
-    return step
-
-
-def kept_at_first(stage: Any) -> Any:
-    """A copy of what the stage was before the first update."""
-    if not hasattr(stage, "first"):
-        stage.first = [copy.deepcopy(stage)]
-    return copy.deepcopy(stage.first[0])
+def step(*changes: tuple[str, str]) -> Answer:
+    return flawed(stashed_step, *changes)
 
 
 WRONG = {
@@ -164,6 +106,8 @@ WRONG = {
             ordered(mine=lambda replica, share, m: list(range(m))[replica * m // share : (replica + 1) * m // share]),
             "i % 2",
         ),
+        (lambda *row: order_pipedream(*row)[:1] + order_pipedream(*row), "has `0F0` 2 times", "Each phase goes on"),
+        (lambda stage, replica, replicas, m: order_pipedream(stage, replica, replicas, m + 2), "are 0 to 7"),
         (ordered(update="end"), "does not update right after `0B0`"),
         (ordered(update="never"), "lacks `0U0`", "followed by an update"),
         (ordered(in_flight=lambda stage, r: math.ceil(sum(r) / r[0])), "are enough", "and no more"),
@@ -196,15 +140,36 @@ RIGHT = {
     "order_pipedream": [ordered(), lambda *row: tuple(str(action) for action in order_pipedream(*row))],
     "slowest_part": [planned()],
 }
+HANDED, ALL = "newest.grad = used.grad", "zip(stage.parameters(), kept.parameters(), strict=True)"
 WRONG_STEPS = [
-    (step_with(kept=lambda stage: stage), "inplace operation", "copies that no update changes"),
-    (step_with(divided_by=lambda m: m), "Already the first update differs", "without 1/m"),
-    (step_with(hands_over=lambda name: False), "The update changes nothing", "leaves its gradients on the copy"),
-    (step_with(hands_over=lambda name: "weight" in name), "`3.0.bias` and `3.2.bias` stay as they were"),
-    (step_with(adds_up=True), "left over from the update before"),
-    (step_with(at_once=False), "updates 1 time, not 8", "Each backward is followed by an update"),
-    (step_with(keeps_all=True), "keeps 8 versions", "can go when its backward is done"),
-    (step_with(kept=kept_at_first), "Every forward uses the first weights"),
+    (step(("copy.deepcopy(stage)", "stage")), "inplace operation", "copies that no update changes"),
+    (step(("(y, 1, link)", "(y, m, link)")), "Already the first update differs", "without 1/m"),
+    (step((HANDED, "pass")), "The update changes nothing", "leaves its gradients on the copy"),
+    (step((ALL, "[*zip(stage.parameters(), kept.parameters())][::2]")), "`3.0.bias` and `3.2.bias` stay as they were"),
+    (
+        step((HANDED, "newest.grad = used.grad if newest.grad is None else newest.grad + used.grad")),
+        "left over from the update before",
+    ),
+    (
+        step(("        optimizer.step()\n", ""), ("    for send in", "    optimizer.step()\n    for send in")),
+        "updates 1 time, not 8",
+        "Each backward is followed by an update",
+    ),
+    (
+        step(
+            ("def forward(", "old = []\n\n    def forward("),
+            ("in_flight.append(", "old.append(kept); in_flight.append("),
+        ),
+        "keeps 8 versions",
+        "can go when its backward is done",
+    ),
+    (
+        step(
+            ("def forward(", "first = copy.deepcopy(stage)\n\n    def forward("),
+            ("kept = copy.deepcopy(stage)", "kept = copy.deepcopy(first)"),
+        ),
+        "Every forward uses the first weights",
+    ),
     (PATIENTS["A"][0], "exactly what its forward used"),
     (PATIENTS["B"][0], "go on from its newest state"),
 ]
@@ -229,7 +194,7 @@ def test_a_wrong_step_is_told_why(case: tuple[Any, ...]) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "answer"),
-    [("stashed_step", step_with()), ("stashed_step", healed_versions_step), ("healed_versions_step", stashed_step)],
+    [("stashed_step", healed_versions_step), ("healed_versions_step", stashed_step)],
 )
 def test_a_step_may_stash_copies_or_compute_again(name: str, answer: Answer) -> None:
     accepts(name, answer)

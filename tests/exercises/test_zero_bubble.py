@@ -9,21 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from course_pp.exercises import zero_bubble
+from course_pp.exercises.bench import flawed
 from course_pp.exercises.zero_bubble import (
     PATIENTS,
     choose_schedule,
     examine,
-    gradient_norm,
     healed_split_step,
     one_after_another,
     order_zb_h1,
     place_weights,
     time_halves,
 )
-from course_pp.runtime import forward_stage, recv_gradient, send_activation, send_gradient
 from course_pp.schedule import Action, build, check, simulate
 from tests.exercises.grading import accepts, refuses
 
@@ -239,92 +237,53 @@ def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer)
     accepts(name, answer)
 
 
-def step_with(
-    n_slots: Callable[[int, int, int], int] = lambda rank, p, m: min(m, p),
-    lag: Callable[[int, int], int] = lambda rank, p: rank,
-    freed_by: str = "W",
-    free_it: Callable[[Any, Any], None] = lambda free, slot: free.append(slot),
-    take: Callable[[Any], Any] = lambda waiting: waiting.popleft(),
-    twice: bool = False,
-    by_hand: bool = False,
-    copies: bool = False,
-    norm_of: Callable[[Any], Any] = gradient_norm,
-) -> Answer:
-    def step(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> Any:
-        m, rank, ahead = len(microbatches), link.rank, link.n_ranks - 1 - link.rank
-        free = deque(torch.empty(link.shape, dtype=link.dtype) for _ in range(n_slots(rank, link.n_ranks, m)))
-        in_flight, waiting, sends = deque[Any](), deque[Any](), []
+SLOTS, NORM = "range(min(m, link.n_ranks))", "return gradient_norm(stage)"
+FREED_BY_I = (
+    ("waiting.append((slot, y, dy))", "waiting.append((slot, y, dy)); free.append(slot)"),
+    ("\n        free.append(slot)\n", "\n"),
+)
+BY_HAND = (
+    "torch.autograd.backward(y, dy, inputs=list(stage.parameters()))",
+    "for p, g in zip(stage.parameters(), torch.autograd.grad(y, list(stage.parameters()), dy)): "
+    "p.grad = g if p.grad is None else p.grad + g",
+)
 
-        def forward(i: int) -> None:
-            slot = free.popleft()
-            if link.is_first:
-                slot.copy_(microbatches[i])
-            else:
-                dist.recv(slot, rank - 1)
-            x = (slot.clone() if copies else slot.detach()).requires_grad_()
-            y = forward_stage(stage, x, targets[i], loss_fn, link)
-            in_flight.append((slot, x, y))
-            sends.extend(send_activation(y, link))
 
-        def input_backward() -> None:
-            slot, x, y = in_flight.popleft()
-            dy = recv_gradient(y, m, link)
-            if twice:
-                torch.autograd.backward(y, dy, retain_graph=True)
-                dx = x.grad
-            else:
-                [dx] = torch.autograd.grad(y, x, dy, retain_graph=True)
-            sends.extend(send_gradient(dx, link))
-            waiting.append((slot, y, dy))
-            if freed_by == "I":
-                free.append(slot)
-
-        def weight_backward() -> None:
-            slot, y, dy = take(waiting)
-            if by_hand:
-                parameters = list(stage.parameters())
-                for each, gradient in zip(parameters, torch.autograd.grad(y, parameters, dy), strict=True):
-                    each.grad = gradient if each.grad is None else each.grad + gradient
-            else:
-                torch.autograd.backward(y, dy, inputs=list(stage.parameters()))
-            if freed_by == "W":
-                free_it(free, slot)
-
-        for i in range(m + ahead):
-            if i < m:
-                forward(i)
-            if i >= ahead:
-                input_backward()
-                if len(waiting) > lag(rank, link.n_ranks):
-                    weight_backward()
-        while waiting:
-            weight_backward()
-        for send in sends:
-            send.wait()
-        return norm_of(stage)
-
-    return step
+def step(*changes: tuple[str, str]) -> Answer:
+    return flawed(healed_split_step, *changes)
 
 
 WRONG_STEPS = [
     (PATIENTS["A"], "Who has written to its slot"),
     (PATIENTS["B"], "which `y` meets which `dy`"),
     (PATIENTS["C"], "the gradients are right, but the norm", "after the last W"),
-    (step_with(n_slots=lambda rank, p, m: p - rank), "pop from an empty deque", "If it is `free` that is empty"),
-    (step_with(n_slots=lambda rank, p, m: m, freed_by="I"), "memory for 8 inputs", "1F1B lets a rank hold 4"),
-    (step_with(freed_by="I", copies=True, n_slots=lambda rank, p, m: p + 2), "memory for", "copies of inputs"),
-    (step_with(n_slots=lambda rank, p, m: 100, freed_by="nobody"), "memory for 100 inputs", "the slots, used or not"),
+    (step((SLOTS, "range(link.n_ranks - link.rank)")), "pop from an empty deque", "If it is `free` that is empty"),
+    (step((SLOTS, "range(m)"), *FREED_BY_I), "memory for 8 inputs", "1F1B lets a rank hold 4"),
     (
-        step_with(n_slots=lambda rank, p, m: m, free_it=lambda free, slot: free.appendleft(slot)),
-        "memory for 8 inputs",
-        "1F1B lets a rank hold 4",
+        step((SLOTS, "range(link.n_ranks + 2)"), ("slot.detach()", "slot.clone()"), *FREED_BY_I),
+        "memory for",
+        "copies of inputs",
     ),
-    (step_with(lag=lambda rank, p: 0), "has done a W before its forward 3", "Let `rank` of them wait"),
-    (step_with(lag=lambda rank, p: 0, by_hand=True), "has done a W before its forward 3"),
-    (step_with(twice=True), "twice too large"),
-    (step_with(norm_of=lambda stage: None), "Is a `return` missing?"),
     (
-        step_with(norm_of=lambda stage: sum(float(p.grad.square().sum()) for p in stage.parameters()) ** 0.5),
+        step((SLOTS, "range(100)"), ("        free.append(slot)\n", "")),
+        "memory for 100 inputs",
+        "the slots, used or not",
+    ),
+    (step((SLOTS, "range(m)"), ("free.append(", "free.appendleft(")), "memory for 8 inputs", "1F1B lets a rank hold 4"),
+    (step(("> link.rank:", "> 0:")), "has done a W before its forward 3", "Let `rank` of them wait"),
+    (step(("> link.rank:", "> 0:"), BY_HAND), "has done a W before its forward 3"),
+    (
+        step(
+            (
+                "[dx] = torch.autograd.grad(y, x, dy, retain_graph=True)",
+                "torch.autograd.backward(y, dy, retain_graph=True); dx = x.grad",
+            )
+        ),
+        "twice too large",
+    ),
+    (step((NORM, "return None")), "Is a `return` missing?"),
+    (
+        step((NORM, "return sum(float(p.grad.square().sum()) for p in stage.parameters()) ** 0.5")),
         "the norm on rank 0",
         "It is of all gradients",
     ),
@@ -338,8 +297,7 @@ def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
 
 
 def test_a_step_may_add_gradients_by_hand_take_any_w_first_and_have_p_slots() -> None:
-    by_hand = step_with(by_hand=True, take=lambda waiting: waiting.pop(), n_slots=lambda rank, p, m: p)
-    accepts("healed_split_step", by_hand)
+    accepts("healed_split_step", step((SLOTS, "range(link.n_ranks)"), BY_HAND, ("waiting.popleft()", "waiting.pop()")))
 
 
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
