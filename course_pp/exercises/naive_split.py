@@ -20,6 +20,7 @@ from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same, scaled
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
+from course_pp.exercises.formula import why
 from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.launch import on_ranks
 from course_pp.model import (
@@ -57,7 +58,14 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
     it_is = f"It is {ranges}."
     for stage, (start, end) in enumerate(ranges):
         if end <= start:
-            raise Mistake(f"In `{call}`, stage {stage} has no layer.", _why_empty(ranges, n_layers), it_is)
+            rules = (
+                (any(end < start for start, end in ranges),
+                 "A stage is (start, end): the first layer it holds, then the first one after it."),
+                (sum(size for _, size in ranges) == n_layers,
+                 "The second number is where a stage ends, not how many layers it has."),
+            )  # fmt: skip
+            cause = why(rules, "Each stage holds at least one.")
+            raise Mistake(f"In `{call}`, stage {stage} has no layer.", cause, it_is)
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
             lost = f"layers {end} to {start - 1} are on no stage" if start > end else f"layer {start} is on two stages"
@@ -66,28 +74,15 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
                 cause = "Is `end` included? It is the first layer that does not belong to the stage."
             raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
     if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
-        covered = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}, not 0 to {n_layers - 1}"
-        raise Mistake(f"`{call}` covers {covered}.", _why_not_all(ranges, n_layers), it_is)
+        covered, left = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}", n_layers - ranges[-1][1]
+        ends = (
+            (ranges[0][0] != 0, "The first stage starts with layer 0."),
+            (left < 0, "Together the stages have more layers than there are."),
+            (left == n_layers % n_stages, f"The layers do not divide evenly, and `//` leaves some over: here {left}."),
+        )
+        cause = why(ends, "The last stage ends with the last layer.")
+        raise Mistake(f"`{call}` covers {covered}, not 0 to {n_layers - 1}.", cause, it_is)
     return ranges
-
-
-def _why_empty(ranges: list[tuple[int, int]], n_layers: int) -> str:
-    if any(end < start for start, end in ranges):
-        return "A stage is (start, end): the first layer it holds, then the first one after it."
-    if sum(size for _, size in ranges) == n_layers:
-        return "The second number is where a stage ends, not how many layers it has."
-    return "Each stage holds at least one."
-
-
-def _why_not_all(ranges: list[tuple[int, int]], n_layers: int) -> str:
-    left = n_layers - ranges[-1][1]
-    if ranges[0][0] != 0:
-        return "The first stage starts with layer 0."
-    if left < 0:
-        return "Together the stages have more layers than there are."
-    if left == n_layers % len(ranges):
-        return f"The layers do not divide evenly, and `//` leaves some over: here {left}."
-    return "The last stage ends with the last layer."
 
 
 def _grade_assign_layers(answer: Answer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from course_pp.exercises.expect import close, expect_number, expect_tensor
 from course_pp.exercises.formula import Formula
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake, Stopped
-from course_pp.exercises.traffic import watched_traffic
+from course_pp.exercises.traffic import Traffic, watched_traffic
 
 _OVERWRITTEN = -1.0
 
@@ -154,23 +154,15 @@ def _complete(n: int) -> Tensor:
     return torch.arange(1, n + 1)
 
 
-class _Gathered(NamedTuple):
-    """What a gather left on one rank: the numbers of the tensor, what it returned, bytes sent, and collectives."""
-
-    values: list[int]
-    returned: Any
-    sent: int
-    collectives: list[str]
-
-
-def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> _Gathered:
+def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> tuple[list[int], Any, Traffic]:
+    """The numbers of the tensor after the gather, what it returned, and what it sent."""
     x = torch.full((n,), _unfinished(rank))
     chunks = x.tensor_split(p)
     complete = _complete(n).tensor_split(p)
     chunks[(rank + 1) % p].copy_(complete[(rank + 1) % p])
     with watched_traffic() as traffic:
         returned = answer(chunks, rank, p)
-    return _Gathered(x.tolist(), returned, traffic.n_bytes, traffic.collectives)
+    return x.tolist(), returned, traffic
 
 
 _IN_PLACE = (
@@ -191,28 +183,30 @@ def _grade_all_gather(answer: Answer) -> None:
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
         uneven = f", with chunks of {', '.join(map(str, lengths))} numbers" if len(set(lengths)) > 1 else ""
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"
-        values = [result.values for result in results]
+        values = [numbers for numbers, _, _ in results]
         if values != [_complete(n).tolist()] * p:
             raise _wrong_gather(run, values, p, n)
-        if collectives := results[0].collectives:
+        if collectives := results[0][2].collectives:
             raise Mistake(
                 f"{run}, the chunks are right, but `{collectives[0]}` of PyTorch brought them there.",
                 "Here the question is what it has to do: use `exchange` only, with the two neighbours.",
             )
         allowed = _complete(n).element_size() * (p - 1) * max(lengths)
-        if (most := max(result.sent for result in results)) > allowed:
+        if (most := max(traffic.n_bytes for _, _, traffic in results)) > allowed:
             raise Mistake(
                 f"{run}, the chunks are right, but a rank sent {most} bytes where {allowed} are enough.",
                 "In each of the p - 1 steps a rank passes on one chunk, the one that it received last.",
             )
-        counts += [(run, rank, result, lengths) for rank, result in enumerate(results)]
+        counts += [
+            (run, rank, returned, traffic.n_bytes, lengths) for rank, (_, returned, traffic) in enumerate(results)
+        ]
     for count in counts:
         _judge_returned(*count)
 
 
-def _judge_returned(run: str, rank: int, result: _Gathered, lengths: Sequence[int]) -> None:
-    p, size, sent = len(lengths), _complete(1).element_size(), result.sent
-    got = expect_number(result.returned, f"all_gather(chunks, {rank}, {p})")
+def _judge_returned(run: str, rank: int, returned: Any, sent: int, lengths: Sequence[int]) -> None:
+    p, size = len(lengths), _complete(1).element_size()
+    got = expect_number(returned, f"all_gather(chunks, {rank}, {p})")
     if close(got, sent):
         return
     causes = {
