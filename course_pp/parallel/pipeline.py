@@ -75,9 +75,10 @@ def build_pipeline_schedule(
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
             over the counted tokens of the whole batch instead of over microbatches. The loss is divided before the
             backward, where torch divides gradients after it: a gradient that an autograd function of your own adds
-            must be divided too, by ``n_microbatches`` where microbatches weigh alike. A loss scaled by
-            ``torch.amp.GradScaler`` needs ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, or a stage
-            that finds an infinity skips its step alone.
+            must be divided too, by ``n_microbatches`` where microbatches weigh alike; :func:`attach_loss` does so. A
+            loss scaled by ``torch.amp.GradScaler`` needs
+            ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, or a stage that finds an infinity skips
+            its step alone.
         schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose stages are placed
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,

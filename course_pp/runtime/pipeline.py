@@ -44,7 +44,8 @@ class Pipeline:
             writes them. ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
             needs it. The loss is divided before the backward: divide a gradient that your own autograd function adds,
-            too. With ``torch.amp``, take torch's ``ShardedGradScaler``: its ranks skip together.
+            too, or use :func:`attach_loss`. With ``torch.amp``, take torch's ``ShardedGradScaler``: its ranks skip
+            together.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
