@@ -24,15 +24,15 @@ CELL_LIMIT_S = 240
 NOTHING_LOCAL = """
 from course_pp.launch import ranks
 
-chosen = ranks._place
+chosen = ranks.decide
 
-def through_slurm(ask, where):
-    place = chosen(ask, where)
+def through_slurm(ask, where, kept):
+    place = chosen(ask, where, kept=kept)
     if place.local and where != "local":
         raise RuntimeError("ranks were started outside Slurm")
     return place
 
-ranks._place = through_slurm
+ranks.decide = through_slurm
 """
 _SAID = re.compile(r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)")
 # Exercises, messages and hangs; emulated timelines, and what one step measures.
