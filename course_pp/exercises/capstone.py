@@ -20,7 +20,7 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
 from course_pp.exercises.formula import Formula, why
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.launch import on_ranks
 from course_pp.plan import Cluster, Layout, ModelConfig, Prediction, cluster_of, gpu_named, model_named, predict
 from course_pp.plan.calibration import MEGATRON as PUBLISHED
@@ -59,6 +59,7 @@ def _held(
         n = even(rank, pp, layers)
         n_matrices = (rank == 0) * (ends in ("both", "first")) + (rank == pp - 1) * (ends in ("both", "last"))
         n_matrices += 2 * (ends == "everywhere") + (ends == "once" and rank in (0, pp - 1))
+        n_matrices += 2 * (ends == "first twice" and rank == 0)
         ends_cut = n_matrices * matrix * (shard if uncut else 1)
         parameters = (n * layer + ends_cut) / (1 if whole else shard)
         return each * parameters + flight(rank, pp, m) * a_layer(n) * kept / (shard if cut else 1)
@@ -70,6 +71,7 @@ _WRONG_BYTES: Sequence[tuple[Callable[..., float], str]] = (
     (_held("none"), "The first stage holds the embedding, the last one the head: neither is in your answer."),
     (_held("first"), "The last stage holds the head, as large as the embedding."),
     (_held("last"), "The first stage holds the embedding, as large as the head."),
+    (_held("first twice"), "The head is on the last stage, not beside the embedding."),
     (_held("once"), "A pipeline of one stage holds both, embedding and head."),
     (_held("everywhere"), "Only the first stage holds the embedding, and only the last one the head."),
     (_held(flight=lambda rank, pp, m: m),
@@ -77,6 +79,10 @@ _WRONG_BYTES: Sequence[tuple[Callable[..., float], str]] = (
     (_held(flight=lambda rank, pp, m: min(pp, m)),
      "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
     (_held(flight=lambda rank, pp, m: pp - rank), "There are never more than `m` microbatches in flight."),
+    (_held(flight=lambda rank, pp, m: pp), "Only rank 0 has `pp` microbatches in flight, and there are `m` at most."),
+    (_held(flight=lambda rank, pp, m: min(m, pp - 1 - rank)),
+     "The forward that comes before the first backward is in flight, too: `pp - rank`."),
+    (_held(flight=lambda rank, pp, m: min(m, pp - rank + 1)), "One too many: `pp - rank` are in flight (03)."),
     (_held(flight=lambda rank, pp, m: 1), "Several microbatches are in flight at once, and each keeps its bytes (03)."),
     (_held(flight=lambda rank, pp, m: min(rank + 1, m)), "The first rank has most in flight, not the last."),
     (_held(each=4), "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not 4."),
@@ -93,6 +99,8 @@ _WRONG_BYTES: Sequence[tuple[Callable[..., float], str]] = (
      "Where `pp` does not divide the layers, earlier stages take one more."),
     (_held(even=lambda rank, pp, layers: layers // pp + (rank >= pp - layers % pp)),
      "The *earlier* stages take the extras."),
+    (_held(even=lambda rank, pp, layers: layers // pp + (rank <= layers % pp)),
+     "One stage too many takes an extra: the first `layers % pp`, rank 0 among them."),
     (_held(even=lambda rank, pp, layers: -(-layers // pp)), "Only the first `layers % pp` stages take one more."),
 )  # fmt: skip
 
@@ -229,7 +237,14 @@ def _given(run: _Run) -> _Case:
 def grade_fastest_layout(answer: Answer) -> None:
     """Ask for a layout as fast as the best of the same choices that fits."""
     cases = [_given(run) for run in _RUNS]
-    for run, case, got in zip(_RUNS, cases, answer.calls(cases, "fastest_layout(…)"), strict=True):
+    try:
+        layouts = answer.calls(cases, "fastest_layout(…)")
+    except Stopped as stopped:
+        if stopped.error != "ValueError":
+            raise
+        cause = "`predict` raises ValueError for what cannot be laid out: `try` it, and pass that layout over."
+        raise Mistake(stopped.symptom, cause, stopped.example) from None
+    for run, case, got in zip(_RUNS, cases, layouts, strict=True):
         what = f"`fastest_layout` of {run[0]} on {run[1]}, {run[2]} sequences of {run[3]:,} tokens,"
         _judge_layout(what, case, got)
 
@@ -237,7 +252,8 @@ def grade_fastest_layout(answer: Answer) -> None:
 def _judge_layout(what: str, case: _Case, got: Any) -> None:
     if not isinstance(got, Layout):
         raise Mistake(
-            f"{what} is {got!r:.60}; a `Layout` is asked for.", "Is a `return` missing?" if got is None else ""
+            f"{what} is of type {type(got).__name__}; a `Layout` is asked for.",
+            "Is a `return` missing?" if got is None else "A prediction has its `.layout`.",
         )
     cluster = case[1]
     plain = Layout(got.pp, got.tp, got.dp_shard, ac=got.ac)
@@ -383,7 +399,10 @@ grade_bottleneck = Formula(
         for name, where, batch, seq_len, layout in _PREDICTED
     ],
     [
-        (_longest_alone, "With twice the batch a step does twice the work: compare times a sequence."),
+        (
+            _longest_alone,
+            "With twice the batch a step does twice the work: compare times a sequence, of all four.",
+        ),
         (_largest_part, _NOT_WHAT_HELPS),
         (_largest_wait, _NOT_WHAT_HELPS),
         (
@@ -475,7 +494,7 @@ def ward_round() -> str:
 _CASES: tuple[tuple[str, str, Layout, int, int, float], ...] = (
     ("llama3-8b", "2x8xH100", Layout(4, dp_shard=4), 64, 8192, 4.2),
     ("llama3-8b", "2x8xH100", Layout(dp_shard=8, dp_replicate=2, microbatch_size=2), 64, 8192, 3.9),
-    ("llama3-70b", "4x8xH100", Layout(3, 1, 2, 1, microbatch_size=3), 36, 4096, 11.0),
+    ("llama3-70b", "3x8xH100", Layout(3, 2, 2, 2, microbatch_size=3), 36, 4096, 11.0),
     ("gpt2-xl", "1x4xA100", Layout(2, dp_replicate=2), 10, 1024, 1.5),
 )
 
@@ -509,7 +528,10 @@ def _why_report(case: tuple[Any, ...], got: Report, right: Report) -> str:
         (not close(got[1], right[1]), "Operations a second over the peak of all GPUs: `model_flops` counts a step's."),
         (len(got[2]) != len(right[2]), "There is one number of parameters for each of the `pp` pipeline ranks."),
     )
-    return why(rules, "Layers as `compute_layer_assignment` shares them, and what the ends hold beside them.")
+    return why(
+        rules,
+        "Layers as `compute_layer_assignment` shares them, and what the ends hold, before anything cuts them further.",
+    )
 
 
 grade_planned_report = Formula(

@@ -107,10 +107,8 @@ class Verdict(Shown):
         symbol, colour = _LOOKS[self.status]
         parts = [f"<div><b>{symbol} {self.status}</b> · {_html(self.heading)}</div>"]
         parts += [f"<div>{_html(text)}</div>" for _, text in self._sentences()]
-        parts += [
-            f'<div>{title}:</div><pre style="margin:0 0 0 1.5em;white-space:pre-wrap">{escape(text)}</pre>'
-            for title, text in self._blocks()
-        ]
+        wrapped = "margin:0 0 0 1.5em;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
+        parts += [f'<div>{title}:</div><pre style="{wrapped}">{escape(text)}</pre>' for title, text in self._blocks()]
         parts += [f'<div style="opacity:0.8">{_html(text)}</div>' for text in (self.next_step, self.note) if text]
         style = f"border-left:5px solid {colour};padding:0.2em 0 0.2em 0.8em;max-width:60em"
         return f'<div role="status" style="{style}">{"".join(parts)}</div>'

@@ -21,7 +21,7 @@ class Formula:
     """A grader: in every case the answer has to give what ``solution`` gives.
 
     A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in every case; else of
-    the first that does so wherever the answer is wrong, if that is twice or more.
+    the first that does so wherever the answer is wrong, if that is twice or more and these are numbers.
 
     Args:
         solution: the right formula.
@@ -67,8 +67,10 @@ class Formula:
         if not missed:
             return
         i = missed[0]
+        # Of the few values that a choice has, two alike mean little.
+        several = len(missed) > 1 and all(type(got[each]) in (int, float) for each in missed)
         about = self.cases[i], got[i], right[i]
-        cause = self._explained(got, range(len(got))) or (len(missed) > 1 and self._explained(got, missed))
+        cause = self._explained(got, range(len(got))) or (several and self._explained(got, missed))
         raise Mistake(
             f"`{calls[i]}` is {_shown(got[i])}, not {_shown(right[i])}.",
             _told(cause or self.otherwise, about),
@@ -104,7 +106,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         inside = ", ".join(map(_shown, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside})"
-    return f"{value:,.7g}" if isinstance(value, float) else f"{value!r:.80}"
+    return f"{value:,.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else f"{value!r:.80}"
 
 
 def _told(cause: Cause, about: tuple[Case, Any, Any]) -> str:

@@ -131,9 +131,13 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
      "Only the first microbatch's gradient is there: is the `return` inside the loop?"),
     (lambda n: [0.0] * (len(n) - 1) + [n[-1] / sum(n)],
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
+    (lambda n: [k / sum(n) for k in n[:-1]] + [0.0],
+     "The last microbatch's gradient is missing: every microbatch counts."),
+    (lambda n: [sum(n) / k for k in n], "The weights are upside down: the rows of this microbatch over all rows."),
     (lambda n: [0.0] * (len(n) - 1) + [1.0],
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
 )  # fmt: skip
+_EACH = "Each microbatch's share is `loss_fn(output, target)`, in this order, times its rows over all rows."
 _ADDS = "Add to `.grad`, as `backward` does: do not clear or scale what is there."
 BENCH = Bench(
     lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, seat.m, seat.loss_fn, seat.link), before=1.0
@@ -166,7 +170,7 @@ def _grade_accumulate(answer: Answer) -> None:
             away = float((result.gradient - right).norm() / right.norm())
             raise Mistake(
                 f"With {cut} the gradients differ from those of the whole batch.",
-                why([*rules, (_shifted(result.gradient, right), _ADDS)]),
+                why([*rules, (_shifted(result.gradient, right), _ADDS)], _EACH),
                 f"norms over that of the right gradient: yours {ratio:.3f}, the difference {away:.3f}",
             )
         seen = f"With {cut} the gradients are right, but"

@@ -117,6 +117,10 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         "Two tensors of different shapes meet here: compare what they are with what they should be, by their `.shape`.",
     ),
     (
+        "FrozenInstanceError",
+        "Nothing can be assigned to its fields: `dataclasses.replace(…)` makes another with some of them changed.",
+    ),
+    (
         "derivative for aten::floor_divide is not implemented",
         "`//` has no gradient: divide with `/`.",
     ),

@@ -290,7 +290,7 @@ def grade_masked_loss(answer: Answer) -> None:
         expected = torch.autograd.grad(masked_loss(whole, tokens, mask, m), next(iter(whole[0].parameters())))[0]
         example = f"{name}, {m} microbatch{'es' * (m > 1)}: {loss:.6f}, in one piece {right.item():.6f}."
         if not close(loss, right.item(), _TOLERANCE):
-            raise Mistake(f"With {name} and m={m} the loss is wrong.", _why_loss(name, m, loss), example)
+            raise Mistake(f"With {name} and m={m} the loss is wrong.", _why_loss(name, m, loss, right.item()), example)
         if gradient is None or not torch.allclose(gradient, expected, rtol=1e-7, atol=1e-10):
             cause = "Return the loss itself: no `.item()` and no `detach` on the way."
             raise Mistake("The loss is right, and its gradient is not.", cause, example)
@@ -299,7 +299,7 @@ def grade_masked_loss(answer: Answer) -> None:
             raise Mistake(f"With m={m} a stage is given {n_rows} rows at once, not {len(tokens) // m}.", cause, example)
 
 
-def _why_loss(name: str, m: int, loss: float) -> str:
+def _why_loss(name: str, m: int, loss: float, right: float) -> str:
     tokens, mask = _batch(), _masks()[name]
     torch.manual_seed(0)
     logits = Transformer(CONFIG).double()(tokens, attention_mask=mask)[:, :-1].flatten(0, 1)
@@ -312,6 +312,10 @@ def _why_loss(name: str, m: int, loss: float) -> str:
     n_real, n_all = mask[:, 1:].sum().item(), mask[:, 1:].numel()
     rules = (
         (
+            close(loss, right, 1e-5),
+            "It is right but for rounding: keep the sum a tensor of float64, without `.item()`.",
+        ),
+        (
             gives(1 - mask, n_real, n_all, n_all - n_real),
             "Only padding counts: the mask is 1 where a token is real, and -100 belongs where it is 0.",
         ),
@@ -320,8 +324,8 @@ def _why_loss(name: str, m: int, loss: float) -> str:
             "Padding is guessed like everything else: as a target it has to be left out, with -100.",
         ),
         (
-            gives(mask, n_all, n_real / m, n_real * m, 1),
-            "Add up the losses of all counted tokens, and divide by their number once, at the end.",
+            gives(mask, n_all, n_real / m, n_real * m, 1, len(mask), mask.sum().item(), mask[:, :-1].sum().item()),
+            "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`, once.",
         ),
         (
             m > 1,

@@ -29,7 +29,7 @@ from course_pp.runtime import (
     send_activation,
     send_gradient,
 )
-from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
+from course_pp.schedule import Action, Schedule, build
 
 __all__ = ["EXERCISES", "PATIENTS", "WARD", "examine", "room_for_latency", "with_room"]
 
@@ -254,13 +254,15 @@ _WRONG_ROOM = (
      "You round down. A link with a microbatch on it for a third of the time needs room for one."),
     (lambda rank, p, f, b, latency: p - rank + math.ceil(2 * (p - 1 - rank) * latency / (f + b)),
      "You round the sum over all links. Each link holds whole microbatches: round up for each."),
+    (lambda rank, p, f, b, latency: p - rank + math.ceil((p - 1 - rank) * latency / (f + b)),
+     "A microbatch crosses each link twice, 2 × latency, and each link holds whole ones: round up for each."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * math.ceil(latency / (f + b))),
      "There and back is one trip of 2 × latency: add first, and round up once a link."),
 )  # fmt: skip
 
 
 def _why_other_room(case: tuple[Any, ...], held: int, enough: int) -> str:
-    rank, p, *_, latency = case
+    latency = case[-1]
     rules = (
         (held < 1, "To do anything a rank must hold 1."),
         (held > enough and latency == 0,
@@ -268,22 +270,16 @@ def _why_other_room(case: tuple[Any, ...], held: int, enough: int) -> str:
         (held > enough,
          "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
          "links lie behind this rank?"),
-        (rank < p - 1 and held <= held_with_latency(rank + 1, *case[1:]),
-         "A rank must be allowed at least one activation more than the rank after it."),
     )  # fmt: skip
     return why(rules, "A microbatch is on a rank from here to the last, or on a link, there or back.")
 
 
 def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
     rank, p, forward, backward, latency = case
-    m, costs = 400, Costs(forward, backward, 0, latency)
-    limits = room_for_latency(*case[1:])
-    limits[rank] = held
-    yours = with_room(limits, m)
-    if problems := check(yours):
-        return f"If the ranks may hold {limits}, the order cannot run: {problems[0]}."
-    takes, gpipe = simulate(yours, costs).makespan, simulate(build("gpipe", p, m), costs).makespan
-    return f"If the ranks may hold {limits}, {m} microbatches take {takes:g}; GPipe takes {gpipe:g}."
+    return (
+        f"There and back, a microbatch is {2 * latency:g} on a link, and a new one comes every {forward + backward:g}: "
+        f"{2 * latency / (forward + backward):.3g} at once. Behind rank {rank} lie {p - 1 - rank} links."
+    )
 
 
 _GRADE_ROOM = Formula(

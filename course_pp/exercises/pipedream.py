@@ -428,8 +428,8 @@ _TOO_SOON = (
 
 
 def _why_crowded(orders: Orders) -> str:
-    enough = orders.best.peak_activations
-    if all(peak <= most + 1 for peak, most in zip(orders.peaks, enough, strict=True)):
+    enough, own = orders.best.peak_activations, [sum(a.kind == "F" for a in row) for row in orders.rows]
+    if all(peak == min(most + 1, n) for peak, most, n in zip(orders.peaks, enough, own, strict=True)):
         return "One too many: the forward of the first pair counts among those in flight."
     return f"{_ADMITS}, and no more."
 
@@ -507,6 +507,9 @@ _GRADE_SLOWEST = Formula(
         ([8.0, 1.0], [1.0, 1.0], [6.0, 30.0], [(0, 2, 3)], 2.0),
         ([5.0], [40.0], [3.0], [(0, 1, 1)], 0.5),
         ([1.0, 7.0, 2.0], [1.0, 3.0, 2.0], [2.0, 2.0, 40.0], [(0, 1, 1), (1, 3, 4)], 8.0),
+        # Slowest is the boundary before, or behind, a stage with replicas.
+        ([2.0, 2.0], [8.0, 1.0], [0.0] * 2, [(0, 1, 2), (1, 2, 1)], 4.0),
+        ([1.0, 2.0], [8.0, 1.0], [0.0] * 2, [(0, 1, 1), (1, 2, 2)], 4.0),
     ),
     _WRONG_PLANS,
     "For each stage the larger of work and exchange, over its replicas; between stages twice the output.",

@@ -229,7 +229,7 @@ _WRONG_PP = (
 )  # fmt: skip
 
 
-_SIZES = [(1, 1000, 1, 2), (4, 1000, 8, 2), (4, 1200, 3, 4), (7, 64, 5, 8), (3, 500, 2, 1)]
+_SIZES = [(1, 1000, 1, 2), (4, 1000, 8, 2), (4, 1200, 3, 4), (7, 64, 5, 8), (3, 500, 2, 1), (3, 1001, 1, 4)]
 
 
 def _sent(index: int, wrongs: Sequence[tuple[Callable[..., float], str]]) -> Formula:
@@ -239,6 +239,12 @@ def _sent(index: int, wrongs: Sequence[tuple[Callable[..., float], str]]) -> For
         lambda *case: sent_bytes(*case)[index],
         _SIZES,
         (swapped, *wrongs),
+        (
+            "Each microbatch crosses the stage's two ends: an activation down and a gradient up, both whole."
+            if index
+            else "A layer has two blocks, each with one all-reduce in forward and one in backward; each of these sends "
+            "2 (tp - 1) / tp of the activation, for every microbatch and layer."
+        ),
         read=lambda value, call: expect_number(expect_list(value, call[:-3], 2)[index], call),
         call=lambda *case: f"{written_call('sent_bytes', *case)}[{index}]",
     )
@@ -318,6 +324,10 @@ _WRONG_NORMS = (
      "The squares are averaged over the ranks; they are to be summed."),
 )  # fmt: skip
 
+_ONCE = (
+    "Every weight counts once: sum the squares of `cut` over `tp`, add those of this rank's `copied`, sum that over "
+    "`pp`, and take the root last, the same on every rank."
+)
 _MESHES = ((2, 2), (4, 1), (1, 4))
 
 
@@ -339,7 +349,7 @@ def _grade_whole_norm(answer: Answer) -> None:
         else:
             per_rank = ", ".join(f"{norm:.8g}" for norm in found)
             symptom = f"With {where} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
-        raise Mistake(symptom, why(causes))
+        raise Mistake(symptom, why(causes, _ONCE))
 
 
 def _norms_on_rank(rank: int, fn: Callable[..., Any], others: Sequence[Callable[..., Tensor]]) -> list[list[Any]]:
@@ -406,6 +416,8 @@ EXERCISES: tuple[Exercise, ...] = (
             neighbours,
             [(rank, *size) for size in _MESH_SIZES for rank in range(size[0] * size[1])],
             _WRONG_GROUPS,
+            "Rank = stage × tp + place: its tensor-parallel group has its stage and every place, its pipeline every "
+            "stage and its place.",
             read=_read_groups,
         ),
     ),

@@ -143,7 +143,7 @@ def forwards_first(rank: int, p: int, forward: float, input_grad: float) -> int:
 _WRONG_FORWARDS: tuple[tuple[Callable[..., float], str], ...] = (
     (lambda rank, p, f, b: p - rank, "That is 1F1B. The gradient also has to come back up."),
     (lambda rank, p, f, b: 1 + 2 * (p - 1 - rank),
-     "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 - rank) * b`."),
+     "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 - rank) * input_grad`."),
     (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
      "A rank's own forward of microbatch 0 counts, too."),
     (lambda rank, p, f, b: 2 * (p - rank), "The rank begins with its I as soon as the gradient is there."),
@@ -312,12 +312,17 @@ _WRONG_CHOICES: tuple[tuple[Callable[..., Any], str], ...] = (
     (_chosen(lambda held, s, a, budget: s + held * a < budget), "What needs exactly the budget fits: `<=`."),
     (_chosen(lambda held, s, a, budget: held * a <= budget), _NEEDS),
     (_chosen(lambda held, s, a, budget: s + held <= budget), _NEEDS),
+    (_chosen(lambda held, s, a, budget: held * (s + a) <= budget),
+     "The state is there once, and not for each activation."),
     (_chosen(lambda held, s, a, budget: (s + held) * a <= budget),
      "The state is bytes already: only what is held is multiplied by `activation`."),
     (_chosen(lambda *_: True), "Throw out first what does not fit into `budget`."),
     (_chosen(lambda *_: True, lambda held, bubble: (held, bubble)), _LESS_MEMORY),
     (_chosen(by=lambda held, bubble: held), _LESS_MEMORY),
     (_chosen(by=lambda held, bubble: -bubble), "That is the largest bubble of what fits."),
+    (lambda points, s, a, budget:
+     min(((b, name) for name, (h, b) in points.items() if s + h * a <= budget), default=(0, None))[1],
+     "Of equal bubbles take the one that holds less, whatever its name."),
     (_chosen(by=lambda held, bubble: (-held, bubble)),
      "The most memory that fits need not have the smallest bubble: compare the bubbles."),
 )  # fmt: skip
@@ -331,6 +336,8 @@ def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
         return "That is no schedule of those: return a name, or None."
     if state + points[got][0] * activation > budget:
         return f"It does not fit. {_NEEDS if best else 'Nothing fits there: return None.'}"
+    if state + points[best or ""][0] * activation == budget:
+        return "What needs exactly the budget fits: `<=`."
     if points[got][1] == points[best or ""][1]:
         return "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
     return _LESS_MEMORY

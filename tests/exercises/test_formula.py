@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises import registry
+from course_pp.exercises.exercise import exercises
 from course_pp.exercises.formula import Formula
 from tests.exercises.grading import verdict_of
 
 
 def formulas() -> Iterator[tuple[str, Formula]]:
     """By the exercise's name: those that are its grader, and those that its grader calls."""
-    for exercise in registry.exercises():
+    for exercise in exercises():
         names = vars(sys.modules[exercise.solution.__module__])
         for formula in {id(each): each for each in (exercise.grade, *names.values())}.values():
             if isinstance(formula, Formula) and formula.solution is exercise.solution:
