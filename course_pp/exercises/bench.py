@@ -316,7 +316,7 @@ def _finding(gradient: Tensor | None, expected: Tensor) -> str:
 
 def judge_gradients(
     where: str,
-    ranks: Sequence[Gradients],
+    ranks: Sequence[Outcome],
     expected: Mapping[str, Tensor],
     why_missing: str,
     why_wrong: Callable[[Wrong], str],
@@ -325,7 +325,7 @@ def judge_gradients(
 
     Args:
         where: on how many ranks, with how many microbatches.
-        ranks: for each its gradients by name; None where there is none.
+        ranks: what the step left on each.
         expected: those of one process.
         why_missing: the likely cause of a gradient that is not there.
         why_wrong: gives that of gradients that differ.
@@ -334,17 +334,18 @@ def judge_gradients(
         Mistake: with a table of what differs.
     """
     wrong = {}
-    for rank, gradients in enumerate(ranks):
-        for name, gradient in gradients.items():
+    for rank, outcome in enumerate(ranks):
+        for name, gradient in outcome.gradients.items():
             if gradient is None:
                 raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", why_missing)
             if not same(gradient, expected[name]):
                 wrong[rank, name] = gradient
     if not wrong:
         return
-    rows = [[name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(ranks)]
+    held = [outcome.gradients for outcome in ranks]
+    rows = [[name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(held)]
     table = "\n".join(
-        f"rank {rank}: {'all' if len(names) == len(ranks[rank]) else ', '.join(names) or 'none'}"
+        f"rank {rank}: {'all' if len(names) == len(held[rank]) else ', '.join(names) or 'none'}"
         for rank, names in enumerate(rows)
     )
     symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."

@@ -309,19 +309,18 @@ PATIENTS = {
 
 def _grade_mended_step(answer: Answer) -> None:
     for where, m, ranks in BENCH.tried(answer, {2: (1, 4), 1: (3,), 3: (3, 2)}):
-        _judge_loss(where, m, ranks[-1])
-        expected = BENCH.one_process(m)[1]
+        loss, expected = BENCH.one_process(m)
+        _judge_loss(where, m, ranks[-1], loss)
         judge_gradients(
             where,
-            [rank.gradients for rank in ranks],
+            ranks,
             expected,
             "Backward has to start from the output that still has its graph, on every rank and for every microbatch.",
             partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
         )
 
 
-def _judge_loss(where: str, m: int, last: Outcome) -> None:
-    right = BENCH.one_process(m)[0]
+def _judge_loss(where: str, m: int, last: Outcome, right: float) -> None:
     found = expect_number(last.returned, "what mended_step returns on the last rank")
     if close(found, right):
         return

@@ -29,6 +29,7 @@ from course_pp.model import (
     Transformer,
     build_stage_module,
     compute_layer_assignment,
+    drop_other_stages,
     partition_by_cost,
 )
 from course_pp.runtime import Link, Recorder
@@ -262,7 +263,7 @@ def _grade_two_rank_step(answer: Answer) -> None:
         loss, expected = _BENCH.one_process(rows)
         judge_gradients(
             f"With {rows} rows",
-            [rank.gradients for rank in ranks],
+            ranks,
             expected,
             "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that has its graph: was "
             "that output detached?",
@@ -578,16 +579,8 @@ def _cut_on_meta(config: ModelConfig, stage: int, n_stages: int) -> nn.Module:
 
 def _keep_only(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
     """Build the whole model and delete what other ranks hold."""
-    model = Transformer(config)
-    start, end = compute_layer_assignment(config.n_layers, n_stages)[stage]
-    for i in range(config.n_layers):
-        if not start <= i < end:
-            del model.layers[str(i)]
-    if stage > 0:
-        model.embed = None
-    if stage < n_stages - 1:
-        model.norm = model.head = None
-    return model
+    held = compute_layer_assignment(config.n_layers, n_stages)[stage]
+    return drop_other_stages(Transformer(config), stage, n_stages, held)
 
 
 def _peak_while_building(rank: int, build: Callable[[ModelConfig, int, int], nn.Module], n_stages: int) -> Bytes:

@@ -143,7 +143,7 @@ def _grade_step(answer: Answer, places_count: bool = False) -> None:
         expected = BENCH.one_process(m)[1]
         judge_gradients(
             where,
-            [rank.gradients for rank in ranks],
+            ranks,
             expected,
             "Backward has to run for every microbatch, from the `y` that still has its graph.",
             partial(_why_wrong, expected=expected, m=m, p=len(ranks)),

@@ -455,9 +455,7 @@ def _grade_healed_step(answer: Answer) -> None:
 def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
     p, (_, expected) = len(ranks), BENCH.one_process(m)
     missing = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
-    judge_gradients(
-        where, [rank.gradients for rank in ranks], expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p)
-    )
+    judge_gradients(where, ranks, expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p))
     norm = _norm(expected)
     for rank, outcome in enumerate(ranks):
         found = expect_number(outcome.returned[0], f"healed_split_step(…) on rank {rank}")
