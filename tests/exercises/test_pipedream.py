@@ -64,10 +64,6 @@ def ordered(
     return answer
 
 
-def without_replicas(stage: int, replica: int, replicas: list[int], m: int) -> list[Action]:
-    return ordered(mine=lambda replica, share, m: list(range(m)))(stage, replica, replicas, m)  # type: ignore[no-any-return]
-
-
 def planned(
     work: Callable[[float, float, int], float] = lambda work, exchange, r: max(work, exchange) / r,
     exchange: Callable[[float, int], float] = lambda weights, r: 2 * (r - 1) * weights,
