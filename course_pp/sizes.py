@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from course_pp.arguments import checked
 
@@ -23,7 +24,10 @@ class ModelConfig:
     """Sizes of a decoder as in Touvron et al. 2023 (LLaMA), arXiv:2302.13971.
 
     Optional sizes stay None as given, so `dataclasses.replace(config, dim=...)` resolves them afresh; the
-    resolved values are the properties `kv_heads` and `hidden_dim`.
+    resolved values are the properties `kv_heads`, `head_dim`, `hidden_dim` and `expert_hidden_dim`.
+
+    With `n_experts` some layers have a mixture of experts (Shazeer et al. 2017, arXiv:1701.06538) in place of the
+    feed-forward block; `course_pp.model.experts` computes it and says what each `balance` does.
 
     Attributes:
         dim: width of the residual stream.
@@ -42,6 +46,22 @@ class ModelConfig:
         rope_high_freq: pairs that turn more often than this do not change; those in between change in part.
         rope_original_len: the longest sequence before scaling, in tokens.
         gated_ffn: SwiGLU; False: two matrices with a GELU between them, as in GPT-2 and GPT-3.
+        qk_norm: whether each head's queries and keys are normalised, as Qwen3's (arXiv:2505.09388).
+        head_width: channels of one head; None: `dim / n_heads`. Qwen3's heads together are wider than `dim`.
+        n_experts: experts of a layer that has some; 0: no layer has.
+        top_k: experts that each token goes to.
+        n_shared_experts: experts that every token goes to besides; computed as one, that many times as wide.
+        expert_dim: inner width of one expert; None: as `hidden_dim`.
+        moe_every: every n-th layer has experts, the n-th first, so that 2 means layers 1, 3, 5, …
+        n_dense_layers: the first layers, which have none whatever `moe_every` says, as in DeepSeek-V3.
+        router: how logits become scores, over all experts (softmax) or each on its own (sigmoid).
+        normalize_top_k: whether the weights of a token's experts are divided by their sum.
+        router_scale: what the weights of a token's experts are multiplied by in the end.
+        capacity_factor: an expert takes at most this many times the mean load of a microbatch, the earliest of its
+            tokens; None: all of them.
+        balance: what keeps the load even: Switch's loss, the loss of each sequence, a bias without a loss, or nothing.
+        balance_coef: the factor of that loss; with ``balance="bias"`` how far a step moves a bias.
+        z_coef: the factor of the router's z-loss; 0: without it.
     """
 
     dim: int
@@ -60,6 +80,21 @@ class ModelConfig:
     rope_high_freq: float = 4.0
     rope_original_len: int = 8192
     gated_ffn: bool = True
+    qk_norm: bool = False
+    head_width: int | None = None
+    n_experts: int = 0
+    top_k: int = 2
+    n_shared_experts: int = 0
+    expert_dim: int | None = None
+    moe_every: int = 1
+    n_dense_layers: int = 0
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_top_k: bool = True
+    router_scale: float = 1.0
+    capacity_factor: float | None = None
+    balance: Literal["loss", "sequence", "bias", "none"] = "loss"
+    balance_coef: float = 0.01
+    z_coef: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = (
@@ -71,18 +106,31 @@ class ModelConfig:
             "rope_original_len",
             "n_kv_heads",
             "ffn_dim",
+            "head_width",
+            "top_k",
+            "expert_dim",
+            "moe_every",
         )
         for name in sizes:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq", "rope_high_freq"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)} must be finite and greater than 0")
+        for name in ("n_experts", "n_shared_experts", "n_dense_layers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+        positive = ("rope_theta", "norm_eps", "rope_factor", "rope_low_freq", "rope_high_freq", "router_scale")
+        for name in (*positive, "capacity_factor"):
+            if (value := getattr(self, name)) is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be finite and greater than 0")
+        for name in ("balance_coef", "z_coef"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite and at least 0")
         if self.rope_low_freq >= self.rope_high_freq:
             raise ValueError(f"rope_low_freq={self.rope_low_freq} must be below rope_high_freq={self.rope_high_freq}")
         # Rotary positions turn pairs of channels, so a head needs an even number of them.
         step = 2 * self.n_heads
-        if self.dim % step:
+        if self.head_width is not None and self.head_width % 2:
+            raise ValueError(f"head_width={self.head_width} must be even: rotary positions turn pairs of channels")
+        if self.head_width is None and self.dim % step:
             below, above = self.dim // step * step, (self.dim // step + 1) * step
             nearest = f"{below} or {above}" if below else f"{above}"
             raise ValueError(
@@ -97,11 +145,23 @@ class ModelConfig:
                 "head serves as many query heads as the others; "
                 f"the nearest that works is n_kv_heads={nearest_divisor}"
             )
+        if self.n_experts and self.top_k > self.n_experts:
+            raise ValueError(f"top_k={self.top_k} must be at most n_experts={self.n_experts}: a token's experts differ")
+        if self.n_experts and not any(map(self.has_experts, range(self.n_layers))):
+            raise ValueError(
+                f"n_experts={self.n_experts}, but none of n_layers={self.n_layers} has them with "
+                f"moe_every={self.moe_every} and n_dense_layers={self.n_dense_layers}: lower these"
+            )
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.dim // self.n_heads
+        """Channels of one attention head, resolved."""
+        return self.dim // self.n_heads if self.head_width is None else self.head_width
+
+    @property
+    def q_dim(self) -> int:
+        """Channels of all query heads."""
+        return self.n_heads * self.head_dim
 
     @property
     def kv_heads(self) -> int:
@@ -122,8 +182,17 @@ class ModelConfig:
         return math.ceil(8 * self.dim / (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
     @property
+    def expert_hidden_dim(self) -> int:
+        """Inner width of one expert, resolved."""
+        return self.hidden_dim if self.expert_dim is None else self.expert_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has experts in place of the feed-forward block."""
+        return self.n_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.moe_every == 0
+
+    @property
     def n_ffn_matrices(self) -> int:
-        """Matrices of one feed-forward block: three with a gate, two without."""
+        """Matrices of one feed-forward block or expert: three with a gate, two without."""
         return 3 if self.gated_ffn else 2
 
     @property
@@ -132,15 +201,48 @@ class ModelConfig:
         return self.vocab_size * self.dim
 
     @property
+    def n_attention_matrices(self) -> int:
+        """Parameters of one layer's q and o, k and v."""
+        return 2 * self.dim * self.q_dim + 2 * self.dim * self.kv_heads * self.head_dim
+
+    @property
+    def n_layer_vectors(self) -> int:
+        """Parameters of one layer that are no matrices: norms and biases."""
+        biases = self.q_dim + 2 * self.kv_heads * self.head_dim
+        return 2 * self.dim + self.qkv_bias * biases + self.qk_norm * 2 * self.head_dim
+
+    @property
     def n_layer_parameters(self) -> int:
-        """Parameters of one decoder layer: q and o, k and v, the feed-forward's matrices, two norms, biases."""
-        return self.n_layer_matrices + 2 * self.dim + self.qkv_bias * (self.dim + 2 * self.kv_heads * self.head_dim)
+        """Parameters of one decoder layer without experts: q and o, k and v, feed-forward, two norms, biases."""
+        return self.n_layer_matrices + self.n_layer_vectors
 
     @property
     def n_layer_matrices(self) -> int:
-        """Parameters of one decoder layer that are multiplied with."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        return attention + self.n_ffn_matrices * self.dim * self.hidden_dim
+        """Parameters of one decoder layer without experts that are multiplied with."""
+        return self.n_attention_matrices + self.n_ffn_matrices * self.dim * self.hidden_dim
+
+    @property
+    def n_expert_parameters(self) -> int:
+        """Parameters of one expert."""
+        return self.n_ffn_matrices * self.dim * self.expert_hidden_dim
+
+    @property
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Parameters of each layer, all its experts included."""
+        idle = (self.n_experts - self.top_k) * self.n_expert_parameters
+        return tuple(
+            matrices + self.n_layer_vectors + self.has_experts(layer) * idle
+            for layer, matrices in enumerate(self.layer_matrices)
+        )
+
+    @property
+    def layer_matrices(self) -> tuple[int, ...]:
+        """Parameters of each layer that one token is multiplied with: of its experts, `top_k` and the shared ones."""
+        experts = (self.top_k + self.n_shared_experts) * self.n_expert_parameters
+        with_experts = self.n_attention_matrices + self.n_experts * self.dim + experts
+        return tuple(
+            with_experts if self.has_experts(layer) else self.n_layer_matrices for layer in range(self.n_layers)
+        )
 
     @property
     def n_head_parameters(self) -> int:
@@ -150,8 +252,14 @@ class ModelConfig:
     @property
     def n_parameters(self) -> int:
         """Parameters of the whole model; a tied matrix counts once."""
-        total = self.n_embedding_parameters + self.n_layers * self.n_layer_parameters + self.n_head_parameters
+        total = self.n_embedding_parameters + sum(self.layer_parameters) + self.n_head_parameters
         return total - self.n_embedding_parameters if self.tie_embeddings else total
+
+    @property
+    def n_active_parameters(self) -> int:
+        """Parameters that one token meets: all but those of experts that it does not go to."""
+        n_layers = sum(map(self.has_experts, range(self.n_layers)))
+        return self.n_parameters - n_layers * (self.n_experts - self.top_k) * self.n_expert_parameters
 
 
 @checked
