@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
@@ -137,6 +138,32 @@ def test_the_example_of_a_loss_in_the_middle_tells_both_ranks_its_sums():
     first, second = on_ranks(2, run_attached, source, backend=None)
     assert first == second
     assert {name: 0.005 <= value <= 0.01 for name, value in first.items()} == {"balance 0": True, "balance 1": True}
+
+
+def run_residuals(rank, source):
+    torch.set_default_dtype(torch.float64)
+    names = {}
+    exec(source, names)
+    torch.manual_seed(0)
+    alone = [names["Block"](i, len(names["blocks"])) for i in range(len(names["blocks"]))]
+    *others, last = alone
+    values = {}
+    for i, block in enumerate(others):
+        values |= block(*[names["x"]][i:], **{name: values[name] for name in block.reads})[1]
+    loss = torch.nn.functional.mse_loss(last(**values), names["x"])
+    loss.backward()
+    mine = {stage: [p.grad for p in block.parameters()] for stage, block in names["mine"].items()}
+    expected = {stage: [p.grad for p in alone[stage].parameters()] for stage in mine}
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    plan = names["pipeline"]._executor.plan
+    return loss.item() - sum(names["shares"]), sum("'block" in str(m) for row in plan.outgoing.values() for m in row)
+
+
+def test_the_example_of_attention_residuals_equals_one_process_and_sends_each_value_once():
+    [source] = [text for text in PYTHON if "rms_norm" in text]
+    for difference, n_sent in on_ranks(2, run_residuals, source, backend=None):
+        assert abs(difference) <= 1e-12
+        assert n_sent == 5 * 4, "of five values and five gradients each rank sends half, for each of four microbatches"
 
 
 @pytest.mark.ranks
