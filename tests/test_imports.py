@@ -12,17 +12,18 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `imports`, `loss`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"sizes"},
-    "runtime": {"collective", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
+    "runtime": {"collective", "microbatches", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
     "parallel": {
         "collective",
         "module_extras",
         "loss",
+        "microbatches",
         "model",
         "plan",
         "schedule",

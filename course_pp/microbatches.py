@@ -1,0 +1,116 @@
+"""What a step is given as microbatches: lists that are ready, and keyword arguments that are cut as the caller says."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+ChunkSpec = Mapping[str, Literal["rows", "same"]]
+"""By keyword argument: whether its tensors are cut by rows, or it goes untouched to every microbatch."""
+
+_LISTS = {"arg_mbs": tuple, "kwarg_mbs": dict, "target_mbs": object}
+_ENTRIES = {"arg_mbs": "the tuple of the first stage's arguments, as in (x,)", "kwarg_mbs": "a dict of arguments"}
+
+
+def are_ready(n_microbatches: int, whole: Iterable[str], **lists: Any) -> bool:
+    """Return whether a rank was given ready-made microbatches.
+
+    Args:
+        whole: the names of what it was given for a whole batch.
+        lists: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``; None is not given.
+
+    Raises:
+        ValueError: if one is no list of ``n_microbatches`` entries of its kind, or something whole stands beside it.
+    """
+    given = {name: entries for name, entries in lists.items() if entries is not None}
+    for name, entries in given.items():
+        if not isinstance(entries, list):
+            raise ValueError(f"{name} is a {type(entries).__name__}: give a list, one entry for each microbatch")
+        if len(entries) != n_microbatches:
+            raise ValueError(
+                f"{name} has {len(entries)} entries, but the schedule has {n_microbatches} microbatches: give "
+                f"{n_microbatches}"
+            )
+        for i, entry in enumerate(entries):
+            if not isinstance(entry, _LISTS[name]):
+                raise ValueError(f"{name}[{i}] is a {type(entry).__name__}: give {_ENTRIES[name]}")
+    beside = [name for name in whole if given]
+    if beside:
+        raise ValueError(
+            f"{beside[0]} is of a whole batch, and {', '.join(given)} of ready-made microbatches: give all of them by "
+            "microbatch, or all whole"
+        )
+    return bool(given)
+
+
+def cut_keywords(
+    kwargs: Mapping[str, Any], spec: ChunkSpec | None, rows: int, n_microbatches: int
+) -> list[dict[str, Any]]:
+    """Return for each microbatch its keyword arguments.
+
+    Those that ``spec`` does not name are cut if they are tensors of two dimensions or more, the first of which is the
+    batch, and the same for all if they are numbers, strings or None. Of anything else only the caller knows.
+
+    Args:
+        spec: ``"rows"`` cuts a tensor, also those in tuples, lists and dicts; ``"same"`` passes any object untouched.
+        rows: of the whole batch.
+
+    Raises:
+        ValueError: for an argument of which nobody said what it is; for one that cannot be cut; for a ``spec`` that
+            names no argument, or has other words.
+    """
+    said = dict(spec or {})
+    for name, word in said.items():
+        if name not in kwargs:
+            given = ", ".join(kwargs) or "none"
+            raise ValueError(f"kwargs_chunk_spec names {name!r}, but the keyword arguments are {given}: leave it out")
+        if word not in ("rows", "same"):
+            raise ValueError(f"kwargs_chunk_spec[{name!r}] is {word!r}: give 'rows' or 'same'")
+    cut = {name: _cut(name, value, said.get(name), rows, n_microbatches) for name, value in kwargs.items()}
+    return [{name: parts[i] for name, parts in cut.items()} for i in range(n_microbatches)]
+
+
+def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
+    if word == "same" or (word is None and (value is None or isinstance(value, bool | int | float | str))):
+        return [value] * n
+    if word is None:
+        if not isinstance(value, Tensor):
+            what = f"a {type(value).__name__}"
+        elif value.dim() == 0 or len(value) != rows:
+            what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch, {rows}"
+        elif value.dim() == 1:
+            what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
+        else:
+            return list(value.tensor_split(n))
+        raise ValueError(
+            f"keyword argument {name} is {what}: say kwargs_chunk_spec={{{name!r}: 'rows'}} to cut it by rows, or "
+            "'same' to give it whole to every microbatch; or give ready-made microbatches, kwarg_mbs="
+        )
+    tensors: list[Tensor] = []
+    _map_tensors(tensors.append, value)
+    wrong = next((tuple(t.shape) for t in tensors if t.dim() == 0 or len(t) != rows), None)
+    if wrong is not None or not tensors:
+        what = f"a {type(value).__name__} without a tensor" if wrong is None else f"a tensor of shape {wrong}"
+        raise ValueError(
+            f"keyword argument {name} is, or holds, {what}, and kwargs_chunk_spec cuts it by rows: its first "
+            f"dimension must be the whole batch, {rows}; or say 'same'"
+        )
+    pieces = [tensor.tensor_split(n) for tensor in tensors]
+
+    def microbatch(i: int) -> Any:
+        numbered = iter(pieces)
+        return _map_tensors(lambda _: next(numbered)[i], value)
+
+    return [microbatch(i) for i in range(n)]
+
+
+def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply ``change`` to each tensor in tuples, lists and dicts; anything else stays what it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(change, each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        changed = [_map_tensors(change, each) for each in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value
