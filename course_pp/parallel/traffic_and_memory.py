@@ -53,6 +53,7 @@ from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
 from course_pp.plan.layout import (
     Coordinates,
+    Group,
     StagePlan,
     coordinates,
     gathered_elements,
@@ -393,8 +394,8 @@ def predict_collectives(
 def _fully_sharded(rank: _Rank) -> CollectiveCounts:
     """FSDP2: gathers by policy, one reduction a group and step."""
     n_shards, counts = rank.layout.dp_shard, _NOTHING
-    for shapes in (group for stage in rank.stages for group in stage.groups):
-        elements = gathered_elements(shapes, n_shards)
+    for group in (group for stage in rank.stages for group in stage.groups):
+        elements = gathered_elements(group, n_shards)
         counts += _gathers(rank, elements * rank.computed.itemsize)
         counts += rank.over("dp_shard", "reduce_scatter", 1, elements * rank.reduced.itemsize)
         # Replicas add up what is already reduced, each rank its own shard.
@@ -442,7 +443,7 @@ def _forwards_again(rank: _Rank, stage: StagePlan) -> int:
         return 0
     # torch's weight-gradient half recomputes the block once for each parameter. The first stage, which has no input
     # gradient to send, is not split.
-    return 1 + (len(stage.layer) if rank.splits_backward and not stage.is_first else 0)
+    return 1 + (len(stage.dense[0]) if rank.splits_backward and not stage.is_first else 0)
 
 
 def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
@@ -488,7 +489,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
         for dimension in ("dp_replicate", "dp_shard"):
             counts += rank.over(dimension, "all_reduce", 2, _FLOAT64)
     if rank.config.tie_embeddings and (0 in here) != (n_stages - 1 in here):
-        embedding = ((rank.config.vocab_size, rank.config.dim),)
+        embedding = Group(((rank.config.vocab_size, rank.config.dim),))
         gradient = held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize
         counts += CollectiveCounts.of("pp", "send", 1, gradient) + CollectiveCounts.of("pp", "recv", 1, gradient)
     return counts

@@ -1,6 +1,7 @@
 """How a run is laid out: the mesh, the schedule, the precision, and which shapes each rank then holds."""
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -13,7 +14,30 @@ from course_pp.schedule import Schedule, build, find
 from course_pp.sizes import ModelConfig, compute_layer_assignment
 
 Shape = tuple[int, ...]
-Group = tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that FSDP2 gathers and reduces together.
+
+    Attributes:
+        shapes: of each, as tensor and expert parallelism leave it.
+        ep: how many ranks of ``dp_shard`` hold other experts, so that only ``dp_shard / ep`` share these.
+    """
+
+    shapes: tuple[Shape, ...] = ()
+    ep: int = 1
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def n_elements(self) -> int:
+        return sum(map(prod, self.shapes))
+
+
+Layer = tuple[Group, ...]
+"""One decoder layer: its group, and that of its experts where expert parallelism shards them over other ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +55,29 @@ class StagePlan:
     Attributes:
         index: which stage, of ``n_stages``.
         root: embedding, final norm and head, where they are here.
-        layer: one decoder layer, of ``n_layers``, all alike.
+        dense: a decoder layer without experts.
+        sparse: one with experts.
+        has_experts: for each decoder layer here which of both it is.
     """
 
     index: int
     n_stages: int
     root: Group
-    layer: Group
-    n_layers: int
+    dense: Layer
+    sparse: Layer
+    has_experts: tuple[bool, ...]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.has_experts)
+
+    @property
+    def n_sparse(self) -> int:
+        return sum(self.has_experts)
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [self.sparse if sparse else self.dense for sparse in self.has_experts]
 
     @property
     def is_first(self) -> bool:
@@ -50,11 +89,12 @@ class StagePlan:
 
     @property
     def groups(self) -> list[Group]:
-        return [*([self.root] if self.root else []), *[self.layer] * self.n_layers]
+        return [*([self.root] if self.root else []), *(group for layer in self.layers for group in layer)]
 
     def total(self, of: Callable[[Group], int]) -> int:
-        """Return the sum over the groups; layers, being alike, are asked once."""
-        return of(self.root) + self.n_layers * of(self.layer)
+        """Return the sum over the groups; layers of one kind, being alike, are asked once."""
+        dense, sparse = (sum(map(of, layer)) for layer in (self.dense, self.sparse))
+        return of(self.root) + (self.n_layers - self.n_sparse) * dense + self.n_sparse * sparse
 
 
 def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int) -> Coordinates:
@@ -67,28 +107,33 @@ def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int
     return Coordinates(at_pp, at_replicate, at_shard, at_tp)
 
 
-def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int) -> list[StagePlan]:
+def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int, ep: int = 1) -> list[StagePlan]:
     """Return the stages ``indices`` of ``n_stages``, layers split evenly."""
-    n_layers = [end - start for start, end in compute_layer_assignment(config.n_layers, n_stages)]
-    layer = _layer(config, tp)
-    return [StagePlan(i, n_stages, _root(config, tp, i, n_stages), layer, n_layers[i]) for i in indices]
+    has_experts = tuple(map(config.has_experts, range(config.n_layers)))
+    ranges = compute_layer_assignment(config.n_layers, n_stages)
+    dense, sparse = _dense(config, tp), _sparse(config, tp, ep) if config.n_experts else ()
+    return [
+        StagePlan(i, n_stages, _root(config, tp, i, n_stages), dense, sparse, has_experts[slice(*ranges[i])])
+        for i in indices
+    ]
 
 
-def gathered_elements(group: Sequence[Shape], n_shards: int) -> int:
-    """Rows are padded to a multiple of ``n_shards``."""
-    return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group)
+def gathered_elements(group: Group, dp_shard: int) -> int:
+    """Rows are padded to a multiple of the ranks that share the group."""
+    n_shards = dp_shard // group.ep
+    return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group.shapes)
 
 
-def held_elements(group: Sequence[Shape], n_shards: int, at: int) -> int:
-    """Return the elements of a group that shard ``at`` of ``n_shards`` holds: the last ones may be short, or empty."""
-    held = 0
-    for shape in group:
+def held_elements(group: Group, dp_shard: int, at: int) -> int:
+    """Return the elements of a group that rank ``at`` of ``dp_shard`` holds: the last ones may have few, or none."""
+    n_shards, shard, held = dp_shard // group.ep, at // group.ep, 0
+    for shape in group.shapes:
         rows = -(-shape[0] // n_shards)
-        held += max(0, min(rows, shape[0] - at * rows)) * prod(shape[1:])
+        held += max(0, min(rows, shape[0] - shard * rows)) * prod(shape[1:])
     return held
 
 
-def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool | int, *, pipelined: bool) -> int:
+def unsharded_elements(stages: Iterable[StagePlan], dp_shard: int, policy: bool | int, *, pipelined: bool) -> int:
     """Return the most elements of gathered parameters alive in a step, as ``parallel.traffic_and_memory`` has them.
 
     ``policy`` is ``reshard_after_forward``. The backward of a pipelined step keeps what it gathered.
@@ -96,10 +141,15 @@ def unsharded_elements(stages: Iterable[StagePlan], n_shards: int, policy: bool 
     left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
     n_elements = Fraction(0)
     for stage in stages:
-        root, layer = (gathered_elements(group, n_shards) for group in (stage.root, stage.layer))
-        # A layer in use, and one gathered ahead; from one shard there is nothing to gather.
-        full = stage.n_layers if pipelined else min(2 if n_shards > 1 else 1, stage.n_layers)
-        n_elements += root + layer * (full + left * (stage.n_layers - full))
+        kinds = [[gathered_elements(group, dp_shard) for group in layer] for layer in (stage.dense, stage.sparse)]
+        layers = [kinds[sparse] for sparse in stage.has_experts]
+        every, most = sum(map(sum, layers)), 0
+        for i, layer in enumerate(layers):
+            # A layer in use, and the group that backward gathers ahead; from one shard there is nothing to gather.
+            ahead = layers[i - 1][0] if i and dp_shard > 1 else 0
+            most = max(most, sum(layer) + ahead)
+        full = every if pipelined else most
+        n_elements += gathered_elements(stage.root, dp_shard) + full + left * (every - full)
     return int(n_elements)
 
 
@@ -117,17 +167,36 @@ def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:
             root.append((config.vocab_size // tp, config.dim))
         elif n_stages > 1 or not config.tie_embeddings:  # a whole tied model has one matrix for both ends
             root.append(matrix)
-    return tuple(root)
+    return Group(tuple(root))
 
 
-def _layer(config: ModelConfig, tp: int) -> Group:
-    """Column-wise matrices lose rows, row-wise ones columns, norms nothing."""
-    dim, hidden, kv_dim = config.dim, config.hidden_dim, config.kv_heads * config.head_dim
-    attention: Group = ((dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim), (dim, dim // tp))
+def _dense(config: ModelConfig, tp: int) -> Layer:
+    return (Group(_attention(config, tp) + _feed_forward(config, config.hidden_dim, tp)),)
+
+
+def _sparse(config: ModelConfig, tp: int, ep: int) -> Layer:
+    """Tensor parallelism cuts attention alone: experts are whole on each of its ranks."""
+    dim, width = config.dim, config.expert_hidden_dim
+    n_here, n_inner = config.n_experts // ep, config.n_ffn_matrices - 1
+    experts: tuple[Shape, ...] = ((n_here, dim, width),) * n_inner + ((n_here, width, dim),)
+    rest = (*_attention(config, tp), (config.n_experts, dim))
+    if config.n_shared_experts:
+        rest += _feed_forward(config, config.n_shared_experts * width, 1)
+    return (Group(rest), Group(experts, ep)) if ep > 1 else (Group(rest + experts),)
+
+
+def _attention(config: ModelConfig, tp: int) -> tuple[Shape, ...]:
+    """Return the shapes of attention and both norms: column-wise matrices lose rows, row-wise ones columns."""
+    dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_heads * config.head_dim
+    shapes: tuple[Shape, ...] = ((dim,), (q_dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim))
+    shapes += ((dim, q_dim // tp), (dim,))
     if config.qkv_bias:
-        attention += ((dim // tp,), (kv_dim // tp,), (kv_dim // tp,))
-    feed_forward: Group = ((hidden // tp, dim),) * (config.n_ffn_matrices - 1) + ((dim, hidden // tp),)
-    return ((dim,), *attention, (dim,), *feed_forward)
+        shapes += ((q_dim // tp,), (kv_dim // tp,), (kv_dim // tp,))
+    return shapes + ((config.head_dim,),) * (2 * config.qk_norm)
+
+
+def _feed_forward(config: ModelConfig, width: int, tp: int) -> tuple[Shape, ...]:
+    return ((width // tp, config.dim),) * (config.n_ffn_matrices - 1) + ((config.dim, width // tp),)
 
 
 @dataclass(frozen=True)
@@ -181,6 +250,8 @@ class Layout:
             does; ``after`` a stage's last backward, while its rank waits; ``"auto"`` is the latter under a
             ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
             backward are the step, as in a loop of one's own.
+        ep: groups of this many ranks of ``dp_shard``, neighbours with different data, share the experts of a layer.
+        imbalance: the load of the fullest expert over the mean load; a capacity factor of the model limits it.
 
     Schedules that do not end a step or keep stages twice are refused.
     """
@@ -203,15 +274,25 @@ class Layout:
     overlap: bool = True
     reduces: Literal["auto", "backward", "after"] = "auto"
     receives_ahead: bool = True
+    ep: int = 1
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size"):
+        for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
             if getattr(self, name) > _MOST_RANKS:
                 raise ValueError(f"{name}={getattr(self, name)}: give at most {_MOST_RANKS:,}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
+        if self.dp_shard % self.ep:
+            below = max(k for k in range(1, self.ep) if self.dp_shard % k == 0)
+            raise ValueError(
+                f"ep={self.ep} must divide dp_shard={self.dp_shard}, whose ranks share the experts: the largest below "
+                f"that works is ep={below}"
+            )
+        if not 1 <= self.imbalance < math.inf:
+            raise ValueError(f"imbalance={self.imbalance}: give the fullest expert's load over the mean, at least 1")
         entry = find(self.schedule)
         if entry.updates:
             raise ValueError(f"schedule={self.schedule!r} has no step that ends: plan a synchronous one")
@@ -268,10 +349,10 @@ class Layout:
 
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
-        return stage_plans(model, here, self.n_stages, self.tp)
+        return stage_plans(model, here, self.n_stages, self.tp, self.ep)
 
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
-        return stage_plans(model, range(self.n_stages), self.n_stages, self.tp)
+        return stage_plans(model, range(self.n_stages), self.n_stages, self.tp, self.ep)
 
     def n_microbatches(self, global_batch: int) -> int:
         """Of one data-parallel rank, in a step of ``global_batch`` sequences."""
@@ -303,6 +384,13 @@ class Layout:
                 f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} × "
                 f"{cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
             )
+        if self.ep > 1 and not model.n_experts:
+            raise ValueError(f"ep={self.ep} shares experts, but the model has n_experts=0: leave ep at 1")
+        if self.ep > 1 and model.n_experts % self.ep:
+            works = max(k for k in range(1, self.ep) if gcd(model.n_experts, self.dp_shard) % k == 0)
+            raise ValueError(
+                f"ep={self.ep} must divide n_experts={model.n_experts}: the largest below that works is ep={works}"
+            )
         divided = {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}
         for name, size in divided.items():
             if size % self.tp:
@@ -319,6 +407,7 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = {"pp": self.pp, "tp": self.tp, "shard": self.dp_shard, "replicate": self.dp_replicate}
+        sizes["ep"] = self.ep
         mesh = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
         order = f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "") if self.pp > 1 else ""
         return f"{mesh}{order} mb={self.microbatch_size} ac={self.ac}"

@@ -27,7 +27,6 @@ Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
 """
 
 from collections.abc import Sequence
-from math import prod
 
 from course_pp.plan.layout import Layout, StagePlan, held_elements, shards_head, unsharded_elements
 from course_pp.schedule import Action, Overlap, Timeline
@@ -223,4 +222,4 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
 
 def numel(stages: Sequence[StagePlan]) -> int:
     """Return the elements of the stages' parameters on one tensor-parallel rank."""
-    return sum(s.total(lambda group: sum(map(prod, group))) for s in stages)
+    return sum(s.total(lambda group: group.n_elements) for s in stages)

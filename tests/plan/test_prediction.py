@@ -295,7 +295,7 @@ def test_wider_elements_are_slower_products():
 def test_a_head_that_tensor_parallelism_cannot_cut_is_whole_on_every_rank():
     layout, times = Layout(tp=8), []
     for model in (replace(GPT, vocab_size=n) for n in (51_200, 51_201)):
-        none = replace(layout.stages_of_all(model)[-1], n_layers=0)
+        none = replace(layout.stages_of_all(model)[-1], has_experts=())
         times.append(stage_time(model, layout, cluster_of("1x8xA100"), Constants(), 2048, none).forward)
     assert times[1] / times[0] == pytest.approx(8, rel=1e-3)
 
