@@ -17,7 +17,7 @@ ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
-    "model": {"sizes"},
+    "model": {"loss", "sizes"},
     "runtime": {"collective", "microbatches", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
     "parallel": {
         "collective",

@@ -434,9 +434,8 @@ def planned_report(
     """(microbatches of a rank, MFU, parameters of each pipeline rank)"""
     m = batch // layout.n_data // layout.microbatch_size
     mfu = model_flops(model, batch, seq_len) / (step_s * cluster.gpu.peak * cluster.n_gpus)
-    held = [
-        (end - start) * model.n_layer_parameters for start, end in compute_layer_assignment(model.n_layers, layout.pp)
-    ]
+    parameters = model.layer_parameters
+    held = [sum(parameters[start:end]) for start, end in compute_layer_assignment(model.n_layers, layout.pp)]
     held[0] += model.n_embedding_parameters
     held[-1] += model.n_head_parameters
     return m, mfu, held

@@ -1,5 +1,6 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
+from course_pp.model.experts import MoE, Router
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
 from course_pp.model.stages import (
     ForwardFlops,
@@ -17,8 +18,10 @@ __all__ = [
     "DecoderLayer",
     "ForwardFlops",
     "KVCache",
+    "MoE",
     "ModelConfig",
     "PipelineStageModule",
+    "Router",
     "Transformer",
     "build_stage_module",
     "compute_layer_assignment",

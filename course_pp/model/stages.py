@@ -159,8 +159,9 @@ def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
     """Forward FLOPs of each part for one sequence of `seq_len` tokens.
 
     A multiply-add is two operations, so a matrix costs 2 · parameters a token (Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1). Attention scores and their weighted sum cost 2 · head_dim each, for every
-    head and (query, key) pair: 4 · dim a pair. Causal attention needs seq_len · (seq_len + 1) / 2 pairs.
+    arXiv:2001.08361, section 2.1); of experts, those that a token goes to. Attention scores and their weighted sum cost
+    2 · head_dim each, for every head and (query, key) pair: 4 · dim a pair, if the heads together are as wide as the
+    model. Causal attention needs seq_len · (seq_len + 1) / 2 pairs.
     Looking up an embedding multiplies nothing; norms, biases, rotations and softmax are left out as small.
 
     To balance a pipeline, head included:
@@ -170,10 +171,10 @@ def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
     """
     if not 1 <= seq_len <= config.max_seq_len:
         raise ValueError(f"seq_len={seq_len} must lie between 1 and max_seq_len={config.max_seq_len}")
-    matrices = 2.0 * config.n_layer_matrices * seq_len
-    attention = 2.0 * config.dim * seq_len * (seq_len + 1)
+    attention = 2.0 * config.q_dim * seq_len * (seq_len + 1)
+    layers = tuple(2.0 * matrices * seq_len + attention for matrices in config.layer_matrices)
     head = 2.0 * config.vocab_size * config.dim * seq_len
-    return ForwardFlops(embed=0.0, layers=(matrices + attention,) * config.n_layers, head=head)
+    return ForwardFlops(embed=0.0, layers=layers, head=head)
 
 
 def _best_split(

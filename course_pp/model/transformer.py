@@ -8,7 +8,8 @@ One class serves the whole model and every pipeline stage: a part that lives els
 and the seed alone, so the same seed gives the same full model whatever the split.
 
 Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation layout that
-Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020).
+Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020) or, in
+`course_pp.model.experts`, a mixture of such blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.arguments import checked
+from course_pp.model.experts import MoE, Router
 from course_pp.sizes import ModelConfig
 
 INIT_STD = 0.02
@@ -124,16 +126,20 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         kv_dim = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=config.qkv_bias)
+        self.q_proj = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.dim, kv_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
+        self.o_proj = nn.Linear(config.q_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """x (batch, seq, dim) -> (batch, seq, dim); the others as in `DecoderLayer.forward`."""
         q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -150,11 +156,12 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """Gated feed-forward block: down(silu(gate(x)) · up(x)), (batch, seq, dim) -> (batch, seq, dim)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        width = config.hidden_dim if width is None else width
+        self.gate_proj = nn.Linear(config.dim, width, bias=False)
+        self.up_proj = nn.Linear(config.dim, width, bias=False)
+        self.down_proj = nn.Linear(width, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -163,24 +170,31 @@ class SwiGLU(nn.Module):
 class FeedForward(nn.Module):
     """Ungated feed-forward block: down(gelu(up(x))), (batch, seq, dim) -> (batch, seq, dim)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        width = config.hidden_dim if width is None else width
+        self.up_proj = nn.Linear(config.dim, width, bias=False)
+        self.down_proj = nn.Linear(width, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: attention, then the feed-forward block, each added to the residual stream."""
+    """Pre-norm block: attention, then the feed-forward block or experts, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = SwiGLU(config) if config.gated_ffn else FeedForward(config)
+        feed_forward = SwiGLU if config.gated_ffn else FeedForward
+        self.mlp: nn.Module
+        if config.has_experts(layer):
+            shared = config.n_shared_experts * config.expert_hidden_dim
+            self.mlp = MoE(config, layer, feed_forward(config, shared) if shared else None)
+        else:
+            self.mlp = feed_forward(config)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
@@ -236,7 +250,7 @@ class Transformer(nn.Module):
         # Built on meta, so that the modules' own initialisers allocate nothing and draw nothing.
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.dim) if has_embedding else None
-            self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(start, end)})
+            self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(start, end)})
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has_head else None
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if has_head else None
             table = torch.empty(config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
@@ -320,6 +334,9 @@ class Transformer(nn.Module):
             # Wrappers (activation checkpointing, torch.compile) insert path parts that start with an underscore.
             full_name = ".".join(part for part in name.split(".") if not part.startswith("_"))
             _fill(parameter, self._draw(full_name, parameter.shape, seed))
+        for module in self.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.zero_()
 
     @torch.no_grad()
     def init_freqs_and_ties(self) -> None:
@@ -342,7 +359,7 @@ class Transformer(nn.Module):
         if name == "head.weight" and self.config.tie_embeddings:
             # A stage with only this end must start from what the stage with the other end draws.
             name = "embed.weight"
-        ends_in_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        ends_in_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
         std = INIT_STD / math.sqrt(2 * self.config.n_layers) if ends_in_residual else INIT_STD
         generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
         return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)

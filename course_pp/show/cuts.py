@@ -27,7 +27,7 @@ def cut(
 
     Args:
         config: a :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and numbers of
-            parameters of the embedding, a layer and the head.
+            parameters of the embedding, each layer and the head.
         layers: (start, end) of the layers of each of up to 8 stages, as
             :func:`course_pp.model.compute_layer_assignment` gives them.
         tokens: that go through at once, rows × length.
@@ -43,7 +43,7 @@ def cut(
     sizes, contents = [], []
     for stage, (start, end) in enumerate(layers):
         first, last = config.n_embedding_parameters * (stage == 0), config.n_head_parameters * (stage == p - 1)
-        sizes.append(itemsize * (first + (end - start) * config.n_layer_parameters + last))
+        sizes.append(itemsize * (first + sum(config.layer_parameters[start:end]) + last))
         held = ["the embedding"] * (stage == 0)
         held += [f"layers {start} to {end - 1}" if end - start > 1 else f"layer {start}"] * (end > start)
         contents.append(", ".join([*held, *["norm and head"] * (stage == p - 1)]))

@@ -161,7 +161,7 @@ def test_a_cut_tells_the_bytes_that_cross_and_those_that_stay() -> None:
 
 
 def test_a_model_of_ones_own_needs_sizes_only() -> None:
-    sizes = {"n_embedding_parameters": 8, "n_layer_parameters": 100, "n_head_parameters": 8}
+    sizes = {"n_embedding_parameters": 8, "layer_parameters": (100, 100), "n_head_parameters": 8}
     assert title(show.cut(SimpleNamespace(dim=4, n_layers=2, **sizes), [(0, 1), (1, 2)], tokens=1))
 
 

@@ -1,0 +1,233 @@
+"""A mixture of experts in place of the feed-forward block, readable beside `SwiGLU`.
+
+    x ──► router ──► each token's top_k experts ──► sort the (token, choice) pairs by expert ──► experts
+     │                                                                                             │
+     └──► shared experts, if any ───────────────────► + ◄── weighted sum ◄── the tokens' order ◄───┘
+
+An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017, arXiv:1701.06538).
+All experts of a layer are packed into one tensor a matrix, (n_experts, in, out), so that one grouped product does
+them all. The layer knows nothing of ranks: expert parallelism replaces the call ``self.experts(x, counts)``.
+
+If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balance`` says what does:
+
+- ``"loss"``: Switch Transformer's (:func:`balance_loss`) over the tokens of a microbatch.
+- ``"sequence"``: the same loss of each sequence, averaged, as in DeepSeek-V3.
+- ``"bias"``: no loss; a bias decides with the scores who is chosen, and moves after the step.
+- ``"none"``: nothing.
+
+A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of the model, and
+:func:`course_pp.loss.attach_loss` adds it there, under names such as ``layers.3.balance``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course_pp.loss import attach_loss
+from course_pp.sizes import ModelConfig
+
+
+class Routing(NamedTuple):
+    """Where each token goes.
+
+    Attributes:
+        experts: (tokens, top_k) int64, best first.
+        weights: (tokens, top_k), what their outputs are multiplied by; float32 or wider.
+        logits: (tokens, n_experts).
+        scores: (tokens, n_experts); each token's sum to 1.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor
+    scores: Tensor
+
+
+class Router(nn.Module):
+    """Choose each token's `top_k` experts by a score for each, in float32 or wider.
+
+    Attributes:
+        weight: (n_experts, dim).
+        bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to weigh (Wang et al. 2024,
+            arXiv:2408.15664). :func:`update_router_bias` moves it.
+        load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
+            has dropped, in all microbatches that have gone backward since somebody took it; None: in none.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim).normal_(std=config.dim**-0.5))
+        biased = config.balance == "bias"
+        self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None)
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Routing:
+        """x (tokens, dim)."""
+        config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
+        chosen_by = scores if self.bias is None else scores + self.bias
+        experts = chosen_by.topk(config.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if config.normalize_top_k:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if config.router == "sigmoid":
+            scores = scores / scores.sum(-1, keepdim=True)
+        return Routing(experts, weights * config.router_scale, logits, scores)
+
+
+class Experts(nn.Module):
+    """The experts of one layer, each a feed-forward block as `SwiGLU`; without a gate as `FeedForward`.
+
+    Attributes:
+        gate_proj, up_proj: (n_experts, dim, expert_hidden_dim).
+        down_proj: (n_experts, expert_hidden_dim, dim).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        into, out_of = (config.dim, config.expert_hidden_dim), (config.expert_hidden_dim, config.dim)
+
+        def packed(shape: tuple[int, int]) -> nn.Parameter:
+            return nn.Parameter(torch.empty(config.n_experts, *shape).normal_(std=shape[0] ** -0.5))
+
+        self.gate_proj = packed(into) if config.gated_ffn else None
+        self.up_proj = packed(into)
+        self.down_proj = packed(out_of)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x (rows, dim), sorted by expert; counts (experts,) int64: how many of the rows each has -> (rows, dim)."""
+        up = grouped_product(x, self.up_proj, counts)
+        if self.gate_proj is None:
+            return grouped_product(F.gelu(up), self.down_proj, counts)
+        return grouped_product(F.silu(grouped_product(x, self.gate_proj, counts)) * up, self.down_proj, counts)
+
+
+class MoE(nn.Module):
+    """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
+
+    Args:
+        config: sizes of the full model.
+        layer: which of its layers this is in; its losses are named after it.
+        shared: what every token passes through besides.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, shared: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.name = f"layers.{layer}"
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens)
+        chosen = pairs_by_expert(routing.experts, self.config.n_experts)
+        # Stable, so that an expert gets its tokens in their order: those that come too late are dropped.
+        by_expert, order = routing.experts.flatten().sort(stable=True)
+        counts = chosen
+        if self.config.capacity_factor is not None:
+            capacity = math.ceil(self.config.capacity_factor * order.numel() / self.config.n_experts)
+            place = torch.arange(order.numel(), device=x.device) - (chosen.cumsum(0) - chosen)[by_expert]
+            order, counts = order[place < capacity], chosen.clamp(max=capacity)
+
+        computed = self.experts(tokens[order // self.config.top_k], counts)
+
+        pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1]).index_copy(0, order, computed)
+        weighted = pairs.unflatten(0, routing.experts.shape) * routing.weights[..., None]
+        out = weighted.sum(1).to(x.dtype).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        if torch.is_grad_enabled():
+            out = _Tally.apply(out, self.router, torch.stack((chosen, chosen - counts)))
+            for name, loss in self._losses(routing, x.shape[:2]).items():
+                out = attach_loss(out, loss, f"{self.name}.{name}")
+        return out
+
+    def _losses(self, routing: Routing, batch_and_seq: torch.Size) -> dict[str, Tensor]:
+        """Return those of one microbatch by name; none if nothing that they depend on is trained."""
+        losses = {}
+        if self.config.balance in ("loss", "sequence"):
+            scores, experts = (each.unflatten(0, batch_and_seq) for each in (routing.scores, routing.experts))
+            if self.config.balance == "loss":
+                scores, experts = scores.flatten(0, 1)[None], experts.flatten(0, 1)[None]
+            losses["balance"] = self.config.balance_coef * balance_loss(scores, experts)
+        if self.config.z_coef:
+            losses["z"] = self.config.z_coef * z_loss(routing.logits)
+        return losses if routing.scores.requires_grad else {}
+
+
+class _Tally(torch.autograd.Function):
+    """Add to a router's load when a microbatch goes backward: once, however often its forward was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, router: Router, load: Tensor) -> Tensor:
+        ctx.router, ctx.load = router, load
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        before = ctx.router.load
+        ctx.router.load = ctx.load if before is None else before + ctx.load
+        return gradient, None, None
+
+
+def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
+    """Return how often each expert is chosen in experts (..., tokens, top_k) -> (..., n_experts) int64."""
+    flat = experts.flatten(-2)
+    return flat.new_zeros(*flat.shape[:-1], n_experts).scatter_add(-1, flat, torch.ones_like(flat))
+
+
+def balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
+    """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all experts get as many.
+
+    n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no gradient, and P its mean
+    score (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). A group that is one sequence makes it DeepSeek-V3's
+    sequence-wise loss (arXiv:2412.19437, equations 17 to 20).
+
+    Args:
+        scores: (groups, tokens, n_experts), each token's with sum 1.
+        experts: (groups, tokens, top_k).
+    """
+    n_experts = scores.shape[-1]
+    fractions = pairs_by_expert(experts, n_experts).to(scores.dtype) / experts[0].numel()
+    return n_experts * (fractions * scores.mean(1)).sum(-1).mean()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return the mean of logsumexp(logits)², which keeps logits (tokens, n_experts) small.
+
+    Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
+    """
+    return logits.logsumexp(-1).square().mean()
+
+
+def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each group of rows with a matrix of its own: x (rows, in), weights (groups, in, out) -> (rows, out).
+
+    An empty group's matrix gets a gradient of zeros.
+
+    Args:
+        counts: (groups,) int64, how many of the rows each group has, in order; with the sum ``rows``.
+    """
+    if _has_kernel(x, weights):
+        return F.grouped_mm(x, weights, offs=counts.cumsum(0, dtype=torch.int32))
+    if x.is_meta:  # where nobody knows the counts
+        return x @ weights[0]
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weights.unbind(), strict=True)])
+
+
+def _has_kernel(x: Tensor, weights: Tensor) -> bool:
+    """Whether torch's grouped product takes these: rows of whole 16 bytes, at least one, on a GPU of bfloat16 alone."""
+    dtypes = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}.get(x.device.type, ())
+    aligned = all(width * x.itemsize % 16 == 0 for width in weights.shape[1:])
+    return x.dtype == weights.dtype and x.dtype in dtypes and aligned and len(x) > 0
