@@ -8,7 +8,8 @@ product can add to what is there as it goes (Megatron-LM's gradient accumulation
 input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
 "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
 layer's input, which the forward has kept anyway, and in addition the gradient of its output. Everything else (norms,
-embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient at ``I``: it is little work.
+embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient at ``I``: it is little work. Not
+so packed experts: theirs is most of the work, and a schedule that splits their backward gains little by it.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
-from course_pp.model.experts import MoE, Router
+from course_pp.model.experts import ExpertLoad, MoE, Router, expert_loads, update_router_bias
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
 from course_pp.model.stages import (
     ForwardFlops,
@@ -16,6 +16,7 @@ from course_pp.sizes import ModelConfig, compute_layer_assignment
 __all__ = [
     "CrossEntropy",
     "DecoderLayer",
+    "ExpertLoad",
     "ForwardFlops",
     "KVCache",
     "MoE",
@@ -28,9 +29,11 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "drop_other_stages",
+    "expert_loads",
     "from_hf",
     "hf_state_dict",
     "layer_costs",
     "load_hf_state_dict",
     "partition_by_cost",
+    "update_router_bias",
 ]

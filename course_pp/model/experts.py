@@ -22,11 +22,15 @@ A loss is of one microbatch on one data rank, as everybody computes it. It arise
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.loss import attach_loss
 from course_pp.sizes import ModelConfig
@@ -123,7 +127,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.config = config
-        self.name = f"layers.{layer}"
+        self.layer = layer
         self.router = Router(config)
         self.experts = Experts(config)
         self.shared = shared
@@ -150,7 +154,7 @@ class MoE(nn.Module):
         if torch.is_grad_enabled():
             out = _Tally.apply(out, self.router, torch.stack((chosen, chosen - counts)))
             for name, loss in self._losses(routing, x.shape[:2]).items():
-                out = attach_loss(out, loss, f"{self.name}.{name}")
+                out = attach_loss(out, loss, f"layers.{self.layer}.{name}")
         return out
 
     def _losses(self, routing: Routing, batch_and_seq: torch.Size) -> dict[str, Tensor]:
@@ -179,6 +183,71 @@ class _Tally(torch.autograd.Function):
         before = ctx.router.load
         ctx.router.load = ctx.load if before is None else before + ctx.load
         return gradient, None, None
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How one layer's experts were used in a step.
+
+    Attributes:
+        tokens: by expert, how many tokens chose it.
+        dropped: how many of these choices exceeded an expert's capacity, in all.
+    """
+
+    tokens: tuple[int, ...]
+    dropped: int
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load over the mean, 1 if all experts have as many tokens."""
+        return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
+
+
+def expert_loads(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> dict[str, ExpertLoad]:
+    """Return the loads of all layers with experts since the last call, by names such as ``layers.3``; a collective.
+
+    They are those of all microbatches that went backward, on all ranks, and the same on every rank. Call it once a
+    step, so under accumulation after the last backward, and give the loads to :func:`update_router_bias`.
+
+    Args:
+        modules: this rank's stages, of a `Transformer` with experts, or the whole.
+        device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
+    """
+    modules = list(modules)
+    config, device = cast(ModelConfig, modules[0].config), next(modules[0].parameters()).device
+    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+    loads = torch.zeros(len(layers), 2, config.n_experts, dtype=torch.int64, device=device)
+    for mixture in _mixtures(modules):
+        if mixture.router.load is not None:
+            loads[layers.index(mixture.layer)] += mixture.router.load
+        mixture.router.load = None
+    if dist.is_initialized():
+        dist.all_reduce(loads)
+    # The ranks of a tensor-parallel group see the same tokens.
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
+    copies = device_mesh["tp"].size() if device_mesh is not None and "tp" in names else 1
+    return {
+        f"layers.{layer}": ExpertLoad(tuple(tokens), sum(dropped))
+        for layer, (tokens, dropped) in zip(layers, (loads // copies).tolist(), strict=True)
+    }
+
+
+@torch.no_grad()
+def update_router_bias(modules: Iterable[nn.Module], loads: Mapping[str, ExpertLoad]) -> None:
+    """Move each router's bias by ``balance_coef``: up where an expert had fewer tokens than the mean, else down.
+
+    After a step and without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437,
+    section 2.1.2, with 0.001). A no-op unless ``balance="bias"``.
+    """
+    for mixture in _mixtures(modules):
+        bias = mixture.router.bias
+        if bias is not None:
+            tokens = torch.tensor(loads[f"layers.{mixture.layer}"].tokens, dtype=torch.float64, device=bias.device)
+            bias += mixture.config.balance_coef * (tokens.mean() - tokens).sign().to(bias.dtype)
+
+
+def _mixtures(modules: Iterable[nn.Module]) -> list[MoE]:
+    return [part for module in modules for part in module.modules() if isinstance(part, MoE)]
 
 
 def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
