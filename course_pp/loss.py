@@ -168,7 +168,7 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank. Without gradients
     (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed forward counts once. In ``parallel``
     ranks agree in a pipeline's first step whether anybody attaches: for a loss that begins later attach 0 × loss
-    before. Scale ``loss`` as you scale the other under ``GradScaler``.
+    before. A pipeline's ``scaler`` scales attached losses too.
 
     Args:
         tensor: of floating point; the module's output must depend on it.

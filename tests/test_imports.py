@@ -12,15 +12,26 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `grad_scaler`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"loss", "sizes"},
-    "runtime": {"collective", "microbatches", "module_extras", "loss", "schedule", "sizes", "tied", "weight_gradients"},
+    "runtime": {
+        "collective",
+        "grad_scaler",
+        "microbatches",
+        "module_extras",
+        "loss",
+        "schedule",
+        "sizes",
+        "tied",
+        "weight_gradients",
+    },
     "parallel": {
         "collective",
+        "grad_scaler",
         "module_extras",
         "loss",
         "microbatches",
@@ -31,7 +42,7 @@ ARROWS = {
         "tied",
         "weight_gradients",
     },
-    "training": {"collective", "module_extras", "loss", "model", "parallel", "runtime", "schedule"},
+    "training": {"collective", "grad_scaler", "module_extras", "loss", "model", "parallel", "runtime", "schedule"},
     "launch": {"cycles", "imports"},
     "doctor": {"launch"},
     "notebook": {"launch", "runtime", "schedule"},

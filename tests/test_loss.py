@@ -1,6 +1,5 @@
 """A microbatch's share of a batch's loss: the product and the gradient that backward begins with say the same."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,25 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
 from course_pp.loss import counted, loss_share, share_of
 from course_pp.model import CrossEntropy
 from course_pp.parallel import (
     DistributedConfig,
-    apply_fsdp2,
     build_pipeline_schedule,
     build_pipeline_stage,
-    get_dp_rank,
-    get_dp_size,
-    get_pp_rank,
     init_distributed,
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from tests.equality import adamw, full
 
 SIZES = (3, 1, 4)
 
@@ -139,50 +131,3 @@ def test_a_gradient_of_ones_own_is_divided_by_its_giver() -> None:
             for name, gradient in gradients.items():
                 expected = (first, last)[rank].get_parameter(name).grad
                 torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
-
-
-def scaled_on_rank(rank: int, engine: str, x: Tensor, y: Tensor) -> list[tuple[int, dict[str, Tensor], float]]:
-    """Weights and scale after each of three steps; the second finds an infinity, on the first stage only."""
-    mesh = init_distributed(DistributedConfig(pp=2))
-    stage = get_pp_rank(mesh)
-    module = two_stages()[stage]
-    apply_fsdp2(module, mesh, blocks=())
-    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))  # or it has no scale where there is no loss
-    step = on_either_engine(mesh, module, lambda o, t: scaler.scale(F.mse_loss(o, t)), engine)
-    optimizer = adamw([module])
-    x, y = (each.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for each in (x, y))
-    found = []
-    for i in range(3):
-        optimizer.zero_grad()
-        step(x, y)
-        if i == 1 and rank == 0:
-            gradient = module.weight.grad
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0] = math.inf
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        weights = {name: full(weight.detach()).clone() for name, weight in module.named_parameters()}
-        found.append((stage, weights, scaler.get_scale()))
-    return found
-
-
-@pytest.mark.parametrize(("engine", "n_ranks"), [("parallel", 4), ("runtime", 2)])
-def test_torchs_sharded_scaler_lets_all_stages_skip_together(engine: str, n_ranks: int) -> None:
-    x, y = torch.randn(2, 16, 4, dtype=torch.float64)
-    ranks = on_ranks(n_ranks, scaled_on_rank, engine, x, y, timeout_s=60)
-    stages = two_stages()
-    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), adamw(stages)
-    for i in range(3):
-        optimizer.zero_grad()
-        scaler.scale(F.mse_loss(nn.Sequential(*stages)(x), y)).backward()
-        if i == 1:
-            stages[0].weight.grad[0] = math.inf
-        scaler.step(optimizer)
-        scaler.update()
-        for row in ranks:
-            stage, weights, scale = row[i]
-            assert scale == scaler.get_scale() == (512.0 if i else 1024.0)
-            for name, weight in weights.items():
-                expected = stages[stage].get_parameter(name).detach()
-                torch.testing.assert_close(weight, expected, rtol=0, atol=1e-11)

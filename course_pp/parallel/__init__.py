@@ -19,6 +19,7 @@ Order of use::
 Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
 """
 
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import TokenLoss, attach_loss
 from course_pp.model import (
     ModelConfig,
@@ -80,6 +81,7 @@ __all__ = [
     "CollectiveCounts",
     "DistributedConfig",
     "Entered",
+    "MeshGradScaler",
     "ModelConfig",
     "OptimisticStep",
     "PipelineSchedule",

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from course_pp.arguments import check_arguments, refuse_bad_timeout, shown
 from course_pp.collective import Ranks
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import (
     LossFn,
     Sums,
@@ -64,6 +65,7 @@ def build_pipeline_schedule(
     schedule: str | Schedule = "1f1b",
     *,
     tied: Iterable[SharedName] | None = None,
+    scaler: MeshGradScaler | None = None,
     timeout_s: float = _LIMIT_S,
 ) -> "PipelineSchedule":
     """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
@@ -75,16 +77,14 @@ def build_pipeline_schedule(
         loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
             over the counted tokens of the whole batch instead of over microbatches. The loss is divided before the
             backward, where torch divides gradients after it: a gradient that an autograd function of your own adds
-            must be divided too, by ``n_microbatches`` where microbatches weigh alike; :func:`attach_loss` does so. A
-            loss scaled by ``torch.amp.GradScaler`` needs
-            ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``, or a stage that finds an infinity skips
-            its step alone.
+            must be divided too, by ``n_microbatches`` where microbatches weigh alike; :func:`attach_loss` does so.
         schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose stages are placed
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
             them. This package's model knows its ties. For others, None refuses stages whose values look tied, and
             ``[]`` says that nothing is tied. A further weight with the values of a declared tie is refused too.
+        scaler: scales the loss and attached losses in the backward, for float16; the loss returned is not scaled.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
     Raises:
@@ -99,7 +99,7 @@ def build_pipeline_schedule(
     Ranks(group, limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     stages.sort(key=lambda s: s.stage_index)
     tied = None if tied is None else list(tied)
-    stages, rows = _agree(stages, n_microbatches, schedule, tied, float(timeout_s))
+    stages, rows = _agree(stages, n_microbatches, schedule, tied, scaler, float(timeout_s))
     splits = splits_backward(schedule) != "none"
     for each in stages:
         each.can_split = each.can_split and splits
@@ -111,7 +111,7 @@ def build_pipeline_schedule(
             "checkpointing. Use a schedule that does not split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
             stacklevel=2,
         )
-    return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows)
+    return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows, scaler)
 
 
 def _everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
@@ -150,6 +150,7 @@ class PipelineSchedule:
         loss_fn: LossFn | TokenLoss,
         schedule: str | Schedule,
         rows: int,
+        scaler: MeshGradScaler | None,
     ) -> None:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
@@ -161,6 +162,9 @@ class PipelineSchedule:
         if mesh is not None and has_dp_mesh(mesh):
             self._dp_groups = [mesh.get_group(n) for n in mesh.mesh_dim_names or () if n.startswith("dp_")]
         self._divisor: torch.Tensor | float = 1.0
+        self._scaler = scaler
+        if scaler is not None:
+            scaler.in_pipeline = True
         self._attaches: bool | None = None  # whether anybody attaches losses; None before the first step
         self.attached: dict[str, float] = {}
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
@@ -219,13 +223,16 @@ class PipelineSchedule:
         if not self._starts_equal:
             self._everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        if scale != 1.0 and target is not None:  # over so much less, the loss and attached ones are larger by the scale
+            self._divisor = torch.as_tensor(self._divisor, dtype=torch.float64) / scale
         self._weigh(target)
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed():
                 self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
-            loss = self._tell_everyone(losses)
-            self._tell_attached()
+            loss = self._tell_everyone(losses) / scale
+            self._tell_attached(scale)
             return loss
 
     def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
@@ -328,7 +335,7 @@ class PipelineSchedule:
         for stage in self.stages:
             stage.weights = weights
 
-    def _tell_attached(self) -> None:
+    def _tell_attached(self, scale: float) -> None:
         """Tell all ranks what is attached, the mean over data ranks; or refuse together what was wrong with it."""
         if self._attaches is False:
             return
@@ -342,7 +349,7 @@ class PipelineSchedule:
         for theirs in everyone:
             total = added_sums(total, theirs)
         pipelines = len(everyone) / len(set(self._owner.values()))
-        self.attached = {name: value / pipelines for name, (_, value) in total.items()}
+        self.attached = {name: value / pipelines / scale for name, (_, value) in total.items()}
         self._attaches = bool(self._attaches or total)
         for stage in () if self._attaches else self.stages:
             stage.weights = None
@@ -427,6 +434,7 @@ def _agree(
     n_microbatches: int,
     schedule: str | Schedule,
     tied: Iterable[SharedName] | None,
+    scaler: MeshGradScaler | None,
     limit_s: float | None,
 ) -> tuple[list[ModelStage], int]:
     """Agree on what every stage takes and returns, and on which weights are tied; a collective.
@@ -445,6 +453,7 @@ def _agree(
             **_facts_of_transformer(stages[0]),
             "config": ours[0].config if ours else None,
             "tied": None if tied is None else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied],
+            "scaler": None if scaler is None else scaler.state_dict(),
         }
     )
     everyone.refuse(_problem_of_layers(stages, pipeline))

@@ -4,6 +4,7 @@
 :class:`Recorder` says when each rank computed and waited, as the same timeline that a simulation gives.
 """
 
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import TokenLoss, attach_loss
 from course_pp.runtime.by_hand import (
     Link,
@@ -35,6 +36,7 @@ __all__ = [
     "Hold",
     "Link",
     "LossNotFinite",
+    "MeshGradScaler",
     "Meter",
     "Overrun",
     "Pipeline",

@@ -14,6 +14,7 @@ from torch import nn
 
 from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
 from course_pp.collective import Ranks, difference
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.module_extras import problem_of_wrappers
 from course_pp.runtime.clocks import host_identity
@@ -49,6 +50,7 @@ class Options:
     timeout_s: float = 60.0
     optimizers: Optimizers | None = None
     versions: Versions | None = None
+    scaler: MeshGradScaler | None = None
 
     @property
     def trains(self) -> bool:
@@ -245,6 +247,8 @@ def _problem_of_versions(modules: Modules, options: Options) -> str | None:
             "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
         )
     ledger(schedule, versions)  # raises where it has not the versions it needs
+    if options.scaler is not None and options.scaler.is_enabled():
+        return f"scaler with versions={versions!r}: no stage sees that another's gradient overflows; leave it out"
     if options.tied:
         ties = [dict(tie) for tie in options.tied]
         return f"tied={ties} with versions={versions!r}: each end would update by itself; untie them"
@@ -286,6 +290,7 @@ def _facts(options: Options, device: torch.device) -> dict[str, Any]:
         "recompute": options.recompute,
         "tied": None if options.tied is None else [dict(tie) for tie in options.tied],
         "versions": options.versions,
+        "scaler": None if options.scaler is None else options.scaler.state_dict(),
         "transport": options.transport,
         "device": device.type,
         "cluster": repr(options.cluster),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
@@ -44,8 +45,7 @@ class Pipeline:
             writes them. ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
             needs it. The loss is divided before the backward: divide a gradient that your own autograd function adds,
-            too, or use :func:`attach_loss`. With ``torch.amp``, take torch's ``ShardedGradScaler``: its ranks skip
-            together.
+            too, or use :func:`attach_loss`.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
@@ -63,6 +63,8 @@ class Pipeline:
             Parameters must have no hooks: gradients go to versions of them.
         versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``, ``"vertical"``, ``"2bw"`` or
             ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its own.
+        scaler: scales the loss and attached losses in the backward, for float16; the losses returned are not scaled. A
+            loss that is not finite is then no error: the scaler skips the step if gradients are not finite either.
 
     Make it on every rank at once: the ranks compare what they were given.
 
@@ -91,8 +93,9 @@ class Pipeline:
         timeout_s: float = 60.0,
         optimizers: Optimizers | None = None,
         versions: Versions | None = None,
+        scaler: MeshGradScaler | None = None,
     ) -> None:
-        of_run = (recompute, tied, recorder, cluster, transport, timeout_s, optimizers, versions)
+        of_run = (recompute, tied, recorder, cluster, transport, timeout_s, optimizers, versions, scaler)
         self._options = Options(schedule, stages, loss_fn, group, device, *of_run)
         self._agreement = agreed = agree(self._options)
         self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
@@ -123,6 +126,8 @@ class Pipeline:
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
         self._evaluator: Executor | None = None
         self.attached: dict[str, float] = {}
+        if scaler is not None:
+            scaler.in_pipeline = True
 
     def step(self, inputs: Any = None, targets: Any = None, *, divisor: float | None = None) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
@@ -157,11 +162,15 @@ class Pipeline:
         if self._options.loss_fn is None:
             raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
 
+        scaler = self._options.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+
         def step() -> tuple[float, ...]:
             for weights in self._weights.values():
                 weights.begin()
             for stage in self._stages.values():
                 stage.attached.clear()
+                stage.scale = scale
             batch = self._batch(inputs, targets, divisor)
             with self._shared.apart():
                 with self._sharded.reduced_once(self._executor.trains):
@@ -172,13 +181,13 @@ class Pipeline:
             if self.schedule.n_stages - 1 in self._stages:
                 average_over(self._sharded.data_groups, shares)
             losses, sums = self._executor.tell_everyone((shares, self._attached_here()), _total)
-            self.attached = {name: value.item() for name, (_, value) in sums.items()}
+            self.attached = {name: value.item() / scale for name, (_, value) in sums.items()}
             return tuple(losses.tolist())
 
         with called_once(self._agreement.modules.values()):
             losses = self._executor.perform(step)
             for microbatch, loss in enumerate(losses):
-                if not math.isfinite(loss):
+                if not math.isfinite(loss) and (scaler is None or not scaler.is_enabled()):
                     last = self.schedule.n_stages - 1
                     what = f"the loss is {loss}, and so are gradients: zero them; look at data and learning rate"
                     where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)

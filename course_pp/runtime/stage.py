@@ -62,6 +62,7 @@ class Stage:
 
     Attributes:
         attached: what microbatches attach, of those that do (:func:`course_pp.loss.attach_loss`), in this step.
+        scale: by what the gradients of losses are multiplied.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Stage:
         self._fusing = Fusing() if weights is None and is_worth_fusing(module) else None
         self._kept: dict[int, _Kept] = {}
         self.attached: dict[int, Attached] = {}
+        self.scale = 1.0
 
     def clear(self) -> None:
         """Forget what a step that failed has left."""
@@ -148,9 +150,10 @@ class Stage:
                 set_random_state(state, self._device)
                 self._compute_and_keep(microbatch, value, read, loss, kept)
         if microbatch in self.attached:
-            self.attached[microbatch].weight = weight()
+            self.attached[microbatch].weight = weight() * self.scale
         if gradients is None:
-            gradients = tuple(kept.weight for _ in kept.roots)
+            start = kept.weight if kept.weight is None or self.scale == 1.0 else kept.weight * self.scale
+            gradients = tuple(start for _ in kept.roots)
         gradients = sum(of_values, start=gradients)
         pairs = [(root, grad) for root, grad in zip(kept.roots, gradients, strict=True) if grad is not None]
         kept.roots = []

@@ -95,7 +95,7 @@ class TrainConfig:
     """What the stages compute in and send; parameters, gradients and the optimizer's state stay in float32. `"auto"`
     is what `Trainer`'s stages compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU."""
     loss_scale: Annotated[float, _SCALE] = 2.0**16
-    """The first scale of `"fp16"`, a power of two; see `course_pp.training.optim.LossScale`."""
+    """The first scale of `"fp16"`, a power of two; see `course_pp.parallel.MeshGradScaler`."""
     on_nan: OnNan = "refuse"
     """What becomes of a step whose gradient is infinite or not a number: it ends the run, or is skipped."""
     lr: Positive = 3e-3

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import PipelineStageModule, layer_costs
 from course_pp.model.stages import Tie
@@ -166,8 +167,9 @@ class PipelineEngine(Protocol):
     def step(self, batch: Sequences, divisor: float) -> float:
         """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that loss on every rank.
 
-        The divisor is the number of tokens in all batches whose gradients add up. Stages that update their own weights
-        do so within the step: each update takes a mean of its own, and the loss is the mean over the batch's tokens.
+        The gradient is scaled, the loss is not. The divisor is the number of tokens in all batches whose gradients add
+        up. Stages that update their own weights do so within the step: each update takes a mean of its own, and the
+        loss is the mean over the batch's tokens.
         """
 
     def evaluate(self, batch: Sequences) -> float:
@@ -184,6 +186,7 @@ class ParallelEngine:
         config: TrainConfig,
         held: HeldStages,
         loss_fn: LossFn | TokenLoss,
+        scaler: MeshGradScaler,
         seq_len: int,
         device_mesh: DeviceMesh | None,
         device: torch.device,
@@ -198,7 +201,9 @@ class ParallelEngine:
 
         stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])
         tied, schedule = held.tied or None if held.ours else held.declared, config.order or config.schedule
-        self._pipeline = build_pipeline_schedule(stages, config.microbatches, loss_fn, schedule, tied=tied)
+        self._pipeline = build_pipeline_schedule(
+            stages, config.microbatches, loss_fn, schedule, tied=tied, scaler=scaler
+        )
 
     def step(self, batch: Sequences, divisor: float) -> float:
         inputs, named = self._arguments(batch)
@@ -225,6 +230,7 @@ class RuntimeEngine:
         config: TrainConfig,
         held: HeldStages,
         loss_fn: LossFn | TokenLoss,
+        scaler: MeshGradScaler,
         masked: bool,
         device_mesh: DeviceMesh | None,
         device: torch.device,
@@ -250,7 +256,14 @@ class RuntimeEngine:
         self._updates, self._loss = config.versions is not None, counted(loss_fn)
         optimizers = dict.fromkeys(stages, optimizer) if self._updates else None
         self._pipeline = Pipeline(
-            schedule, stages, loss_fn, device=device, tied=ties, optimizers=optimizers, versions=config.versions
+            schedule,
+            stages,
+            loss_fn,
+            device=device,
+            tied=ties,
+            optimizers=optimizers,
+            versions=config.versions,
+            scaler=scaler,
         )
         self._forward = Pipeline(schedule.forward_only(), stages, loss_fn, device=device)
 

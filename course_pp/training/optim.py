@@ -1,9 +1,8 @@
-"""What an update is made of: optimizers over parameter groups, learning rates, number formats and the loss's scale."""
+"""What an update is made of: optimizers over parameter groups, learning rates and number formats."""
 
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,36 +103,6 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 def precision_of(dtype: torch.dtype) -> Precision:
     """Return the name for stages that compute in ``dtype``; ``"fp32"`` for more than that."""
     return next((name for name, known in DTYPES.items() if known == dtype), "fp32")
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """The factor by which the loss is multiplied before backward, and gradients are divided after it.
-
-    Every rank of the mesh has the same: it follows from the norm of the whole model's gradient, which is one number.
-    A gradient that overflows halves the scale, and its step is skipped; after ``growth_steps`` good ones the scale
-    doubles, and never where that is None. It is a power of two, so that scaling alone rounds nothing (Micikevicius et
-    al. 2018, arXiv:1710.03740, section 3.2).
-    """
-
-    value: float = 1.0
-    good_steps: int = 0
-    growth_steps: int | None = None
-
-    @property
-    def can_shrink(self) -> bool:
-        """Whether the scale itself may have caused an overflow."""
-        return self.growth_steps is not None and self.value > 1
-
-    def after(self, norm: float) -> "LossScale":
-        """Return the scale of the next step, after one whose gradient has this norm."""
-        if self.growth_steps is None:
-            return self
-        if not math.isfinite(norm):
-            return replace(self, value=max(1.0, self.value / 2), good_steps=0)
-        if self.good_steps + 1 < self.growth_steps:
-            return replace(self, good_steps=self.good_steps + 1)
-        return replace(self, value=min(2.0**24, self.value * 2), good_steps=0)
 
 
 def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.collective import Ranks
+from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
 from course_pp.model.stages import Tie
@@ -43,14 +44,7 @@ from course_pp.training.engines import (
 )
 from course_pp.training.feed import Feed
 from course_pp.training.logs import Reporter, Speed, StepResult, find_peak
-from course_pp.training.optim import (
-    LossScale,
-    build_optimizer,
-    build_scheduler,
-    check_precision,
-    lr_factor,
-    precision_of,
-)
+from course_pp.training.optim import build_optimizer, build_scheduler, check_precision, lr_factor, precision_of
 
 # What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
 _FIXED = (
@@ -138,9 +132,9 @@ class Trainer:
             self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
             everyone.require_equal({"precision": config.precision})
         everyone.collectively(lambda: check_precision(config.precision, self.modules))
-        self._scale = LossScale(config.loss_scale, growth_steps=2000) if config.precision == "fp16" else LossScale()
+        self._scaler = MeshGradScaler(device_mesh, init_scale=config.loss_scale, enabled=config.precision == "fp16")
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, self.held.tied))
-        what, where = (config, self.held, loss_fn), (device_mesh, self.device)
+        what, where = (config, self.held, loss_fn, self._scaler), (device_mesh, self.device)
         self._engine: PipelineEngine
         if config.engine == "parallel":
             self._engine = ParallelEngine(*what, train.seq_len, *where)
@@ -169,17 +163,17 @@ class Trainer:
             return self._asynchronous_step(batch, begin)
         with called_once(self.modules) as reached:
             loss, norm = self._gradient(batch)
-            is_good, scale = math.isfinite(norm), self._scale
-            if not is_good and not scale.can_shrink and self.config.on_nan == "refuse":
+            is_good, scale = math.isfinite(norm), self._scaler.get_scale()
+            if not is_good and scale <= 1 and self.config.on_nan == "refuse":  # the scale is not what did it
                 how = "go on from a checkpoint with a lower learning rate, or look for the batch that does it"
                 raise NonFiniteGradient(f"step {self.step + 1}: the norm of the gradient is {norm}: {how}")
             if not is_good:
                 reached.clear()
-        self._scale = scale.after(norm)
         if is_good:
-            self.optimizer.step()
+            self._scaler.step(self.optimizer)
+        self._scaler.update()
         lr = self._end_step()
-        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale.value)
+        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale)
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
         """Take a step with stages that update their own weights."""
@@ -203,16 +197,12 @@ class Trainer:
 
     def _gradient(self, batch: Sequences) -> tuple[float, float]:
         """Return loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
-        # Over so many tokens less is the loss times the scale, and exactly so.
-        divisor = max(1, self._count(batch)) / self._scale.value
+        divisor = max(1, self._count(batch))
         try:
-            loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch)) / self._scale.value
+            loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch))
         except LossNotFinite:
             return math.nan, math.nan
-        if self._scale.value != 1:
-            for parameter in (p for module in self.modules for p in module.parameters()):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1 / self._scale.value)
+        self._scaler.unscale_(self.optimizer)
         stages, tied = self.held.ours or self.held.modules, self.held.declared
         limit, copies = self.config.clip_norm, self._engine.copies
         return loss, clip_grad_norm_(stages, limit, device_mesh=self._mesh, tied=tied, copies=copies).item()
@@ -277,7 +267,7 @@ class Trainer:
             "data": self._feed.state(self.step),
             "config": self.config.as_dict(),
             "tokenizer": self._tokenizer_digest,
-            "loss_scale": {"value": self._scale.value, "good_steps": self._scale.good_steps},
+            "scaler": self._scaler.state_dict(),
             "n_stages": self.held.n_stages,
         }
 
@@ -293,8 +283,12 @@ class Trainer:
         Ranks().collectively(lambda: self._check_state(state))
         self._feed.seek(state["step"], state["data"])
         self.step = state["step"]
-        if self.config.precision == "fp16":
-            self._scale = replace(self._scale, **state["loss_scale"])
+        if self._scaler.is_enabled():
+            kept = state.get("scaler")
+            if kept is None:  # of a version that kept two numbers
+                two = state["loss_scale"]
+                kept = self._scaler.state_dict() | {"scale": two["value"], "_growth_tracker": two["good_steps"]}
+            self._scaler.load_state_dict(kept)
         # A rate for each parameter group: the state of a version 1 has one group.
         base_lrs = self.scheduler.base_lrs
         rates = [base * lr_factor(self.step, self.config) for base in base_lrs]

@@ -1,0 +1,123 @@
+"""Loss scaling for float16: one scale for a whole mesh, and steps that all its ranks take or skip together.
+
+    scaler = MeshGradScaler(device_mesh)
+    pipeline = build_pipeline_schedule(stage, 8, loss_fn, scaler=scaler)  # or runtime's Pipeline(..., scaler=scaler)
+    loss = pipeline.step(inputs, target=targets)  # as without a scaler; gradients are scale times as large
+    scaler.unscale_(optimizer)                    # before clip_grad_norm_; else step does it
+    scaler.step(optimizer)
+    scaler.update()
+
+Small gradients, which float16 has no numbers for, are representable in a backward that begins with a large factor
+(Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). If they overflow, the step is skipped and the factor halved.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from course_pp.collective import Ranks, difference
+
+
+class MeshGradScaler(GradScaler):
+    """``torch.amp.GradScaler`` for the ranks of a mesh: an infinity on one of them is one on all.
+
+    Give it to the pipeline, as in this module's first lines: it then scales the loss, and what :func:`attach_loss`
+    adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in one process.
+
+    It has a scale on every rank, also where no loss is. Shards, whole gradients and a rank without any go together,
+    under fused optimizers too. If a rank has several optimizers, each is skipped for itself, as torch does it: the
+    first one of every rank together, the second ones together. So give a rank's stages one optimizer.
+
+    Args:
+        device_mesh: the mesh of :func:`course_pp.parallel.init_distributed`; None is all ranks, or this process alone.
+        init_scale: the first scale.
+        growth_factor: the scale grows by it after ``growth_interval`` steps in a row without an infinity.
+        backoff_factor: the scale is multiplied by it after a step with one.
+        enabled: False scales nothing and skips nothing.
+
+    A checkpoint keeps ``state_dict()``, the same on every rank, which ``torch.amp.GradScaler`` takes as well.
+    """
+
+    def __init__(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        # The scale is on the CPU, wherever the gradients are: each step asks for it as a number.
+        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().scale(torch.ones(()))  # or there would be none before the first loss
+        self._device_mesh = device_mesh
+        self.in_pipeline = False
+
+    def scale(self, outputs: Any) -> Any:
+        """Return ``outputs``, a loss or several, times the scale."""
+        if self.in_pipeline:
+            raise RuntimeError(
+                "scale() of a scaler that a pipeline was given would scale its loss twice: return the loss as it is"
+            )
+        return super().scale(outputs)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, and agree with all ranks on infinities; a collective.
+
+        Raises:
+            ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one of them; for
+                gradients in float16, which would lose what scaling has saved.
+        """
+        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        [found_inf] = self._found_inf_per_device(optimizer).values()
+        found = bool(found_inf)
+        for ranks in self._rows():
+            told = ranks.gather((self.state_dict(), found))
+            if problem := difference([state for state, _ in told]):
+                raise ValueError(f"MeshGradScaler: {problem}")
+            found = any(theirs for _, theirs in told)
+        found_inf.fill_(found)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer, unless a rank has found an infinity; unscale first, if that is not done.
+
+        A collective if it unscales.
+        """
+        # Here and not in torch's step, which asks only this rank if the optimizer is fused.
+        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Do so on this rank. torch's takes neither a rank without gradients nor shards beside whole ones."""
+        gradients: dict[torch.device, dict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            if local.dtype == torch.float16:
+                raise ValueError("gradients in float16 cannot be unscaled: keep parameters in float32 (compute_in)")
+            gradients[local.device][local.dtype].append(local)
+        for device, by_dtype in gradients.items():
+            here = torch.zeros((), device=device)
+            for alike in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, here, inv_scale.to(device))
+            found_inf += here.cpu()
+        return {found_inf.device: found_inf}
+
+    def _rows(self) -> list[Ranks]:
+        """The groups in which ranks meet, one after the other: after the last, each rank knows what any has found."""
+        mesh = self._device_mesh
+        if mesh is None or mesh.size() == dist.get_world_size():
+            return [Ranks()]
+        return [Ranks(mesh.get_group(dimension)) for dimension in range(mesh.ndim)]
