@@ -31,6 +31,7 @@ from course_pp.model import (
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.carrying import carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
+from course_pp.parallel.float8 import apply_float8
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
     DistributedConfig,
@@ -93,6 +94,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "apply_ac",
     "apply_compile",
+    "apply_float8",
     "apply_fsdp2",
     "apply_tensor_parallel",
     "attach_loss",

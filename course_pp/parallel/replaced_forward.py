@@ -143,6 +143,25 @@ class _Buffers:
                 part._buffers.update(held)
 
 
+class EightBits(Replaced):
+    """Multiplies in float8 what the linear layer multiplies; ``config`` is torchao's."""
+
+    def __init__(self, layer: nn.Linear, config: Any) -> None:
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+        super().__init__(layer.forward)
+        self._layer, self._config = layer, config
+        self._products = Float8Linear.from_float(layer, config).linear_mm_config
+        self._multiply = matmul_with_hp_or_float8_args.apply
+
+    def run(self, input: Tensor) -> Tensor:
+        kind, layer = input.device.type, self._layer
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        output: Tensor = self._multiply(input, layer.weight.t(), self._products, self._config)
+        return output if layer.bias is None else output + layer.bias.to(output.dtype)
+
+
 class HalfPrecision(Replaced):
     """Computes in bfloat16 or float16, under autocast, on float32 and to half precision."""
 
@@ -348,9 +367,10 @@ def _problem_of(backend: str, device: str) -> str | None:
 # block would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the
 # hooks that FSDP2 adds.
 
-Step = Literal["tensor parallel", "activation checkpointing", "compile", "FSDP2"]
+Step = Literal["tensor parallel", "float8", "activation checkpointing", "compile", "FSDP2"]
 _CALLS: dict[Step, str] = {
     "tensor parallel": "apply_tensor_parallel",
+    "float8": "apply_float8",
     "activation checkpointing": "apply_ac",
     "compile": "apply_compile",
     "FSDP2": "apply_fsdp2",
@@ -363,6 +383,7 @@ def check_order(model: nn.Module, step: Step) -> None:
         "tensor parallel": any(
             isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
         ),
+        "float8": has_replaced(model, EightBits),
         "activation checkpointing": has_replaced(model, Recomputed),
         "compile": has_replaced(model, Compiled),
         "FSDP2": any(isinstance(module, FSDPModule) for module in model.modules()),

@@ -1,0 +1,112 @@
+"""Linear layers whose three products are taken in eight bits; parameters stay in full precision.
+
+    input, weight, gradient of the output ──► scaled into float8's range, rounded ──► product ──► scaled back
+
+A number in float8 (e4m3) has three bits behind the point, so a rounding is off by at most 1/16 of it. What keeps that
+bearable is the scale: the largest value of the whole tensor, or of each row, becomes float8's largest. It is found anew
+in every forward and backward. The products and their autograd are torchao's; on a CPU it emulates them, with the same
+rounding, in float32.
+
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433.
+"""
+
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from course_pp.arguments import check_arguments
+from course_pp.collective import on_every_rank
+from course_pp.parallel.blocks import listed
+from course_pp.parallel.replaced_forward import EightBits, check_order
+
+_MULTIPLE = 16  # of both sizes of a matrix, for the tensor cores
+_FIRST_WITH_FLOAT8 = (8, 9)  # compute capability of Ada; Hopper is (9, 0)
+
+
+def apply_float8(
+    model: nn.Module,
+    device_mesh: DeviceMesh | None,
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise",
+    *,
+    skip: Collection[str] = ("head", "lm_head", "router", "gate", "experts"),
+) -> tuple[str, ...]:
+    """Let the linear layers of ``model`` multiply in eight bits, in place.
+
+    Call it after tensor and expert parallelism, before activation checkpointing, compilation and FSDP2, on all ranks of
+    the mesh at once. Names and values of parameters stay, so checkpoints do. Needs torchao: ``course_pp[fp8]``.
+
+    Args:
+        model: any model, or one stage of it, with parameters in float32 or bfloat16. Its ``nn.Linear`` are converted,
+            their subclasses are not.
+        recipe: one scale for a whole tensor, or one for each row (more exact, slower).
+        skip: a layer is left as it is if one part of its dotted name is here. The head and routers need their bits.
+
+    Returns:
+        The names of the layers.
+
+    Raises:
+        ImportError: without torchao.
+        ValueError: on every rank of the mesh, for a wrong order, a model without such layers, another dtype, a size
+            that is no multiple of 16, or a GPU without float8.
+    """
+    given = locals()
+
+    def look() -> tuple[dict[str, nn.Linear], Any]:
+        check_arguments(apply_float8, given)
+        check_order(model, "float8")
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and not {*skip} & {*name.split(".")}
+        }
+        if not layers:
+            raise ValueError(
+                f"apply_float8 finds no nn.Linear in {type(model).__name__} outside skip={listed(skip)}: shorten skip, "
+                "or leave apply_float8 out"
+            )
+        for name, layer in layers.items():
+            _check_layer(name, layer)
+        return layers, _config_of(recipe, next(iter(layers.values())).weight.device)
+
+    layers, config = on_every_rank(device_mesh, look)
+    for layer in layers.values():
+        EightBits(layer, config).put_on(layer)
+    return tuple(layers)
+
+
+def _check_layer(name: str, layer: nn.Linear) -> None:
+    weight = layer.weight
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{name!r} is in {weight.dtype}: apply_float8 rounds float32 and bfloat16; convert the model first"
+        )
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    if any(size % _MULTIPLE for size in local.shape):
+        raise ValueError(
+            f"{name!r} has a weight of {tuple(local.shape)} on this rank, but products in float8 need multiples of "
+            f"{_MULTIPLE}: change the sizes, or add {name.split('.')[-1]!r} to skip="
+        )
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _FIRST_WITH_FLOAT8:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(weight.device)} has no products in float8, which came with compute "
+            "capability 8.9: compute in bfloat16 there"
+        )
+
+
+def _config_of(recipe: str, device: torch.device) -> Any:
+    told = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # on its import torchao tells of each GPU's library that it cannot load
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError:
+        raise ImportError("apply_float8 needs torchao: pip install 'course_pp[fp8]'") from None
+    finally:
+        logging.disable(told)
+    # Weight gradients multiply along the tokens, of which there may be any number.
+    return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda", pad_inner_dim=True)

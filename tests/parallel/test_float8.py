@@ -1,0 +1,146 @@
+"""Products in eight bits: torchao's own on one process, and the same conversion on one process under every layout."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy, ModelConfig, Transformer
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_float8,
+    apply_fsdp2,
+    apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    build_stage_module,
+    default_mp_policy,
+    get_device,
+    get_dp_rank,
+    get_dp_size,
+    get_pp_rank,
+    get_pp_size,
+    get_stage_indices,
+    init_distributed,
+)
+from tests.equality import Trained, adamw, assert_same_training, batches, sharded_adamw, train
+
+CONFIG = ModelConfig(dim=32, n_layers=4, n_heads=4, vocab_size=24, ffn_dim=64, max_seq_len=16)
+ROWS, N_MICROBATCHES = 8, 2
+DATA = batches(CONFIG, ROWS, 8, 3)
+RECIPES = ("tensorwise", "rowwise")
+# Sums in another order differ in the 24th bit, and then some number is rounded to its other neighbour in float8.
+TOLERANCES = (1e-5, 1e-3)  # seen: 2e-6 of gradients, 1e-4 of parameters after three AdamW steps
+
+
+def torchao_conversion(model: nn.Module, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_loss_and_gradients_are_torchaos(recipe: str) -> None:
+    ours, theirs, exact = (Transformer(CONFIG) for _ in range(3))
+    names = apply_float8(ours, None, recipe)
+    assert len(names) == 7 * CONFIG.n_layers
+    assert "head" not in names
+    torchao_conversion(theirs, recipe)
+    for model in (ours, theirs, exact):
+        CrossEntropy()(model(DATA[0][0]), DATA[0][1]).backward()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    assert not torch.equal(ours.head.weight.grad, exact.head.weight.grad), "nothing was rounded"
+
+
+LAYOUTS = {
+    DistributedConfig(dp_shard=1, tp=2): "1f1b",
+    DistributedConfig(pp=2, dp_shard=2): "zb_v",
+    DistributedConfig(pp=2, dp_shard=2, tp=2): "1f1b",
+}
+
+
+def train_on_rank(rank: int, layout: DistributedConfig) -> list[Trained]:
+    return [train_with(layout, recipe, LAYOUTS[layout]) for recipe in RECIPES]
+
+
+def train_with(layout: DistributedConfig, recipe: str, schedule: str) -> Trained:
+    mesh = init_distributed(layout, seed=0)
+    places = get_stage_indices(schedule, get_pp_rank(mesh), get_pp_size(mesh))
+    modules = [build_stage_module(CONFIG, i, get_pp_size(mesh) * len(places)) for i in places]
+    for module in modules:
+        apply_tensor_parallel(module, mesh)
+        apply_float8(module, mesh, recipe)
+        apply_ac(module, "full")
+        apply_fsdp2(module, mesh, default_mp_policy(torch.float32))
+    n_data = get_dp_size(mesh)
+    sizes = (mesh, get_device("gloo"), ROWS // n_data // N_MICROBATCHES, 8, torch.float32)
+    stages = [build_pipeline_stage(module, *sizes) for module in modules]
+    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), schedule)
+
+    def step(i: int) -> Tensor:
+        mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)] for part in DATA[i])
+        return pipeline.step(mine, target=theirs)
+
+    return train(modules, len(DATA), step, sharded_adamw(modules))
+
+
+def in_one_process(n_data: int, recipe: str) -> Trained:
+    """The whole model on the same pieces: each microbatch of each data rank has scales of its own."""
+    torch.manual_seed(0)
+    model = Transformer(CONFIG)
+    apply_float8(model, None, recipe)
+    pieces = n_data * N_MICROBATCHES
+
+    def step(i: int) -> Tensor:
+        total = torch.zeros(())
+        for inputs, target in zip(*(part.chunk(pieces) for part in DATA[i]), strict=True):
+            loss = CrossEntropy()(model(inputs), target) / pieces
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return train([model], len(DATA), step, adamw([model]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layouts_equal_the_same_conversion_on_one_process(layout: DistributedConfig, subtests: pytest.Subtests) -> None:
+    n_ranks = layout.pp * layout.dp_shard * layout.tp
+    ranks = on_ranks(n_ranks, train_on_rank, layout, timeout_s=100)
+    for recipe, found in zip(RECIPES, zip(*ranks, strict=True), strict=True):
+        with subtests.test(recipe):
+            assert_same_training(list(found), in_one_process(layout.dp_shard, recipe), tolerances=TOLERANCES)
+
+
+def a_model(**sizes: int) -> Transformer:
+    return Transformer(replace(CONFIG, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: a_model().double(), "'layers.0.attn.q_proj' is in torch.float64"),
+        (
+            lambda: a_model(ffn_dim=40),
+            r"'layers.0.mlp.gate_proj' has a weight of \(40, 32\).* add 'gate_proj' to skip=",
+        ),
+        (lambda: nn.Sequential(nn.Embedding(4, 16)), "finds no nn.Linear in Sequential"),
+        (lambda: (m := a_model(), apply_ac(m, "full"))[0], "already has activation checkpointing"),
+        (lambda: (m := a_model(), apply_float8(m, None))[0], "already has float8"),
+    ],
+)
+def test_refused(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        apply_float8(make(), None)
+
+
+def test_without_torchao_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ImportError, match=r"pip install 'course_pp\[fp8\]'"):
+        apply_float8(a_model(), None)
