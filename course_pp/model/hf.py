@@ -1,13 +1,15 @@
-"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2.
+"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2, Qwen3; with experts
+Mixtral and Qwen3-MoE.
 
-The two models compute the same function; only names differ. Names are the full model's on both sides, so weights go
-to and from one pipeline stage as well as the whole model.
+The two models compute the same function; only names differ, and how experts are stored. Names are the full model's on
+both sides, so weights go to and from one pipeline stage as well as the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from course_pp.model.transformer import Transformer
 from course_pp.sizes import ModelConfig
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
 _ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -28,7 +30,13 @@ _SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-_KINDS = ("llama", "mistral", "qwen2")
+_KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+_WITH_EXPERTS = ("mixtral", "qwen3_moe")
+_QK_NORM = ("qwen3", "qwen3_moe")
+
+Form = Literal["packed", "mixtral", "qwen3_moe"]
+"""How experts are stored: as transformers holds them in memory, or one matrix an expert as published files do."""
+_IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -39,14 +47,80 @@ def name_to_hf(name: str) -> str:
     if first != "layers":
         return f"{_ENDS[first]}.{rest}"
     index, part, *tail = rest.split(".")
+    tail = ["gate" if each == "router" else each for each in tail]
     return ".".join(["model.layers", index, _IN_LAYER.get(part, part), *tail])
 
 
+@dataclass(frozen=True)
+class Source:
+    """A tensor of theirs that is one of ours, or a part of it: ``place(ours)`` and ``take(theirs)`` hold the same.
+
+    Attributes:
+        name: theirs.
+        expert: the one of our packed experts that it is; None: all of ours.
+        half: which half of its second dimension counts; None: all of it.
+        transposed: ours is (in, out), theirs (out, in).
+    """
+
+    name: str
+    expert: int | None = None
+    half: Literal[0, 1] | None = None
+    transposed: bool = False
+
+    def place(self, ours: Tensor) -> Tensor:
+        """Return a view of ours."""
+        view = ours if self.expert is None else ours[self.expert]
+        return view.transpose(-2, -1) if self.transposed else view
+
+    def take(self, theirs: Tensor) -> Tensor:
+        """Return a view of theirs."""
+        return theirs if self.half is None else theirs.chunk(2, dim=1)[self.half]
+
+
+def form_of(names: Iterable[str]) -> Form:
+    """Return the form of weights that have these names."""
+    names = list(names)
+    if any(name.endswith(".experts.gate_up_proj") for name in names):
+        return "packed"
+    return "mixtral" if any(".block_sparse_moe." in name for name in names) else "qwen3_moe"
+
+
+def sources_in_hf(name: str, config: ModelConfig, form: Form) -> list[Source]:
+    """Return the tensors of theirs that make up the one that is called ``name`` here."""
+    whole = name_to_hf(name)
+    if form == "mixtral":
+        whole = whole.replace(".mlp.", ".block_sparse_moe.")
+    part, _, matrix = whole.rpartition(".")
+    if not part.endswith(".experts"):
+        return [Source(whole)]
+    if form == "packed" and matrix == "down_proj":
+        return [Source(whole, transposed=True)]
+    if form == "packed":
+        return [Source(f"{part}.gate_up_proj", half=0 if matrix == "gate_proj" else 1, transposed=True)]
+    if form == "mixtral":
+        matrix = _IN_MIXTRAL[matrix]
+    return [Source(f"{part}.{e}.{matrix}.weight", expert=e, transposed=True) for e in range(config.n_experts)]
+
+
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Return the sizes of a Hugging Face Llama, Mistral or Qwen2 as ours; refuse what this decoder does not have."""
+    """Return the sizes of a model of Hugging Face's as ours; refuse what this decoder does not have.
+
+    How experts are kept balanced in training is not taken over: theirs weigh and scale that loss in another way.
+    """
     _refuse_unsupported(hf_config)
-    rope = hf_config.rope_parameters
+    kind, rope = hf_config.model_type, hf_config.rope_parameters
     scaled = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if rope.get("rope_type") == "llama3" else {}
+    width = getattr(hf_config, "head_dim", None)  # Qwen2 has none of its own
+    experts: dict[str, Any] = {}
+    if kind in _WITH_EXPERTS:
+        experts = {"n_experts": hf_config.num_local_experts, "top_k": hf_config.num_experts_per_tok}
+    if kind == "qwen3_moe":
+        experts |= {
+            "expert_dim": hf_config.moe_intermediate_size,
+            "moe_every": hf_config.decoder_sparse_step,
+            "n_dense_layers": len(hf_config.mlp_only_layers),
+            "normalize_top_k": hf_config.norm_topk_prob,
+        }
     return ModelConfig(
         dim=hf_config.hidden_size,
         n_layers=hf_config.num_hidden_layers,
@@ -58,64 +132,142 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
         rope_theta=rope["rope_theta"],
         norm_eps=hf_config.rms_norm_eps,
         tie_embeddings=hf_config.tie_word_embeddings,
-        qkv_bias=hf_config.model_type == "qwen2",
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind in _QK_NORM,
+        head_width=None if width == hf_config.hidden_size // hf_config.num_attention_heads else width,
+        **experts,
         **scaled,
     )
 
 
-def config_to_hf(config: ModelConfig) -> LlamaConfig | Qwen2Config:
-    """Return the `transformers.LlamaConfig` of the same model, or the `Qwen2Config` if it has biases."""
-    if not config.gated_ffn:
-        raise ValueError("gated_ffn=False: every Llama's feed-forward has a gate; export a model with gated_ffn=True")
-    from transformers import LlamaConfig, Qwen2Config
-
+def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
+    """Return the configuration of the same model in transformers; of the simplest class that has all of it."""
+    kind = _kind_of(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
         rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _SCALING.items()}}
-    return (Qwen2Config if config.qkv_bias else LlamaConfig)(
+    more: dict[str, Any] = {"head_dim": config.head_dim} if config.head_width or kind in _QK_NORM else {}
+    if kind in _WITH_EXPERTS:
+        more |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
+    if kind == "qwen3_moe":
+        more |= {
+            "moe_intermediate_size": config.expert_hidden_dim,
+            "decoder_sparse_step": config.moe_every,
+            "mlp_only_layers": list(range(config.n_dense_layers)),
+            "norm_topk_prob": config.normalize_top_k,
+        }
+    return config_class(kind)(
         hidden_size=config.dim,
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
         vocab_size=config.vocab_size,
         num_key_value_heads=config.kv_heads,
-        intermediate_size=config.hidden_dim,
+        intermediate_size=config.expert_hidden_dim if kind == "mixtral" else config.hidden_dim,
         max_position_embeddings=config.max_seq_len,
         rope_parameters=rope,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
+        **more,
     )
 
 
+def config_class(kind: str) -> Any:
+    """Return transformers' class for one of the kinds that this decoder computes, by its ``model_type``."""
+    import transformers
+
+    return {
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "mixtral": transformers.MixtralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+    }[kind]
+
+
+def _kind_of(config: ModelConfig) -> str:
+    """Return the ``model_type`` that computes the same; refuse what none of them has."""
+    kind = "qwen2" if config.qkv_bias else "llama"
+    if config.qk_norm:
+        kind = "qwen3_moe" if config.n_experts else "qwen3"
+    elif config.n_experts:
+        kind = "mixtral"
+    odd = {
+        "gated_ffn=False": not config.gated_ffn,
+        "qkv_bias=True with qk_norm or n_experts": config.qkv_bias and kind != "qwen2",
+    }
+    if config.n_experts:
+        odd |= {
+            f"router={config.router!r}": config.router != "softmax",
+            f"router_scale={config.router_scale}": config.router_scale != 1,
+            f"n_shared_experts={config.n_shared_experts}": config.n_shared_experts > 0,
+            f"capacity_factor={config.capacity_factor}": config.capacity_factor is not None,
+            "balance='bias'": config.balance == "bias",
+        }
+    if kind == "mixtral":
+        odd |= {
+            f"moe_every={config.moe_every} without qk_norm": config.moe_every > 1,
+            f"n_dense_layers={config.n_dense_layers} without qk_norm": config.n_dense_layers > 0,
+            "normalize_top_k=False without qk_norm": not config.normalize_top_k,
+        }
+    found = [what for what, present in odd.items() if present]
+    if found:
+        raise ValueError(f"no model of type {', '.join(_KINDS)} has {'; '.join(found)}: export a model without")
+    return kind
+
+
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
-    """Return the weights of a model or stage under Hugging Face's names, sharing storage with `module`."""
-    return {name_to_hf(name): tensor for name, tensor in module.state_dict().items()}
+    """Return the weights of a model or stage under Hugging Face's names, for ``load_state_dict`` of their model.
+
+    They share storage with ``module``, but for experts, which transformers packs in another way.
+    """
+    theirs: dict[str, Tensor] = {}
+    halves: dict[str, list[Tensor]] = {}
+    for name, tensor in module.state_dict().items():
+        [source] = sources_in_hf(name, module.config, "packed")
+        if source.half is None:
+            theirs[source.name] = source.place(tensor)
+        else:
+            halves.setdefault(source.name, []).append(source.place(tensor))  # the gate comes first
+    return theirs | {name: torch.cat(pair, dim=1) for name, pair in halves.items()}
+
+
+def hf_file_tensors(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Return weights under the names of published files, which hold one matrix an expert."""
+    form: Form = "mixtral" if _kind_of(config) == "mixtral" else "qwen3_moe"
+    sources = ((source, tensor) for name, tensor in weights.items() for source in sources_in_hf(name, config, form))
+    return {source.name: source.place(tensor).contiguous() for source, tensor in sources}
 
 
 @torch.no_grad()
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy into a model or stage the weights it holds from tensors under Hugging Face's names.
 
-    A tied head may be missing, as it is in safetensors files. If any other weight is, or has another shape, none is
-    copied.
+    Experts may be packed, as transformers has them in memory, or be one matrix each, as in published files. A tied head
+    may be missing, as it is in safetensors files. If any other weight is, or has another shape, none is copied.
     """
-    found = {}
+    found: list[tuple[Tensor, Tensor]] = []
+    form = form_of(state)
     for name, own in module.state_dict().items():
-        source = name_to_hf(name)
-        if name == HEAD and module.config.tie_embeddings and source not in state:
-            source = name_to_hf(EMBEDDING)
-        if source not in state:
-            raise ValueError(f"{source} is missing from the weights in state; this part needs it as {name}")
-        if state[source].shape != own.shape:
-            raise ValueError(
-                f"{source} has shape {tuple(state[source].shape)}, but {name} has {tuple(own.shape)}; "
-                "build the model with config_from_hf"
-            )
-        found[name] = state[source]
-    module.load_state_dict(found)
+        for source in sources_in_hf(name, module.config, form):
+            theirs = source.name
+            if name == HEAD and module.config.tie_embeddings and theirs not in state:
+                theirs = name_to_hf(EMBEDDING)
+            if theirs not in state:
+                raise ValueError(f"{theirs} is missing from the weights in state; this part needs it as {name}")
+            to, given = source.place(own), source.take(state[theirs])
+            if to.shape != given.shape:
+                raise ValueError(
+                    f"{theirs} has shape {tuple(state[theirs].shape)}, but {name} has {tuple(own.shape)}; "
+                    "build the model with config_from_hf"
+                )
+            found.append((to, given))
+    for to, given in found:
+        to.copy_(given)
 
 
 def from_hf(hf_model: PreTrainedModel) -> Transformer:
-    """Return a copy of a Hugging Face causal Llama, on its device and in its dtype."""
+    """Return a copy of a Hugging Face causal model, on its device and in its dtype."""
     some_weight = next(hf_model.parameters())
     with torch.device("meta"):
         model = Transformer(config_from_hf(hf_model.config))
@@ -137,18 +289,19 @@ def refuse_other_kinds(kind: object) -> None:
 def _refuse_unsupported(hf_config: Any) -> None:
     kind = hf_config.model_type
     refuse_other_kinds(kind)
-    width = getattr(hf_config, "head_dim", None)  # Qwen2 has none of its own
-    head_dim = hf_config.hidden_size // hf_config.num_attention_heads
     rope_type = hf_config.rope_parameters.get("rope_type", "default")
     window = getattr(hf_config, "sliding_window", None)
+    dense = getattr(hf_config, "mlp_only_layers", [])
+    noise = getattr(hf_config, "router_jitter_noise", 0)
     unsupported = {
         f"rope_type={rope_type!r} (scaled rotary positions)": rope_type not in ("default", "llama3"),
-        f"head_dim={width}, not hidden_size / heads = {head_dim}": width not in (None, head_dim),
         f"hidden_act={hf_config.hidden_act!r}, not 'silu'": hf_config.hidden_act != "silu",
         f"attention_dropout={hf_config.attention_dropout}": hf_config.attention_dropout != 0,
         "attention_bias=True": getattr(hf_config, "attention_bias", False),
         "mlp_bias=True": getattr(hf_config, "mlp_bias", False),
         f"sliding_window={window}": window is not None,
+        f"mlp_only_layers={dense}, not the first ones": dense != list(range(len(dense))),
+        f"router_jitter_noise={noise}": noise != 0,
     }
     found = [what for what, present in unsupported.items() if present]
     if found:

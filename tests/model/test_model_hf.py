@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from course_pp.model import (
     ModelConfig,
@@ -28,7 +29,7 @@ from course_pp.model import (
     hf_state_dict,
     load_hf_state_dict,
 )
-from course_pp.model.hf import name_to_hf
+from course_pp.model.hf import hf_file_tensors
 
 BATCH, SEQ = 3, 11
 SMALL = ModelConfig(dim=32, n_layers=3, n_heads=4, vocab_size=61, n_kv_heads=2, max_seq_len=32)
@@ -37,7 +38,16 @@ CONFIGS = {
     "grouped_tied": ModelConfig(32, 3, 4, 61, n_kv_heads=2, max_seq_len=32, tie_embeddings=True),
     "full_attention": ModelConfig(24, 2, 3, 40, max_seq_len=64, norm_eps=1e-3, rope_theta=500.0),
     "one_kv_head_tied": ModelConfig(64, 1, 8, 17, n_kv_heads=1, ffn_dim=56, max_seq_len=16, tie_embeddings=True),
-}
+    "wide_heads": replace(SMALL, head_width=12),
+    "qwen3": replace(SMALL, head_width=16, qk_norm=True, tie_embeddings=True),
+    "mixtral": replace(SMALL, ffn_dim=24, n_experts=4),
+    "qwen3_moe": replace(SMALL, head_width=16, qk_norm=True, n_experts=5, top_k=3, expert_dim=12),
+    "qwen3_moe_in_part": replace(
+        SMALL, n_layers=5, qk_norm=True, n_experts=3, expert_dim=12, moe_every=2, n_dense_layers=2,
+        normalize_top_k=False,
+    ),
+}  # fmt: skip
+WITH_EXPERTS = [name for name, config in CONFIGS.items() if config.n_experts]
 INPUTS = ["plain", "left_padding", "right_padding", "positions"]
 
 
@@ -51,17 +61,17 @@ def random_model(config: ModelConfig) -> Transformer:
     return model
 
 
-def llama_with(model: Transformer) -> LlamaForCausalLM:
+def theirs_with(model: Transformer) -> PreTrainedModel:
     """transformers' model with the same weights, and with norms that stay in float64.
 
-    LlamaRMSNorm computes in float32 whatever its input, which would hide differences below 1e-7.
+    Their norms compute in float32 whatever their input, which would hide differences below 1e-7.
     """
-    llama = LlamaForCausalLM(config_to_hf(model.config)).double()
+    llama = AutoModelForCausalLM.from_config(config_to_hf(model.config), experts_implementation="eager").double()
     llama.load_state_dict(hf_state_dict(model))
     for module in list(llama.modules()):
         for name, child in module.named_children():
-            if isinstance(child, LlamaRMSNorm):
-                norm = nn.RMSNorm(model.config.dim, eps=child.variance_epsilon)
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(module, name, norm)
     return llama
@@ -89,9 +99,9 @@ def real_token_loss(logits: Tensor, tokens: Tensor, attention_mask: Tensor | Non
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -> None:
-    model = random_model(config)
-    llama = llama_with(model)
+def test_logits_and_every_gradient_equal_theirs(config: ModelConfig, kind: str) -> None:
+    model = random_model(replace(config, balance="none"))
+    llama = theirs_with(model)
     tokens, options = inputs_for(kind, config.vocab_size)
     mask = options.get("attention_mask")
 
@@ -100,10 +110,15 @@ def test_logits_and_every_gradient_equal_llama(config: ModelConfig, kind: str) -
     loss.backward()
     expected_loss.backward()
 
-    torch.testing.assert_close(logits, expected, atol=1e-10, rtol=0)
+    limit = 1e-6 if config.n_experts else 1e-10  # their routers' softmax is in float32
+    torch.testing.assert_close(logits, expected, atol=limit, rtol=0)
     expected_gradients = {name: p.grad for name, p in llama.named_parameters()}
-    gradients = {name_to_hf(name): p.grad for name, p in model.named_parameters()}
-    torch.testing.assert_close(gradients, expected_gradients, atol=1e-10, rtol=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    names = expected_gradients.keys()
+    gradients = {name: gradient for name, gradient in hf_state_dict(model).items() if name in names}
+    torch.testing.assert_close(gradients, expected_gradients, atol=limit, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,6 +162,25 @@ def test_each_stage_loads_its_own_part_of_a_checkpoint(config: ModelConfig, n_st
     torch.testing.assert_close(x, llama(tokens, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("n_stages", [2, 4])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one matrix an expert"])
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_each_stage_loads_its_own_experts_however_they_are_stored(kind: str, packed: bool, n_stages: int) -> None:
+    config = replace(CONFIGS[kind], n_layers=5)
+    theirs = theirs_with(random_model(config))
+    state = theirs.state_dict()
+    if not packed:
+        model = from_hf(theirs)
+        state = hf_file_tensors(model.state_dict(), config)
+        assert not any(name.endswith("gate_up_proj") for name in state)
+    x = tokens = inputs_for("plain", config.vocab_size)[0]
+    for stage_id in range(n_stages):
+        stage = build_stage_module(config, stage_id, n_stages).double()
+        load_hf_state_dict(stage, state)
+        x = stage(x)
+    torch.testing.assert_close(x, theirs(tokens, use_cache=False).logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_sizes_survive_the_round_trip(config: ModelConfig) -> None:
     there_and_back = config_from_hf(config_to_hf(config))
@@ -157,7 +191,6 @@ def test_sizes_survive_the_round_trip(config: ModelConfig) -> None:
     ("change", "message"),
     [
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"head_dim": 32}, "head_dim=32, not hidden_size / heads = 16"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_dropout": 0.1}, r"attention_dropout=0\.1"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias=True; mlp_bias=True"),
@@ -166,6 +199,27 @@ def test_sizes_survive_the_round_trip(config: ModelConfig) -> None:
 def test_what_this_decoder_lacks_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(LlamaConfig(hidden_size=64, num_attention_heads=4, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"router": "sigmoid", "n_shared_experts": 1}, "router='sigmoid'; n_shared_experts=1"),
+        ({"router_scale": 2.5, "capacity_factor": 1.0}, r"router_scale=2\.5; capacity_factor=1\.0"),
+        ({"balance": "bias"}, "balance='bias'"),
+        ({"gated_ffn": False, "qkv_bias": True}, "gated_ffn=False; qkv_bias=True with qk_norm or n_experts"),
+        ({"moe_every": 2, "normalize_top_k": False}, "moe_every=2 without qk_norm; normalize_top_k=False without"),
+    ],
+)
+def test_what_none_of_their_models_has_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_to_hf(replace(CONFIGS["mixtral"], **change))
+
+
+def test_experts_of_another_width_are_refused_though_their_halves_would_fit() -> None:
+    state = hf_state_dict(Transformer(replace(CONFIGS["mixtral"], ffn_dim=48)))
+    with pytest.raises(ValueError, match=r"gate_up_proj has shape \(4, 96, 32\), but .* has \(4, 32, 24\)"):
+        load_hf_state_dict(Transformer(CONFIGS["mixtral"]), state)
 
 
 def test_a_sliding_window_and_another_architecture_are_refused() -> None:

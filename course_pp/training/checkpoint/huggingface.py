@@ -24,7 +24,18 @@ from torch import Tensor, nn
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
-from course_pp.model.hf import EMBEDDING, HEAD, name_to_hf, refuse_other_kinds
+from course_pp.model.hf import (
+    EMBEDDING,
+    HEAD,
+    Form,
+    Source,
+    config_class,
+    form_of,
+    hf_file_tensors,
+    name_to_hf,
+    refuse_other_kinds,
+    sources_in_hf,
+)
 from course_pp.training.checkpoint.manifest import (
     CheckpointError,
     Ranks,
@@ -90,19 +101,20 @@ def _write(
     from huggingface_hub import save_torch_state_dict
 
     weights = checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights))
-    renamed = {name_to_hf(key.removeprefix("model.")): tensor.to(dtype) for key, tensor in weights.items()}
+    ours = {key.removeprefix("model."): tensor.to(dtype) for key, tensor in weights.items()}
+    renamed = hf_file_tensors(ours, config)
     save_torch_state_dict(renamed, directory)
     for name, content in attached.items():
         (directory / name).write_bytes(content)
-    ours = _special_ids(attached)
-    if ours:  # other tokenizers bring their description along
-        roles = {f"{role}_token": token for role, (token, _) in ours.items()}
+    special = _special_ids(attached)
+    if special:  # other tokenizers bring their description along
+        roles = {f"{role}_token": token for role, (token, _) in special.items()}
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
         (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
     hf_config = config_to_hf(config)
     hf_config.architectures = [f"{type(hf_config).__name__.removesuffix('Config')}ForCausalLM"]
     hf_config.dtype = next(iter(renamed.values())).dtype
-    for name, token in _token_ids(attached, ours).items():
+    for name, token in _token_ids(attached, special).items():
         setattr(hf_config, name, token)
     hf_config.save_pretrained(directory)
 
@@ -185,14 +197,16 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
     with torch.device("meta"):
         model = Transformer(config).to(dtype or _DTYPES.get(next(iter(found.values())).kind))
     state = model.state_dict(keep_vars=True)
-    if others := sorted(found.keys() - set(map(name_to_hf, state))):
+    form = form_of(found)
+    if others := sorted(found.keys() - {each.name for name in state for each in sources_in_hf(name, config, form)}):
         raise CheckpointError(f"{folder} has, beside what config.json asks for, {_first_of(others)}: {_ANEW}")
     cpu = torch.device("cpu")
     planned = _plan([(model, state)], folder)
     ends = [found[name] for name in map(name_to_hf, (EMBEDDING, HEAD)) if name in found]
     if config.tie_embeddings and len(ends) == 2:
         own = state[EMBEDDING]
-        same = ends[0].shape == ends[1].shape and torch.equal(*(_read([(own, end)], cpu)[id(own)] for end in ends))
+        both = (_read([(own, Source(end.name), end)], cpu)[id(own)] for end in ends)
+        same = ends[0].shape == ends[1].shape and torch.equal(*both)
         if not same:
             raise CheckpointError(f"{folder} has different {ends[0].name} and {ends[1].name}, which are tied: {_ANEW}")
     read = _read(planned, cpu)
@@ -202,15 +216,12 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
 
 def _config_in(folder: Path, described: Mapping[str, Any]) -> tuple[Any, ModelConfig]:
     """Return what ``config.json`` says, as the class of its model reads it, and as our sizes."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config
-
-    kinds: dict[str, Any] = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
     kind = described.get("model_type")
     refuse_other_kinds(kind)
     # How transformers computes attention, and whose code it fetches for that, is not a matter of the model.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     try:
-        hf_config = kinds[str(kind)].from_dict(kept)
+        hf_config = config_class(str(kind)).from_dict(kept)
         return hf_config, config_from_hf(hf_config)
     except Exception as error:
         if type(error) is ValueError:  # the model has something that ours has not
@@ -263,7 +274,7 @@ def load_stage(
     planned = ranks.collectively(lambda: _plan(states, Path(folder), names or str))
     read = ranks.collectively(lambda: _read(planned, where))
     ranks.collectively(lambda: _put(states, read, where))
-    return sum(tensor.n_bytes for _, tensor in planned)
+    return sum(tensor.n_bytes for *_, tensor in planned)
 
 
 @dataclass(frozen=True)
@@ -277,24 +288,29 @@ class _InFile:
     n_bytes: int
 
 
-def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) -> list[tuple[Tensor, _InFile]]:
+Planned = Sequence[tuple[Tensor, Source, _InFile]]
+"""Weights, each with what it is, or a part of it, and where."""
+
+
+def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) -> Planned:
     """Return each weight of the modules, and where it is."""
     found = _found_in(folder)
-    planned: list[tuple[Tensor, _InFile]] = []
+    planned: list[tuple[Tensor, Source, _InFile]] = []
     missing: list[str] = []
-    for names, own in _names_of(states):
-        there = [found[name] for name in dict.fromkeys([*map(in_files, names), *names]) if name in found]
-        if not there:
-            missing.append(names[0])
-            continue
-        tensor = there[0]
-        if tensor.shape != tuple(own.shape):
-            needed = f"and the model needs {tuple(own.shape)}: build it with the sizes of its config.json"
-            raise CheckpointError(f"{folder} has {tensor.name} as {tensor.shape}, {needed}")
-        if (tensor.kind in _DTYPES) != own.is_floating_point():
-            needed = f"and the model as {own.dtype}: get it in one of {', '.join(_DTYPES)}"
-            raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
-        planned.append((own, tensor))
+    for choices, own in _sources_of(states, form_of(found)):
+        for names, source in choices:
+            there = [found[name] for name in dict.fromkeys([*map(in_files, names), *names]) if name in found]
+            if not there:
+                missing.append(names[0])
+                continue
+            tensor, needs = there[0], source.place(torch.empty(own.shape, device="meta")).shape
+            if source.take(torch.empty(tensor.shape, device="meta")).shape != needs:
+                needed = f"and the model needs {tuple(needs)}: build it with the sizes of its config.json"
+                raise CheckpointError(f"{folder} has {tensor.name} as {tensor.shape}, {needed}")
+            if (tensor.kind in _DTYPES) != own.is_floating_point():
+                needed = f"and the model as {own.dtype}: get it in one of {', '.join(_DTYPES)}"
+                raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
+            planned.append((own, source, tensor))
     if missing:
         how = "get the directory of this model, whole, or give load_stage names= if they are others there"
         raise CheckpointError(f"{folder} has no {_first_of(missing)}, which the model needs: {how}")
@@ -349,9 +365,9 @@ def _safetensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is damaged ({' '.join(str(error).split())}): {_ANEW}") from error
 
 
-def _names_of(states: States) -> Iterator[tuple[list[str], Tensor]]:
-    """Return each weight that files hold, and the names it may have there, its own first."""
-    names: dict[int, dict[str, None]] = {}
+def _sources_of(states: States, form: Form) -> Iterator[tuple[list[tuple[list[str], Source]], Tensor]]:
+    """Return each weight that files hold, and its parts there, each with the names it may have, its own first."""
+    parts: dict[int, dict[int, tuple[dict[str, None], Source]]] = {}
     own: dict[int, Tensor] = {}
     for stage, state in states:
         ties = [set(tie.values()) for tie in getattr(stage, "ties", ())]
@@ -361,11 +377,15 @@ def _names_of(states: States) -> Iterator[tuple[list[str], Tensor]]:
                 raise CheckpointError(f"{name} is no tensor, and safetensors hold nothing else: set it after filling")
             own[id(tensor)] = tensor
             known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
+            sources = [[Source(each)] for each in known]
             if isinstance(stage, Transformer):
-                known = [*map(name_to_hf, known)]
-            known += [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in known]
-            names.setdefault(id(tensor), {}).update(dict.fromkeys(known))
-    return ((list(names[key]), tensor) for key, tensor in own.items())
+                sources = [sources_in_hf(each, stage.config, form) for each in known]
+            for part, same in enumerate(zip(*sources, strict=True)):
+                names = [each.name for each in same]
+                names += [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in names]
+                kept, _ = parts.setdefault(id(tensor), {}).setdefault(part, ({}, same[0]))
+                kept.update(dict.fromkeys(names))
+    return (([(list(names), part) for names, part in parts[key].values()], tensor) for key, tensor in own.items())
 
 
 def _refuse_lost(states: States) -> None:
@@ -379,21 +399,22 @@ def _refuse_lost(states: States) -> None:
             raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
 
 
-def _read(planned: Sequence[tuple[Tensor, _InFile]], device: torch.device) -> dict[int, Tensor]:
+def _read(planned: Planned, device: torch.device) -> dict[int, Tensor]:
     """Return what is in the files, by the ``id`` of the weight, read in pieces.
 
     A file is closed and opened anew after some: the part of it that was read takes this process's memory too.
     """
-    full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, _ in planned}
-    by_file = sorted(planned, key=lambda each: (each[1].path, each[1].name))
-    for path, group in groupby(by_file, key=lambda each: each[1].path):
-        pieces = [(tensor.name, full[id(own)], rows) for own, tensor in group for rows in _rows(tensor)]
+    full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, *_ in planned}
+    by_file = sorted(planned, key=lambda each: (each[2].path, each[2].name))
+    for path, group in groupby(by_file, key=lambda each: each[2].path):
+        pieces = [(tensor.name, source, full[id(own)], rows) for own, source, tensor in group for rows in _rows(tensor)]
         while pieces:
             n_bytes = 0
             with _safetensors(path) as file:
                 while pieces and n_bytes < _OPEN_BYTES:
-                    name, to, rows = pieces.pop(0)
-                    part = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+                    name, source, own, rows = pieces.pop(0)
+                    to = source.place(own)
+                    part = source.take(file.get_tensor(name) if rows is None else file.get_slice(name)[rows])
                     (to if rows is None else to[rows]).copy_(part)
                     n_bytes += part.nbytes
     return full

@@ -11,21 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module, config_from_hf
 from course_pp.parallel import DistributedConfig, init_distributed
-from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, save
+from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, load_stage, save
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID, Tokenizer
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train
 from tests.training.checkpoint.small import CONFIG, Small
@@ -99,6 +101,43 @@ def _logits(rank, config, root, tokens):
     if rank < 3:
         dist.send(x, rank + 1)
     return x
+
+
+SIZES = {name: LLAMA.to_dict()[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+SIZES |= {"num_hidden_layers": 4, "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 64}
+SIZES |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+WITH_EXPERTS = {
+    "Mixtral": MixtralConfig(**SIZES),
+    "Qwen3-MoE": Qwen3MoeConfig(**SIZES, moe_intermediate_size=12, head_dim=16, norm_topk_prob=True),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one matrix an expert", "packed"])
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_models_with_experts_come_in_and_go_out(kind: str, packed: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(WITH_EXPERTS[kind])
+    nn.init.normal_(theirs.model.layers[3].mlp.gate.weight)
+    theirs.save_pretrained(tmp_path / "hf", save_original_format=not packed)
+    names = load_file(tmp_path / "hf" / WEIGHTS).keys()
+    assert any(name.endswith("gate_up_proj") for name in names) == packed
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    config = config_from_hf(theirs.config)
+    model = Small(config).model
+    load(tmp_path / "run", model.float(), device_mesh=None)
+    x = tokens = torch.randint(61, (2, 16))
+    for stage in (build_stage_module(config, i, 2) for i in range(2)):
+        load_stage(stage, tmp_path / "hf")
+        x = stage(x)
+    again = AutoModelForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "back"))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        for logits in (model(tokens), x, again(tokens).logits):
+            assert (logits - expected).abs().max() < 1e-5
+    weights = load_file(tmp_path / "back" / WEIGHTS)
+    assert packed or all(
+        torch.equal(weights[name], tensor) for name, tensor in load_file(tmp_path / "hf" / WEIGHTS).items()
+    )
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
