@@ -77,7 +77,7 @@ class Agreement:
         declared: the values that this rank's stages read and write beyond their neighbours'.
         weights: weights that lie in several places, on all ranks.
         planned: which versions the actions use, if stages update their own weights.
-        n_data: ranks over which FSDP2 averages gradients, the most of any stage.
+        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself.
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
@@ -89,7 +89,7 @@ class Agreement:
     declared: Mapping[int, Declared]
     weights: tuple[Weight, ...]
     planned: Ledger | None
-    n_data: int
+    data_groups: Sequence[dist.ProcessGroup]
     series: int
 
 
@@ -170,10 +170,31 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
     if problem := problem_of_left_out_copies({s: look for told in everyone for s, look in told.looks.items()}, ties):
         raise ValueError(problem)
-    n_data = max(told.n_data for told in everyone)
+    groups = _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
-        options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, n_data, everyone[0].series
+        options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, groups, everyone[0].series
     )
+
+
+def _data_groups(ranks: Ranks, modules: Modules, sizes: Sequence[int]) -> Sequence[dist.ProcessGroup]:
+    """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline, given each rank's number.
+
+    A rank of which it shards nothing knows none, and may have the loss. One that does finds the other pipelines' ranks
+    in the same place, and these make a group.
+    """
+    groups = ShardedStages(modules.values()).data_groups
+    knows = sizes.index(max(sizes))
+    lacking = [rank for rank, size in enumerate(sizes) if size < sizes[knows]]
+    if not lacking:
+        return groups
+    group = ranks.group or dist.group.WORLD
+    assert group is not None  # FSDP2 has one
+    mates = {rank: [dist.get_global_rank(group, rank)] for rank in lacking}
+    for data_group in groups if ranks.rank == knows else ():
+        found = Ranks(data_group, limit_s=ranks.limit_s).gather(mates)
+        mates = {rank: [mate for theirs in found for mate in theirs[rank]] for rank in lacking}
+    mates = ranks.gather(mates)[knows]
+    return [dist.new_group(mates[ranks.rank], use_local_synchronization=True)] if ranks.rank in mates else groups
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:

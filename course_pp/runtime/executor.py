@@ -63,6 +63,7 @@ class Batch:
 
     Attributes:
         inputs: each microbatch, where the first stage is; else empty.
+        kwargs: of each microbatch the keyword arguments of this rank's stages; empty if there are none.
         loss: where the last stage is: a microbatch's share of the loss, from its number and output.
         weights: where the last stage is: of each microbatch in the batch, (n,) float64.
         products: what actions have left for other actions, whether they are on this rank or on others.
@@ -78,6 +79,7 @@ class Batch:
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     held: dict[Content, list[Hold]] = field(default_factory=dict)
+    kwargs: Sequence[Mapping[str, Any]] = ()
 
 
 _Call = Callable[[Batch], None]
@@ -272,10 +274,11 @@ class Executor:
             loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
             self._count(batch, read_again)
             read = {each.name: _taken(batch.products, each) for each in reads}
+            given = batch.kwargs[microbatch] if batch.kwargs else {}
             if trains:
-                output, values = worker.forward(microbatch, value, loss, split, read)
+                output, values = worker.forward(microbatch, value, loss, split, read, given)
             else:
-                output, values = worker.evaluate(value, loss, read)
+                output, values = worker.evaluate(value, loss, read, given)
             for write in writes:
                 batch.products[write.value] = map_tensors(kept[write.value], values[write.name])
             self._count(batch, read_later)

@@ -179,7 +179,7 @@ class Pipeline:
             elsewhere = torch.zeros((), device=self._agreement.device)
             shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
             if self.schedule.n_stages - 1 in self._stages:
-                average_over(self._sharded.data_groups, shares)
+                average_over(self._agreement.data_groups, shares)
             losses, sums = self._executor.tell_everyone((shares, self._attached_here()), _total)
             self.attached = {name: value.item() / scale for name, (_, value) in sums.items()}
             return tuple(losses.tolist())
@@ -259,7 +259,7 @@ class Pipeline:
     def _attached_here(self) -> Sums:
         """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
         sums = attached_sums({index: stage.attached.values() for index, stage in self._stages.items()})
-        for group in self._sharded.data_groups if sums else ():
+        for group in self._agreement.data_groups if sums else ():
             mine = {name: value.item() for name, (_, value) in sums.items()}
             everyone = Ranks(group, limit_s=self._options.timeout_s).gather(mine)
             if any({*theirs} != {*sums} for theirs in everyone):
@@ -277,22 +277,14 @@ class Pipeline:
     def _loss_of(
         self, targets: Sequence[Any], divisor: float | None
     ) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
-        loss_fn, planned, n_data = self._options.loss_fn, self._agreement.planned, self._agreement.n_data
+        loss_fn, planned = self._options.loss_fn, self._agreement.planned
         last = self.schedule.n_stages - 1
         assert loss_fn is not None  # or step has refused
         if planned is not None:
             groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
             means = own_means(loss_fn, targets, divisor, groups)
             return partial(_finite, means, planned, last), torch.ones(len(targets), dtype=torch.float64)
-        averaged = self._sharded.data_groups
-        if n_data > 1 and not averaged:  # as without weights in the last stage
-            if divisor is None and isinstance(loss_fn, TokenLoss):
-                raise ValueError(
-                    f"FSDP2 shards no weight of stage {last}, so its tokens cannot be counted over the {n_data} data "
-                    "ranks: give divisor=, the number in the global batch"
-                )
-            divisor = None if divisor is None else divisor / n_data
-        return loss_shares(loss_fn, targets, divisor, averaged, self._agreement.device)
+        return loss_shares(loss_fn, targets, divisor, self._agreement.data_groups, self._agreement.device)
 
     @property
     def ledger(self) -> Ledger:

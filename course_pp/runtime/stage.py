@@ -44,7 +44,7 @@ class _Kept:
     roots: list[GradientEdge] = field(default_factory=list)
     weight: Tensor | None = None
     weight_gradients: WeightGradients | None = None
-    again: tuple[Any, Mapping[str, Any], Loss | None, RandomState] | None = None
+    again: tuple[Any, Mapping[str, Any], Mapping[str, Any], Loss | None, RandomState] | None = None
     holds: list[Hold] = field(default_factory=list)
 
 
@@ -88,13 +88,21 @@ class Stage:
         """Forget what a step that failed has left."""
         self._kept.clear()
 
-    def evaluate(self, value: Any, loss: Loss | None, read: Mapping[str, Any] = _NONE) -> tuple[Any, dict[str, Any]]:
+    def evaluate(
+        self, value: Any, loss: Loss | None, read: Mapping[str, Any] = _NONE, given: Mapping[str, Any] = _NONE
+    ) -> tuple[Any, dict[str, Any]]:
         """Run the forward of a microbatch when no backward follows."""
         with torch.no_grad():
-            return self._compute(value, read, loss, self.module)
+            return self._compute(value, read, given, loss, self.module)
 
     def forward(
-        self, microbatch: int, value: Any, loss: Loss | None, split: bool, read: Mapping[str, Any] = _NONE
+        self,
+        microbatch: int,
+        value: Any,
+        loss: Loss | None,
+        split: bool,
+        read: Mapping[str, Any] = _NONE,
+        given: Mapping[str, Any] = _NONE,
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``F``; return the output, or the share of the loss, and the values that other stages read.
 
@@ -102,6 +110,7 @@ class Stage:
             loss: of this microbatch; None except in the last stage.
             split: whether its backward will come in two halves.
             read: the values that it reads itself, by name.
+            given: further keyword arguments, the caller's: passed as they are, and no gradient is looked for in them.
         """
         kept = self._kept[microbatch] = _Kept()
         kept.leaves = [[t for t in tensors_of(each) if t.requires_grad] for each in (value, *read.values())]
@@ -110,13 +119,13 @@ class Stage:
         if self._meter is not None:
             kept.holds = [self._meter.hold(leaf) for leaves in kept.leaves for leaf in leaves]
         if self._recompute:
-            kept.again = value, read, loss, get_random_state(self._device)
+            kept.again = value, read, given, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
                 copies = map_tensors(_copy, value), map_tensors(_copy, read)
-                return self._compute(*copies, loss, self._module_for(microbatch))
-        return self._compute_and_keep(microbatch, value, read, loss, kept)
+                return self._compute(*copies, given, loss, self._module_for(microbatch))
+        return self._compute_and_keep(microbatch, value, read, given, loss, kept)
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
         """Run ``B`` of a stage without values beyond its neighbours'; return the gradients of the input."""
@@ -144,11 +153,11 @@ class Stage:
         if self._weights is not None:
             self._weights.begin_backward(microbatch)
         if kept.again is not None:
-            value, read, loss, state = kept.again
+            value, read, given, loss, state = kept.again
             kept.again = None
             with random_state_kept(self._device):
                 set_random_state(state, self._device)
-                self._compute_and_keep(microbatch, value, read, loss, kept)
+                self._compute_and_keep(microbatch, value, read, given, loss, kept)
         if microbatch in self.attached:
             self.attached[microbatch].weight = weight() * self.scale
         if gradients is None:
@@ -184,7 +193,13 @@ class Stage:
         return self.module if self._weights is None else partial(self._weights.call, microbatch)
 
     def _compute_and_keep(
-        self, microbatch: int, value: Any, read: Mapping[str, Any], loss: Loss | None, kept: _Kept
+        self,
+        microbatch: int,
+        value: Any,
+        read: Mapping[str, Any],
+        given: Mapping[str, Any],
+        loss: Loss | None,
+        kept: _Kept,
     ) -> tuple[Any, dict[str, Any]]:
         queue = kept.weight_gradients
         saving: AbstractContextManager[Any] = nullcontext()
@@ -193,7 +208,7 @@ class Stage:
         linears = self._fusing if queue is None else Deferring(queue)
         attached = Attached()
         with saving, linears or nullcontext(), attached:
-            output, values = self._compute(value, read, loss, self._module_for(microbatch))
+            output, values = self._compute(value, read, given, loss, self._module_for(microbatch))
         if attached.values:
             self.attached[microbatch] = attached
         made, kept.weight = (output, None) if loss is None else output
@@ -202,16 +217,21 @@ class Stage:
         return output, values
 
     def _compute(
-        self, value: Any, read: Mapping[str, Any], loss: Loss | None, module: Callable[..., Any] | None
+        self,
+        value: Any,
+        read: Mapping[str, Any],
+        given: Mapping[str, Any],
+        loss: Loss | None,
+        module: Callable[..., Any] | None,
     ) -> tuple[Any, dict[str, Any]]:
         if module is None:
             output = value
         elif isinstance(value, tuple | list):
-            output = module(*value, **read)
+            output = module(*value, **read, **given)
         elif isinstance(value, Mapping):
-            output = module(**value, **read)
+            output = module(**value, **read, **given)
         else:
-            output = module(value, **read)
+            output = module(value, **read, **given)
         values: dict[str, Any] = {}
         if self._writes:
             output, written = taken_apart(self.index, self._writes, output)

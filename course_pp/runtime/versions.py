@@ -80,7 +80,7 @@ class VersionedStage:
         self._taken: dict[int, list[Tensor | None]] = {}
         self.gradients: list[Tensor | None] = [None] * len(self._parameters)
 
-    def call(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def call(self, microbatch: int, /, *args: Any, **kwargs: Any) -> Any:
         return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
 
     def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:

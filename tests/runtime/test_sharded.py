@@ -20,6 +20,7 @@ from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
 
 WIDTH, M, STEPS = 6, 8, 2
+MESH = ("pp", "dp_replicate", "dp_shard")
 # Of a stage by what is wrapped: each is reduced once a step.
 GROUPS = {"both": 3, "root": 1, "blocks": 3}
 
@@ -112,7 +113,7 @@ def replica_of(mesh: Any) -> int:
 
 def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
     sizes = layout.pp, layout.replicate, layout.shard
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH)
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
     schedule = build(layout.schedule, layout.pp, M)
     stages = make_stages(schedule.n_stages)
@@ -227,27 +228,27 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
 
 
-def without_weights_at_the_end(rank: int) -> tuple[str, dict[str, Tensor]]:
-    """What is said, and the gradients once the divisor was given."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+def without_weights_at_the_end(rank: int, layout: Layout, divisor: float | None) -> tuple[float, dict[str, Tensor]]:
+    """The last stage, which has the loss, cannot tell from its weights who the other data ranks are."""
+    mesh = init_device_mesh("cpu", (2, layout.replicate, layout.shard), mesh_dim_names=MESH)
     stage = mesh.get_local_rank("pp")
-    module = wrap([make_stages(1)[0], nn.Sequential(nn.Softplus())][stage], mesh["dp_shard"], Layout("1f1b"))
+    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
+    module = wrap([make_stages(1)[0], nn.Sequential(nn.Softplus())][stage], data_mesh, layout)
     pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
-    arguments = unequal(replica_of(mesh))
-    with pytest.raises((ValueError, PipelineError)) as refusal:
-        pipe.step(*arguments)
-    pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
-    pipe.step(*arguments, divisor=27)
-    return str(refusal.value), whole_gradients({0: module})
+    loss = sum(pipe.step(*unequal(replica_of(mesh)), divisor=divisor))
+    return loss, whole_gradients({stage: module})
 
 
-def test_a_last_stage_without_weights_is_told_to_give_the_divisor() -> None:
-    x, labels = map(torch.cat, zip(*map(unequal, range(2)), strict=True))
+@pytest.mark.parametrize("told", [False, True], ids=["counted", "divisor given"])
+@pytest.mark.parametrize("layout", [Layout("1f1b"), Layout("1f1b", replicate=2)], ids=["fsdp", "hsdp"])
+def test_unequal_tokens_weigh_alike_where_the_last_stage_has_no_weights(layout: Layout, told: bool) -> None:
+    x, labels = map(torch.cat, zip(*map(unequal, range(layout.data)), strict=True))
     stages = make_stages(1)
-    assert (labels != -100).sum() == 27
-    F.cross_entropy(F.softplus(stages[0](x)).flatten(0, 1), labels.flatten()).backward()
-    for said, gradients in on_ranks(4, without_weights_at_the_end, timeout_s=60.0):
-        assert "give divisor=, the number in the global batch" in said
+    loss = F.cross_entropy(F.softplus(stages[0](x)).flatten(0, 1), labels.flatten())
+    loss.backward()
+    n_counted = float((labels != -100).sum()) if told else None
+    for found, gradients in on_ranks(2 * layout.data, without_weights_at_the_end, layout, n_counted, timeout_s=60.0):
+        assert found == pytest.approx(loss.item(), rel=1e-12)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, stages[0].get_parameter(name[2:]).grad, rtol=0, atol=1e-12)
 
