@@ -70,6 +70,18 @@ def cut_keywords(
     return [{name: parts[i] for name, parts in cut.items()} for i in range(n_microbatches)]
 
 
+def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
+    """Return the rows of the first tensor that :func:`cut_keywords` would cut, for who sees no batch; 0 if none is."""
+    found: list[int] = []
+    for name, value in kwargs.items():
+        word = (spec or {}).get(name)
+        if word == "rows":
+            _map_tensors(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), value)
+        elif word is None and isinstance(value, Tensor) and value.dim() > 1:
+            found.append(len(value))
+    return found[0] if found else 0
+
+
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
     if word == "same" or (word is None and (value is None or isinstance(value, bool | int | float | str))):
         return [value] * n

@@ -39,7 +39,7 @@ from tests.equality import Trained, assert_same_training, snapshot_gradients
 from tests.grids import crossed
 from tests.parallel.small import model_config
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import arguments, stages_of
 from tests.runtime.stepping import Done, assert_equal_steps, gradients, through
 
 pytestmark = pytest.mark.timeout(60)
@@ -134,7 +134,7 @@ def runtime_steps(
     pipeline = Pipeline(schedule, mine, loss_fn, recompute=recompute, timeout_s=20)
     done, sums = [], []
     for inputs, targets in steps:
-        losses = pipeline.step(*for_rank(rank, schedule, inputs, targets))
+        losses = pipeline.step(**arguments(rank, schedule, inputs, targets))
         done.append(Done(list(losses), gradients(mine)))
         sums.append(pipeline.attached)
         for module in mine.values():
@@ -182,8 +182,9 @@ def sharded_runtime_step(rank: int, data: Batch) -> tuple[float, dict[str, Tenso
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
     module = parts(2)[stage]
     fully_shard(module, mesh=mesh["dp_shard"])
-    pipeline = Pipeline(build("zb_h1", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
-    losses = pipeline.step(*(part[M * replica : M * (replica + 1)] for part in data))
+    schedule, mine = build("zb_h1", 2, M), (part[M * replica : M * (replica + 1)] for part in data)
+    pipeline = Pipeline(schedule, module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
+    losses = pipeline.step(**arguments(stage, schedule, *mine))
     whole = {f"{stage}.{name}": p.grad.full_tensor() for name, p in module.named_parameters()}
     return sum(losses), whole, pipeline.attached
 
@@ -204,7 +205,7 @@ def test_an_update_within_the_step_takes_the_whole_attached_loss() -> None:
     optimizer, plain = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (stage, alone))
     schedule = build("pipedream", 1, M)
     pipeline = Pipeline(schedule, stage, CrossEntropy(), optimizers={0: optimizer}, versions="stash", tied=())
-    pipeline.step(inputs, targets)
+    pipeline.step(**arguments(0, schedule, inputs, targets))
     for x, target in zip(inputs, targets, strict=True):
         plain.zero_grad()
         (CrossEntropy()(alone(x), target) + sum(alone.losses.values())).backward()

@@ -1,38 +1,92 @@
 """A batch as microbatches: cut, its loss as shares of their losses, and their outputs put together."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
+from course_pp.microbatches import ChunkSpec, are_ready, cut_keywords, rows_to_cut
 from course_pp.runtime.payload import describe, map_tensors, tensors_of
+
+Form = tuple[str, int]
+"""``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and how many rows were cut, 0 if unknown."""
+
+
+def joined(one: Form, other: Form) -> Form:
+    """Return what two ranks know together of the batch; raise ValueError if it is not the same batch."""
+    (kind, rows), (other_kind, other_rows) = one, other
+    if kind and other_kind and kind != other_kind:
+        raise ValueError(
+            "one rank was given a whole batch, another ready-made microbatches: give all ranks arg_mbs, kwarg_mbs and "
+            "target_mbs, as far as they need them, or none of these"
+        )
+    if rows and other_rows and rows != other_rows:
+        raise ValueError(
+            f"one rank has cut tensors of {rows} rows, another of {other_rows}: give all of them the same batch, and "
+            "say kwargs_chunk_spec={name: 'same'} of keyword arguments that are no rows of it"
+        )
+    return kind or other_kind, rows or other_rows
+
+
+class Cut(NamedTuple):
+    """What a rank was given for a step, by microbatch; empty where it has no use for it."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    kwargs: Sequence[Mapping[str, Any]]
+    form: Form
+
+
+def cut(
+    n: int,
+    is_first: bool,
+    is_last: bool,
+    inputs: Any,
+    targets: Any,
+    kwargs: Mapping[str, Any],
+    kwargs_chunk_spec: ChunkSpec | None,
+    **lists: Any,
+) -> Cut:
+    """Return the ``n`` microbatches of a rank; ``is_first`` if it needs inputs, ``is_last`` if it needs targets.
+
+    The others are what :meth:`course_pp.runtime.Pipeline.step` takes.
+    """
+    whole = {"inputs": inputs, "targets": targets, "kwargs_chunk_spec": kwargs_chunk_spec}
+    named = [*(name for name, value in whole.items() if value is not None), *kwargs]
+    if are_ready(n, named, **lists):
+        for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
+            if is_needed and lists[name] is None:
+                raise ValueError(f"{name} is missing on a rank that needs it: give a list of {n} microbatches")
+        parts = lists["arg_mbs"] if is_first else (), lists["target_mbs"] if is_last else ()
+        return Cut(*parts, lists["kwarg_mbs"] or (), ("ready", 0))
+    parts = split("inputs", inputs, n) if is_first else (), split("targets", targets, n) if is_last else ()
+    rows = len(tensors_of(inputs)[0]) if is_first else 0
+    if not kwargs and not kwargs_chunk_spec:
+        return Cut(*parts, (), ("whole" if named else "", rows))
+    rows = rows or rows_to_cut(kwargs, kwargs_chunk_spec)
+    return Cut(*parts, cut_keywords(kwargs, kwargs_chunk_spec, rows, n), ("whole", rows))
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
-    """Cut ``batch`` into ``n`` microbatches.
-
-    A list already holds the microbatches, which may differ in size and shape. Tensors (also in tuples and dicts) are
-    cut along their first dimension, as evenly as possible.
-    """
+    """Cut the tensors of ``batch``, alone or in tuples and dicts, along their first dimension, as evenly as can be."""
+    ready = {"inputs": "arg_mbs=[(x,), …]", "targets": "target_mbs=[y, …]"}[name]
     if isinstance(batch, list):
-        if len(batch) != n:
-            raise ValueError(f"{name} is a list of {len(batch)} microbatches, but the schedule has {n}: give {n}")
-        return batch
+        raise ValueError(f"{name} is a list: give a batch in one piece, or {n} ready-made microbatches as {ready}")
     try:
         tensors = tensors_of(batch)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     if not tensors:
         given = repr(batch) if batch is None or isinstance(batch, tuple | dict) else f"a {type(batch).__name__}"
-        raise ValueError(f"{name} is {given} on a rank that needs it: give a batch, or a list of {n} microbatches")
+        raise ValueError(f"{name} is {given} on a rank that needs it: give a batch, or {n} microbatches as {ready}")
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < n:
         raise ValueError(
             f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into {n} microbatches: "
-            f"give tensors of the same first dimension, at least {n}, or a list of {n} microbatches"
+            f"give tensors of the same first dimension, at least {n}, or {n} microbatches as {ready}"
         )
     pieces = [tensor.tensor_split(n) for tensor in tensors]
 

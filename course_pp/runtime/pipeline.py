@@ -18,9 +18,10 @@ from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
 from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
+from course_pp.microbatches import ChunkSpec
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
-from course_pp.runtime.batch import loss_shares, own_means, put_together, split
+from course_pp.runtime.batch import Cut, Form, cut, joined, loss_shares, own_means, put_together
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, LossNotFinite
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
@@ -129,7 +130,18 @@ class Pipeline:
         if scaler is not None:
             scaler.in_pipeline = True
 
-    def step(self, inputs: Any = None, targets: Any = None, *, divisor: float | None = None) -> tuple[float, ...]:
+    def step(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        divisor: float | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
+        **kwargs: Any,
+    ) -> tuple[float, ...]:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
         With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
@@ -138,14 +150,28 @@ class Pipeline:
         ``register_post_accumulate_grad_hook`` are called once, when the losses are known: an optimizer may step there.
         None is called if the step fails; what one raises is raised on its own rank.
 
+        Give a whole batch, or ready-made microbatches in three lists with an entry for each. These may differ in
+        shape, from each other and from step to step, and what stands in ``kwarg_mbs`` reaches the stages untouched::
+
+            pipeline.step(tokens, targets, attention_mask=mask)
+            pipeline.step(arg_mbs=[(x,) for x in xs], kwarg_mbs=[{"offsets": o} for o in offsets], target_mbs=ys)
+
         Args:
-            inputs: the batch, where the first stage is: tensors (alone, in a tuple or a dict), each of which is cut
-                along its first dimension; or a list of microbatches, which may differ in shape. What is not a row of
-                the batch, such as the offsets of packed sequences, needs the list.
+            inputs: the whole batch, where the first stage is: tensors (alone, in a tuple or a dict), each of which is
+                cut along its first dimension.
             targets: the same, where the last stage is.
-            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
-                None counts those of ``targets``, and of the data ranks' over which FSDP2 averages gradients. If the
-                gradients of several steps add up, give the number in all of them.
+            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over.
+                None counts them, over FSDP2's data ranks too; a microbatch without any adds nothing. If the gradients
+                of several steps add up, give the number in all of them. Gradients are then those of the global mean:
+                there is nothing left to divide for the norm or the optimizer.
+            arg_mbs: of each microbatch the tuple of the first stage's arguments, where that stage is.
+            kwarg_mbs: of each microbatch the keyword arguments of this rank's stages, of any class. All of them get
+                these; a stage on another rank gets what that rank was given, a replicated one its own rank's.
+            target_mbs: of each microbatch the targets, where the last stage is.
+            kwargs_chunk_spec: for a whole batch, by keyword argument: ``"rows"`` cuts its tensors, also those in
+                tuples and dicts; ``"same"`` gives it to every microbatch untouched. To be said of a tensor of one
+                dimension or whose first is not the batch, and of anything but tensors, numbers, strings and None.
+            kwargs: for a whole batch, the keyword arguments of this rank's stages.
 
         Returns:
             Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Microbatches weigh
@@ -171,7 +197,16 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.attached.clear()
                 stage.scale = scale
-            batch = self._batch(inputs, targets, divisor)
+            batch, form = self._batch(
+                divisor,
+                inputs,
+                targets,
+                kwargs,
+                kwargs_chunk_spec,
+                arg_mbs=arg_mbs,
+                kwarg_mbs=kwarg_mbs,
+                target_mbs=target_mbs,
+            )
             with self._shared.apart():
                 with self._sharded.reduced_once(self._executor.trains):
                     self._executor.run(batch)
@@ -180,7 +215,7 @@ class Pipeline:
             shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
             if self.schedule.n_stages - 1 in self._stages:
                 average_over(self._agreement.data_groups, shares)
-            losses, sums = self._executor.tell_everyone((shares, self._attached_here()), _total)
+            losses, sums, _ = self._executor.tell_everyone((shares, self._attached_here(), form), _total)
             self.attached = {name: value.item() / scale for name, (_, value) in sums.items()}
             return tuple(losses.tolist())
 
@@ -194,7 +229,16 @@ class Pipeline:
                     raise LossNotFinite(Origin(*where, what))
         return losses
 
-    def evaluate(self, inputs: Any = None, *, on: Literal["last", "all"] = "last") -> Any:
+    def evaluate(
+        self,
+        inputs: Any = None,
+        *,
+        on: Literal["last", "all"] = "last",
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return what the model returns for a batch: the schedule's forwards alone, without gradients or a loss.
 
             outputs = Pipeline(schedule, stages).evaluate(inputs)         # None but where the last stage is
@@ -223,13 +267,16 @@ class Pipeline:
             if on not in ("last", "all"):  # here, as the others wait for what this rank makes
                 raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
             n = self.schedule.n_microbatches
-            self._ignore([inputs])
-            batch = Batch(split("inputs", inputs, n) if 0 in self._stages else (), None)
+            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": None}
+            parts = cut(n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists)
+            self._ignore(parts)
+            batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
             with self._sharded.reduced_once(trains=False):
                 evaluator.run(batch)
             # Replicas of the last stage have some of the outputs each.
             travels = on == "all" or len(holders) > 1
-            _, everyone = evaluator.tell_everyone((on, batch.outputs if travels else {}), _both)
+            mine = on, batch.outputs if travels else {}, parts.form
+            _, everyone, _ = evaluator.tell_everyone(mine, _both)
             return everyone if travels else batch.outputs
 
         outputs = evaluator.perform(step)
@@ -240,8 +287,7 @@ class Pipeline:
         if failed:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
 
-    def _batch(self, inputs: Any, targets: Any, divisor: float | None) -> Batch:
-        n = self.schedule.n_microbatches
+    def _batch(self, divisor: float | None, *given: Any, **lists: Any) -> tuple[Batch, Form]:
         if self._executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
@@ -251,10 +297,11 @@ class Pipeline:
             raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
         if problem := problem_of_hooks(self._agreement.modules):
             raise ValueError(problem)
-        self._ignore([inputs, targets])
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
-        shares = self._loss_of(split("targets", targets, n), divisor) if last else (None, None)
-        return Batch(split("inputs", inputs, n) if first else (), *shares)
+        parts = cut(self.schedule.n_microbatches, first, last, *given, **lists)
+        self._ignore(parts)
+        loss, weights = self._loss_of(parts.targets, divisor) if last else (None, None)
+        return Batch(parts.inputs, loss, weights, kwargs=parts.kwargs), parts.form
 
     def _attached_here(self) -> Sums:
         """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
@@ -269,10 +316,12 @@ class Pipeline:
                 sums[name] = stage, torch.tensor(mean, dtype=torch.float64)
         return sums
 
-    def _ignore(self, batch: list[Any]) -> None:
+    def _ignore(self, batch: Cut) -> None:
         """Do not count the batch, which its owner keeps."""
         if self._options.meter is not None:
-            self._options.meter.ignore(tensors_of(batch))
+            self._options.meter.ignore(tensors_of([batch.inputs, batch.targets]))
+            values = (value for kwargs in batch.kwargs for value in kwargs.values())
+            self._options.meter.ignore(value for value in values if isinstance(value, torch.Tensor))
 
     def _loss_of(
         self, targets: Sequence[Any], divisor: float | None
@@ -308,24 +357,30 @@ def run_step(
 ) -> tuple[tuple[float, ...], Timeline]:
     """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
 
-    Takes what these take. For more steps keep a pipeline: its first step settles shapes, the others find them settled.
+    Takes what these take, of keyword arguments for stages those by microbatch. For more steps keep a pipeline: its
+    first step settles shapes, the others find them settled.
 
     Returns:
         Each microbatch's share of the loss, and when each rank did what, in seconds; the same on every rank.
     """
     recorder = Recorder() if recorder is None else recorder
+    of_step = {name: options.pop(name) for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs") if name in options}
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
-    return pipeline.step(inputs, targets), recorder.timeline(group, name=schedule.name)
+    return pipeline.step(inputs, targets, **of_step), recorder.timeline(group, name=schedule.name)
 
 
-def _total(one: tuple[torch.Tensor, Sums], other: tuple[torch.Tensor, Sums]) -> tuple[torch.Tensor, Sums]:
-    return one[0] + other[0], added_sums(one[1], other[1])
+_Told = tuple[torch.Tensor, Sums, tuple[str, int]]
+_Evaluated = tuple[str, Mapping[int, Any], tuple[str, int]]
 
 
-def _both(one: tuple[str, Mapping[int, Any]], other: tuple[str, Mapping[int, Any]]) -> tuple[str, Mapping[int, Any]]:
+def _total(one: _Told, other: _Told) -> _Told:
+    return one[0] + other[0], added_sums(one[1], other[1]), joined(one[2], other[2])
+
+
+def _both(one: _Evaluated, other: _Evaluated) -> _Evaluated:
     if one[0] != other[0]:
         raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
-    return one[0], {**one[1], **other[1]}
+    return one[0], {**one[1], **other[1]}, joined(one[2], other[2])
 
 
 def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:

@@ -124,6 +124,17 @@ def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[
     return inputs if 0 in mine else None, targets if schedule.n_stages - 1 in mine else None
 
 
+def arguments(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> dict[str, Any]:
+    """What ``step`` takes on ``rank``, by name; lists are ready-made microbatches."""
+    inputs, targets = for_rank(rank, schedule, inputs, targets)
+    found = {}
+    for name, ready, value in (("inputs", "arg_mbs", inputs), ("targets", "target_mbs", targets)):
+        found[ready if isinstance(value, list) else name] = value
+    if (args := found.get("arg_mbs")) is not None:
+        found["arg_mbs"] = [each if isinstance(each, tuple) else (each,) for each in args]
+    return found
+
+
 def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss) -> Trained:
     """The same training without a pipeline, each batch in one piece."""
     return train_in_one_process(config, data, loss_fn)

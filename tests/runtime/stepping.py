@@ -22,7 +22,7 @@ from course_pp.runtime.batch import split
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Schedule
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import arguments, stages_of
 
 TOLERANCE = 1e-12  # float64
 
@@ -113,8 +113,8 @@ def stepped(
         _begin(step, stages)
         wire.sent.clear()
         with step.around():
-            arguments = for_rank(rank, schedule, step.inputs, step.targets)
-            losses = pipeline.step(*arguments, divisor=step.divisor)
+            given = arguments(rank, schedule, step.inputs, step.targets)
+            losses = pipeline.step(**given, divisor=step.divisor)
         done.append(Done(list(losses), gradients(mine), [*wire.sent]))
     return done
 
@@ -127,7 +127,7 @@ def in_one_process(
     done = []
     for step in steps:
         _begin(step, stages)
-        inputs, targets = split("inputs", step.inputs, n), split("targets", step.targets, n)
+        inputs, targets = microbatches("inputs", step.inputs, n), microbatches("targets", step.targets, n)
         weights = _weights(loss_fn, targets)
         losses = []
         with step.around():
@@ -139,6 +139,10 @@ def in_one_process(
                 losses.append(loss.item())
         done.append(Done(losses, gradients(dict(enumerate(stages)))))
     return done
+
+
+def microbatches(name: str, batch: Any, n: int) -> Sequence[Any]:
+    return batch if isinstance(batch, list) else split(name, batch, n)
 
 
 def through(stages: Stages, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """A pipeline that returns outputs: those of one process, wherever they are wanted."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,17 +87,17 @@ class Several(nn.Module):
         return {"mean": x.mean(), "each": (x, x > 0), "name": "x"}
 
 
-def in_containers(rank: int, inputs: Any) -> Any:
-    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(inputs, on="all")
+def in_containers(rank: int, **given: Any) -> Any:
+    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(**given, on="all")
 
 
 def test_containers_stay_and_shapes_that_do_not_fit_together_stay_apart() -> None:
     x = torch.arange(6.0).view(3, 2)
-    for found in on_ranks(2, in_containers, x):
+    for found in on_ranks(2, partial(in_containers, inputs=x)):
         assert found["name"] == "x"
         torch.testing.assert_close(found["mean"], torch.stack([x[:2].mean(), x[2:].mean()]))
         torch.testing.assert_close(found["each"], (x, x > 0))
-    for found in on_ranks(2, in_containers, [x, torch.ones(1, 3)]):
+    for found in on_ranks(2, partial(in_containers, arg_mbs=[(x,), (torch.ones(1, 3),)])):
         assert [each["each"][0].shape for each in found] == [(3, 2), (1, 3)]
 
 
