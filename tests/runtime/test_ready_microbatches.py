@@ -312,7 +312,6 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "ready where nothing is needed": ([WHOLE, {"kwarg_mbs": KEYS}, WHOLE], "one rank was given a whole batch"),
     "keywords alone": ([{"kwarg_mbs": KEYS}, MADE], "arg_mbs is missing on a rank that needs it"),
     "no tuple": ([{**MADE, "arg_mbs": TARGETS}, MADE], "arg_mbs[0] is a Tensor: give the tuple of the first stage's"),
-    "a list": ([{**WHOLE, "inputs": TARGETS}, WHOLE], "inputs is a list: give a batch in one piece, or 4 ready-made"),
     "offsets": (
         [{**WHOLE, "cu": torch.arange(ROWS)}, WHOLE],
         "keyword argument cu is a tensor of shape (10,), a number",

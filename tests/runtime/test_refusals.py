@@ -28,8 +28,12 @@ def _nothing_left() -> Iterator[None]:
 
 BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
     # What a step is given instead, on which rank it is missed, and how that rank says it.
-    "no inputs": ({"inputs": None}, 0, "inputs is None on a rank that needs it: give a batch, or a list of 4"),
-    "a list too short": ({"inputs": [torch.ones(1, WIDTH)] * 3}, 0, "inputs is a list of 3 microbatches, but the"),
+    "no inputs": ({"inputs": None}, 0, "inputs is None on a rank that needs it: give a batch, or 4 microbat"),
+    "a list": (
+        {"inputs": [torch.ones(1, WIDTH)] * 4},
+        0,
+        "inputs is a list: give a batch in one piece, or 4 ready-made",
+    ),
     "a batch too small": ({"targets": torch.ones(3, WIDTH)}, 2, "targets has tensors of 3 samples, to be cut into 4"),
     "an array": ({"inputs": object()}, 0, "inputs: a object cannot"),
     "a mean over nothing": ({"divisor": 0}, -1, "divisor is 0: give the number of tokens that the mean is over"),
