@@ -197,16 +197,8 @@ class Pipeline:
             for stage in self._stages.values():
                 stage.attached.clear()
                 stage.scale = scale
-            batch, form = self._batch(
-                divisor,
-                inputs,
-                targets,
-                kwargs,
-                kwargs_chunk_spec,
-                arg_mbs=arg_mbs,
-                kwarg_mbs=kwarg_mbs,
-                target_mbs=target_mbs,
-            )
+            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+            batch, form = self._batch(divisor, inputs, targets, kwargs, kwargs_chunk_spec, **lists)
             with self._shared.apart():
                 with self._sharded.reduced_once(self._executor.trains):
                     self._executor.run(batch)

@@ -140,7 +140,8 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
 def test_a_ragged_last_microbatch_costs_a_header_for_itself_alone() -> None:
     schedule = build("1f1b", 2, M)
     make = partial(blocks, 2)
-    steps = [batch((4 * M, 3)), batch((4, 3), (4, 3), (4, 3), (1, 3)), batch((4, 3), (4, 3), (4, 3), (1, 3))]
+    ragged = batch((4, 3), (4, 3), (4, 3), (1, 3))
+    steps = [batch(*[(4, 3)] * M), ragged, ragged]
     found = run_steps(schedule, make, steps)
     assert_equal_steps(found, in_one_process(M, make, steps))
     once = crossing(schedule) + closing(schedule)
