@@ -1,15 +1,10 @@
 """The bench on which hand-written steps are tried: a small model, its batch, one process's gradients, and real ranks.
 
-Graders, labs and clinics of all notebooks use it. A patient of a clinic is the solution with one flaw: :func:`flawed`.
+Graders, labs and clinics of all notebooks use it.
 """
 
 from __future__ import annotations
-import __future__
 
-import inspect
-import linecache
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +32,6 @@ __all__ = [
     "Outcome",
     "Seat",
     "Wrong",
-    "flawed",
     "judge_gradients",
     "same",
     "scaled",
@@ -350,26 +344,6 @@ def judge_gradients(
     )
     symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
     raise Mistake(symptom, why_wrong(wrong), f"These differ:\n{table}")
-
-
-def flawed(solution: Step, *changes: tuple[str, str]) -> Step:
-    """Return the solution with a flaw: in its source each text is replaced by the other.
-
-    Raises:
-        ValueError: a text does not occur exactly once.
-    """
-    source = textwrap.dedent(inspect.getsource(solution))
-    for right, wrong in changes:
-        if source.count(right) != 1:
-            raise ValueError(f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}")
-        source = source.replace(right, wrong)
-    # Named as a cell, so that a hang is told at its own line.
-    file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = dict(vars(sys.modules[solution.__module__]))
-    exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
-    step: Step = names[solution.__name__]
-    return step
 
 
 class Memory:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.launch import on_ranks
 from course_pp.plan import Cluster, Layout, ModelConfig, Prediction, cluster_of, gpu_named, model_named, predict
@@ -43,65 +43,42 @@ def bytes_held(rank: int, pp: int, shard: int, layers: int, layer: int, matrix: 
     return 16 * parameters / shard + in_flight * n_layers * kept
 
 
-def _held(
-    ends: str = "both",
-    flight: Callable[[int, int, int], int] = lambda rank, pp, m: min(pp - rank, m),
-    each: int = 16,
-    cut: bool = False,
-    even: Callable[[int, int, int], float] = lambda rank, pp, layers: layers // pp + (rank < layers % pp),
-    whole: bool = False,
-    a_layer: Callable[[float], float] = lambda n: n,
-    uncut: bool = False,
-) -> Callable[..., float]:
-    """``bytes_held``, but for what is given."""
-
-    def formula(rank: int, pp: int, shard: int, layers: int, layer: int, matrix: int, kept: float, m: int) -> float:
-        n = even(rank, pp, layers)
-        n_matrices = (rank == 0) * (ends in ("both", "first")) + (rank == pp - 1) * (ends in ("both", "last"))
-        n_matrices += 2 * (ends == "everywhere") + (ends == "once" and rank in (0, pp - 1))
-        n_matrices += 2 * (ends == "first twice" and rank == 0)
-        ends_cut = n_matrices * matrix * (shard if uncut else 1)
-        parameters = (n * layer + ends_cut) / (1 if whole else shard)
-        return each * parameters + flight(rank, pp, m) * a_layer(n) * kept / (shard if cut else 1)
-
-    return formula
-
-
-_WRONG_BYTES: Sequence[tuple[Callable[..., float], str]] = (
-    (_held("none"), "The first stage holds the embedding, the last one the head: neither is in your answer."),
-    (_held("first"), "The last stage holds the head, as large as the embedding."),
-    (_held("last"), "The first stage holds the embedding, as large as the head."),
-    (_held("first twice"), "The head is on the last stage, not beside the embedding."),
-    (_held("once"), "A pipeline of one stage holds both, embedding and head."),
-    (_held("everywhere"), "Only the first stage holds the embedding, and only the last one the head."),
-    (_held(flight=lambda rank, pp, m: m),
-     "1F1B has at most `pp - rank` microbatches in flight, not all of them (03)."),
-    (_held(flight=lambda rank, pp, m: min(pp, m)),
-     "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
-    (_held(flight=lambda rank, pp, m: pp - rank), "There are never more than `m` microbatches in flight."),
-    (_held(flight=lambda rank, pp, m: pp), "Only rank 0 has `pp` microbatches in flight, and there are `m` at most."),
-    (_held(flight=lambda rank, pp, m: min(m, pp - 1 - rank)),
+_SHARE, _FLIGHT = "layers // pp + (rank < layers % pp)", "min(pp - rank, m)"
+_WRONG_BYTES = (
+    (("rank == 0", "False"), ("rank == pp - 1", "False"),
+     "The first stage holds the embedding, the last one the head: neither is in your answer."),
+    (("rank == pp - 1", "False"), "The last stage holds the head, as large as the embedding."),
+    (("rank == 0", "False"), "The first stage holds the embedding, as large as the head."),
+    (("rank == pp - 1", "rank == 0"), "The head is on the last stage, not beside the embedding."),
+    (("if rank == pp - 1", "elif rank == pp - 1"), "A pipeline of one stage holds both, embedding and head."),
+    (("rank == 0", "True"), ("rank == pp - 1", "True"),
+     "Only the first stage holds the embedding, and only the last one the head."),
+    ((_FLIGHT, "m"), "1F1B has at most `pp - rank` microbatches in flight, not all of them (03)."),
+    ((_FLIGHT, "min(pp, m)"), "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
+    ((_FLIGHT, "pp - rank"), "There are never more than `m` microbatches in flight."),
+    ((_FLIGHT, "pp"), "Only rank 0 has `pp` microbatches in flight, and there are `m` at most."),
+    ((_FLIGHT, "min(pp - 1 - rank, m)"),
      "The forward that comes before the first backward is in flight, too: `pp - rank`."),
-    (_held(flight=lambda rank, pp, m: min(m, pp - rank + 1)), "One too many: `pp - rank` are in flight (03)."),
-    (_held(flight=lambda rank, pp, m: 1), "Several microbatches are in flight at once, and each keeps its bytes (03)."),
-    (_held(flight=lambda rank, pp, m: min(rank + 1, m)), "The first rank has most in flight, not the last."),
-    (_held(each=4), "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not 4."),
-    (_held(each=2), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
-    (_held(each=8), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
-    (_held(each=12), "Parameters, gradients and *two* moments: 16 bytes each, not 12."),
-    (_held(cut=True), "Shards cut parameters, not activations: each data-parallel rank has its own sequences."),
-    (_held(whole=True), "FSDP cuts what is kept of each parameter into `shard` parts."),
-    (_held(uncut=True), "FSDP cuts embedding and head into `shard` parts, too."),
-    (_held(a_layer=lambda n: 1), "`kept` is of one layer: this rank has several."),
-    (_held(flight=lambda rank, pp, m: 0), "Activations are not in your answer: `kept` bytes a layer and microbatch."),
-    (_held(even=lambda rank, pp, layers: layers / pp), "Layers are whole: earlier stages take the extras."),
-    (_held(even=lambda rank, pp, layers: layers // pp),
-     "Where `pp` does not divide the layers, earlier stages take one more."),
-    (_held(even=lambda rank, pp, layers: layers // pp + (rank >= pp - layers % pp)),
-     "The *earlier* stages take the extras."),
-    (_held(even=lambda rank, pp, layers: layers // pp + (rank <= layers % pp)),
+    ((_FLIGHT, "min(pp - rank + 1, m)"), "One too many: `pp - rank` are in flight (03)."),
+    ((_FLIGHT, "1"), "Several microbatches are in flight at once, and each keeps its bytes (03)."),
+    ((_FLIGHT, "min(rank + 1, m)"), "The first rank has most in flight, not the last."),
+    (("16 *", "4 *"), "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not 4."),
+    (("16 *", "2 *"), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
+    (("16 *", "8 *"), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
+    (("16 *", "12 *"), "Parameters, gradients and *two* moments: 16 bytes each, not 12."),
+    (("* kept", "* kept / shard"),
+     "Shards cut parameters, not activations: each data-parallel rank has its own sequences."),
+    ((" / shard", ""), "FSDP cuts what is kept of each parameter into `shard` parts."),
+    (("n_layers * layer\n", "n_layers * layer / shard\n"), ("parameters / shard", "parameters"),
+     "FSDP cuts embedding and head into `shard` parts, too."),
+    (("n_layers * kept", "kept"), "`kept` is of one layer: this rank has several."),
+    (("* kept", "* 0"), "Activations are not in your answer: `kept` bytes a layer and microbatch."),
+    ((_SHARE, "layers / pp"), "Layers are whole: earlier stages take the extras."),
+    ((_SHARE, "layers // pp"), "Where `pp` does not divide the layers, earlier stages take one more."),
+    ((_SHARE, "layers // pp + (rank >= pp - layers % pp)"), "The *earlier* stages take the extras."),
+    ((_SHARE, "layers // pp + (rank <= layers % pp)"),
      "One stage too many takes an extra: the first `layers % pp`, rank 0 among them."),
-    (_held(even=lambda rank, pp, layers: -(-layers // pp)), "Only the first `layers % pp` stages take one more."),
+    ((_SHARE, "-(-layers // pp)"), "Only the first `layers % pp` stages take one more."),
 )  # fmt: skip
 
 _PIPELINES = (
@@ -136,40 +113,33 @@ def break_even(n: int, parameters: float, batch: int, speed: float, bandwidth: f
     return each * speed / (3 * bandwidth)
 
 
-def _even(
-    ring: float = 2.0, work: float = 6.0, power: Callable[..., float] = lambda n, batch: 1.0
-) -> Callable[..., float]:
-    def formula(n: int, parameters: float, batch: int, speed: float, bandwidth: float, each: int) -> float:
-        return ring * each * speed / (work * bandwidth) * power(n, batch)
-
-    return formula
-
-
 _SAME_WORK = (
     "Both ways do the work of the whole batch, in the same time. What differs is bubble and ring, each once a step."
 )
-_WRONG_TOKENS: Sequence[tuple[Callable[..., float], str]] = (
-    (_even(ring=1),
-     "An all-reduce goes round twice, to sum and to pass on: `2 * (n - 1) / n` times the bytes (00)."),
-    (_even(work=2), "Backward is work, too: 6 operations a parameter and token, not 2."),
-    (_even(work=4), "Forward is work, too: 6 operations a parameter and token, not 4."),
-    (_even(power=lambda n, batch: (n - 1) / n),
-     "The bubble has the same (n - 1) / n as the ring: look at how long a stage's microbatch takes."),
-    (_even(power=lambda n, batch: n / (n - 1)), "The ring has the same (n - 1) / n as the bubble."),
-    (_even(power=lambda n, batch: n),
-     "A rank of the ring sends an n-th of the bytes in each of its 2 (n - 1) steps, not all of them."),
-    (_even(power=lambda n, batch: 1 / n),
-     "A stage has an n-th of the layers, so a microbatch takes it an n-th of a sequence's time."),
-    (_even(power=lambda n, batch: 1 / batch), _SAME_WORK),
-    (_even(power=lambda n, batch: n / batch), _SAME_WORK),
-    (_even(power=lambda n, batch: batch), _SAME_WORK),
-    (lambda n, parameters, batch, speed, bandwidth, each: each * parameters * speed / (3 * bandwidth),
-     "The gradients have `each * parameters` bytes, and the work grows with `parameters`, too."),
-    (lambda n, parameters, batch, speed, bandwidth, each: speed / (3 * bandwidth), "A gradient has `each` bytes."),
+_TOKENS = "each * speed / (3 * bandwidth)"
+_WRONG_TOKENS = (
+    *(((_TOKENS, wrong), cause) for wrong, cause in (
+        ("each * speed / (6 * bandwidth)",
+         "An all-reduce goes round twice, to sum and to pass on: `2 * (n - 1) / n` times the bytes (00)."),
+        ("each * speed / bandwidth", "Backward is work, too: 6 operations a parameter and token, not 2."),
+        ("each * speed / (2 * bandwidth)", "Forward is work, too: 6 operations a parameter and token, not 4."),
+        (f"(n - 1) / n * {_TOKENS}",
+         "The bubble has the same (n - 1) / n as the ring: look at how long a stage's microbatch takes."),
+        (f"n / (n - 1) * {_TOKENS}", "The ring has the same (n - 1) / n as the bubble."),
+        (f"n * {_TOKENS}",
+         "A rank of the ring sends an n-th of the bytes in each of its 2 (n - 1) steps, not all of them."),
+        (f"1 / n * {_TOKENS}",
+         "A stage has an n-th of the layers, so a microbatch takes it an n-th of a sequence's time."),
+        (f"1 / batch * {_TOKENS}", _SAME_WORK),
+        (f"n / batch * {_TOKENS}", _SAME_WORK),
+        (f"batch * {_TOKENS}", _SAME_WORK),
+        (f"parameters * {_TOKENS}",
+         "The gradients have `each * parameters` bytes, and the work grows with `parameters`, too."),
+        ("speed / (3 * bandwidth)", "A gradient has `each` bytes."),
+        ("3 * bandwidth / (each * speed)", "This is one over the tokens: with a faster link fewer are enough."),
+    )),
     (lambda *given: floor(break_even(*given)),
      "With that many the ring still takes longer than the bubble: round up, or give the tokens as they come out."),
-    (lambda n, parameters, batch, speed, bandwidth, each: 3 * bandwidth / (each * speed),
-     "This is one over the tokens: with a faster link fewer are enough."),
 )  # fmt: skip
 
 
@@ -441,22 +411,19 @@ def planned_report(
     return m, mfu, held
 
 
-def _report(*illnesses: str) -> Callable[..., Report]:
-    """``planned_report`` with some of the three illnesses."""
+_ILLNESSES = {
+    "batch": (("batch // layout.n_data", "batch"),
+              "That is the global batch: each data-parallel rank has a part of it."),
+    "peak": (("cluster.n_gpus", "cluster.n_nodes"),
+             "That MFU is above what the GPUs could do: count all of them, not the nodes."),
+    "embedding": (("    held[0] += model.n_embedding_parameters\n", ""), "Rank 0 holds the embedding, too."),
+    "head": (("    held[-1] += model.n_head_parameters\n", ""), "The last rank holds final norm and head, too."),
+}  # fmt: skip
+"""What stands in the source, what instead, and what to look at."""
 
-    def ill(model: ModelConfig, layout: Layout, cluster: Cluster, batch: int, seq_len: int, step_s: float) -> Report:
-        m, mfu, held = planned_report(model, layout, cluster, batch, seq_len, step_s)
-        if "peak" in illnesses:
-            mfu *= cluster.gpus_per_node
-        if "embedding" in illnesses:
-            held[0] -= model.n_embedding_parameters
-        if "head" in illnesses:
-            held[-1] -= model.n_head_parameters
-        if "batch" in illnesses:
-            m *= layout.n_data
-        return m, mfu, held
 
-    return ill
+def _ill(*illnesses: str) -> Callable[..., Report]:
+    return flawed(planned_report, *(_ILLNESSES[each][0] for each in illnesses))
 
 
 @dataclass(frozen=True)
@@ -473,7 +440,7 @@ class _Patient:
         return tokens, mfu, first, second
 
 
-PATIENTS = {"A": _Patient(_report("batch")), "B": _Patient(_report("peak")), "C": _Patient(_report("embedding"))}
+PATIENTS = {"A": _Patient(_ill("batch")), "B": _Patient(_ill("peak")), "C": _Patient(_ill("embedding"))}
 """Three planners, each with one illness."""
 
 
@@ -513,14 +480,6 @@ def _as_report(got: Any, what: str) -> Report:
     return expect_int(m, f"{what}[0]"), expect_number(mfu, f"{what}[1]"), counts
 
 
-_ILLNESSES = {
-    "batch": "That is the global batch: each data-parallel rank has a part of it.",
-    "peak": "That MFU is above what the GPUs could do: count all of them, not the nodes.",
-    "embedding": "Rank 0 holds the embedding, too.",
-    "head": "The last rank holds final norm and head, too.",
-}
-
-
 def _why_report(case: tuple[Any, ...], got: Report, right: Report) -> str:
     rules = (
         (got[0] != right[0], "A rank's sequences, divided by those of a microbatch: both data-parallel sizes count."),
@@ -537,7 +496,7 @@ grade_planned_report = Formula(
     planned_report,
     [_case(*case) for case in _CASES],
     [
-        (_report(*ill), " ".join(_ILLNESSES[each] for each in ill))
+        (_ill(*ill), " ".join(_ILLNESSES[each][1] for each in ill))
         for n in (1, 2, 3, 4)
         for ill in combinations(_ILLNESSES, n)
     ],

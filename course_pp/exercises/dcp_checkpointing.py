@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.bench import flawed
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_dict, expect_int, expect_list
 from course_pp.exercises.formula import Formula
@@ -54,26 +53,24 @@ _NO_END = "The second entry is the size, not the end."
 
 _WRONG_RECTANGLES = (
     (_fsdp_first, "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is reversed."),
-    (flawed(rectangle, ("offsets[0] += first", "offsets[0] = first")),
+    (("offsets[0] += first", "offsets[0] = first"),
      "Offsets count from the corner of the whole matrix: those of both cuts add up."),
-    (flawed(rectangle, ("-(-rows // dp)", "rows // dp")),
+    (("-(-rows // dp)", "rows // dp"),
      "Where dp does not divide the rows, rounding down leaves some of them to nobody."),
-    (flawed(rectangle, ("-(-rows // dp)", "rows // dp"), (_ROWS, "rows - first if dp_rank == dp - 1 else most")),
+    (("-(-rows // dp)", "rows // dp"), (_ROWS, "rows - first if dp_rank == dp - 1 else most"),
      "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
-    (flawed(rectangle, (_FIRST, "dp_rank * (rows // dp) + min(dp_rank, rows % dp)"),
-            (_ROWS, "rows // dp + (dp_rank < rows % dp)")),
+    ((_FIRST, "dp_rank * (rows // dp) + min(dp_rank, rows % dp)"),
+            (_ROWS, "rows // dp + (dp_rank < rows % dp)"),
      "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
-    (flawed(rectangle, (_ROWS, "most")),
-     "The last parts end where the matrix ends: take the smaller of the part and what is left."),
-    (flawed(rectangle, ("tuple(sizes)", "tuple(map(sum, zip(offsets, sizes)))")), _NO_END),
-    (flawed(rectangle, ("tuple(offsets), tuple(sizes)", "tuple(sizes), tuple(offsets)")),
-     "The offsets come first, then the sizes."),
-    (flawed(rectangle, ('0 if tp_cuts == "rows" else 1', '1 if tp_cuts == "rows" else 0')),
+    ((_ROWS, "most"), "The last parts end where the matrix ends: take the smaller of the part and what is left."),
+    (("tuple(sizes)", "tuple(map(sum, zip(offsets, sizes)))"), _NO_END),
+    (("tuple(offsets), tuple(sizes)", "tuple(sizes), tuple(offsets)"), "The offsets come first, then the sizes."),
+    (('0 if tp_cuts == "rows" else 1', '1 if tp_cuts == "rows" else 0'),
      'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"` the reverse.'),
-    (flawed(rectangle, ('tp_cuts != "nothing"', "True"), ('0 if tp_cuts == "rows" else 1', 'tp_cuts == "columns"')),
+    (('tp_cuts != "nothing"', "True"), ('0 if tp_cuts == "rows" else 1', 'tp_cuts == "columns"'),
      "Where tensor parallelism cuts nothing, each of its ranks has the matrix whole."),
-    (flawed(rectangle, (_FIRST, "0"), (_ROWS, "rows")), "FSDP does not cut anything in your answer."),
-    (flawed(rectangle, ('tp_cuts != "nothing"', "False")), "Tensor parallelism does not cut anything in your answer."),
+    ((_FIRST, "0"), (_ROWS, "rows"), "FSDP does not cut anything in your answer."),
+    (('tp_cuts != "nothing"', "False"), "Tensor parallelism does not cut anything in your answer."),
 )  # fmt: skip
 
 _CUTS = (
@@ -125,21 +122,21 @@ _ALL_COLUMNS = (_ADD, "reads[file] = (first[0], offsets[1]), (ends[0] - first[0]
 _NOT_ROWS_ALONE = "They have to overlap in every dimension, not in the rows alone."
 
 _WRONG_OVERLAPS = (
-    (flawed(overlaps, ("all(a < b", "all(a <= b")),
+    (("all(a < b", "all(a <= b"),
      "Rectangles that only touch share nothing: an overlap has more than 0 rows and columns."),
-    (flawed(overlaps, ("all(a < b", "any(a < b")), "They have to overlap in every dimension, not in one of them."),
-    (flawed(overlaps, (_IF, "first[0] < ends[0]")), _NOT_ROWS_ALONE),
-    (flawed(overlaps, (_IF, "first[0] < ends[0]"), _ALL_COLUMNS), _NOT_ROWS_ALONE),
-    (flawed(overlaps, _ALL_COLUMNS), _NOT_ROWS_ALONE),
+    (("all(a < b", "any(a < b"), "They have to overlap in every dimension, not in one of them."),
+    ((_IF, "first[0] < ends[0]"), _NOT_ROWS_ALONE),
+    ((_IF, "first[0] < ends[0]"), _ALL_COLUMNS, _NOT_ROWS_ALONE),
+    (_ALL_COLUMNS, _NOT_ROWS_ALONE),
     (lambda wanted, pieces: {file: box for file, box in overlaps(wanted, pieces).items() if box == pieces[file]},
      "A piece of which only a part is wanted is read, too: that part of it."),
-    (flawed(overlaps, (_IF, "True")), "A file that has nothing of what is wanted is not read: leave it out."),
-    (flawed(overlaps, (_ADD, "reads[file] = first, ends")), _NO_END),
-    (flawed(overlaps, (_ADD, "reads[file] = offsets, sizes")),
+    ((_IF, "True"), "A file that has nothing of what is wanted is not read: leave it out."),
+    ((_ADD, "reads[file] = first, ends"), _NO_END),
+    ((_ADD, "reads[file] = offsets, sizes"),
      "Those are the whole pieces. Only the part of each that is wanted is read."),
-    (flawed(overlaps, ("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, offsets))")),
+    (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, offsets))"),
      "Those offsets count from the corner of the piece; the whole tensor's is asked for."),
-    (flawed(overlaps, ("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, wanted[0]))")),
+    (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, wanted[0]))"),
      "Those offsets count from the corner of what is wanted; the whole tensor's is asked for."),
 )  # fmt: skip
 

@@ -1,7 +1,12 @@
-"""One grader for every exercise whose answer is a number, a choice, or a list of either."""
+"""One grader for every exercise whose answer is a number, a choice, or a list of either; and solutions with a flaw."""
 
 from __future__ import annotations
+import __future__
 
+import inspect
+import linecache
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,7 +15,7 @@ from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.expect import close, expect_number
 from course_pp.exercises.mistakes import Mistake
 
-__all__ = ["Formula", "alike", "why"]
+__all__ = ["Formula", "alike", "flawed", "why"]
 
 Case = tuple[Any, ...]
 Cause = str | Callable[[Case, Any, Any], str]
@@ -26,7 +31,8 @@ class Formula:
     Args:
         solution: the right formula.
         cases: its arguments, one row a call; or what makes them, where that takes time.
-        wrongs: formulas that people write instead, each with its cause. One that raises is no match.
+        wrongs: what people write instead, each with its cause last: a formula, or for one or more texts in the source
+            of ``solution`` what stands in their place. One that raises is no match.
         otherwise: the cause of any other wrong answer.
         read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of another kind.
         call: how a message writes a call; as it would be typed unless given.
@@ -38,7 +44,7 @@ class Formula:
         self,
         solution: Callable[..., Any],
         cases: Iterable[Case] | Callable[[], Iterable[Case]],
-        wrongs: Sequence[tuple[Callable[..., Any], Cause]] = (),
+        wrongs: Iterable[tuple[Any, ...]] = (),
         otherwise: Cause = "",
         *,
         read: Callable[[Any, str], Any] = expect_number,
@@ -46,7 +52,10 @@ class Formula:
         example: Cause = "",
         same: Callable[[Any, Any], bool] | None = None,
     ) -> None:
-        self.solution, self._cases, self.wrongs, self.otherwise = solution, cases, wrongs, otherwise
+        self.solution, self._cases, self.otherwise = solution, cases, otherwise
+        self.wrongs: list[tuple[Callable[..., Any], Cause]] = [
+            (what[0] if callable(what[0]) else flawed(solution, *what), cause) for *what, cause in wrongs
+        ]
         self._read, self._call, self._example, self._same = read, call, example, same or alike
 
     @cached_property
@@ -86,6 +95,26 @@ class Formula:
             return self._same(value, formula(*case))
         except Exception:
             return False
+
+
+def flawed(solution: Callable[..., Any], *changes: tuple[str, str]) -> Callable[..., Any]:
+    """Return the solution with a flaw: in its source each text is replaced by the other.
+
+    Raises:
+        ValueError: a text does not occur exactly once.
+    """
+    source = textwrap.dedent(inspect.getsource(solution))
+    for right, wrong in changes:
+        if source.count(right) != 1:
+            raise ValueError(f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}")
+        source = source.replace(right, wrong)
+    # Named as a cell, so that a hang is told at its own line.
+    file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = dict(vars(sys.modules[solution.__module__]))
+    exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
+    found: Callable[..., Any] = names[solution.__name__]
+    return found
 
 
 def why(rules: Iterable[tuple[bool, str]], otherwise: str = "") -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, flawed
+from course_pp.exercises.bench import Bench
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_list, expect_number
 from course_pp.exercises.formula import Formula
@@ -66,27 +66,25 @@ _IN_PIPELINE = "3 * shard + model + model"
 _LIKE_PLAIN = "root + (min(2, layers) if reshard else layers) * layer"
 
 _WRONG_BYTES = (
-    (flawed(rank_bytes, (_IN_PIPELINE, f"3 * shard + model + {_LIKE_PLAIN}")),
+    ((_IN_PIPELINE, f"3 * shard + model + {_LIKE_PLAIN}"),
      "Under a pipeline True does not lower the peak: what a backward gathers stays until the last microbatch."),
-    (flawed(rank_bytes, (_IN_PIPELINE, "4 * shard + model")),
+    ((_IN_PIPELINE, "4 * shard + model"),
      "Under a pipeline gradients are reduced once, after the last microbatch. Until then they are whole."),
-    (flawed(rank_bytes, (_IN_PIPELINE, "4 * shard + model"), ("min(2, layers)", "2")),
+    ((_IN_PIPELINE, "4 * shard + model"), ("min(2, layers)", "2"),
      "Under a pipeline gradients are whole until the last microbatch; and a model of one layer gathers one."),
-    (flawed(rank_bytes, ("if pipeline", "if False")),
+    (("if pipeline", "if False"),
      "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and gradients are "
      "whole until the last microbatch."),
-    (flawed(rank_bytes, ("min(2, layers)", "1")),
-     "With True *two* layers are there in backward: one computes while the next is gathered."),
-    (flawed(rank_bytes, ("min(2, layers)", "2")), "A model of one layer cannot have two of them gathered."),
-    (flawed(rank_bytes, ("gathered = root + ", "gathered = ")),
-     "The root is gathered as well, and with it the embedding and the head."),
-    (flawed(rank_bytes, ("min(2, layers) if reshard else layers", "layers")),
+    (("min(2, layers)", "1"), "With True *two* layers are there in backward: one computes while the next is gathered."),
+    (("min(2, layers)", "2"), "A model of one layer cannot have two of them gathered."),
+    (("gathered = root + ", "gathered = "), "The root is gathered as well, and with it the embedding and the head."),
+    (("min(2, layers) if reshard else layers", "layers"),
      "`reshard` makes no difference in your answer; without a pipeline it does."),
     (lambda layers, layer, root, n, again, pp: 4 * (layers * layer + root) / n,
      "Those are the shards, between steps. In a step, gathered parameters come on top."),
-    (flawed(rank_bytes, ("3 * shard", "2 * shard"), ("4 * shard", "3 * shard")),
+    (("3 * shard", "2 * shard"), ("4 * shard", "3 * shard"),
      "One kind of shard is missing: the parameters' own stay beside what is gathered, and AdamW has two moments."),
-    (flawed(rank_bytes, ("3 * shard", "shard"), ("4 * shard", "2 * shard")),
+    (("3 * shard", "shard"), ("4 * shard", "2 * shard"),
      "The optimizer's state counts: AdamW keeps two moments for each parameter."),
 )  # fmt: skip
 
@@ -110,26 +108,24 @@ def choose_reshard(
 _NEITHER = "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither policy does."
 
 _WRONG_CHOICES = (
-    (flawed(choose_reshard, ("False if fits else None", "not fits")), _NEITHER),
-    (flawed(choose_reshard, ("False if fits else None", "False")),
-     "Under a pipeline both policies keep all layers: do they fit?"),
-    (flawed(choose_reshard, ("False if fits else None", "not fits if 2 * layer <= room else None")), _NEITHER),
+    (("False if fits else None", "not fits"), _NEITHER),
+    (("False if fits else None", "False"), "Under a pipeline both policies keep all layers: do they fit?"),
+    (("False if fits else None", "not fits if 2 * layer <= room else None"), _NEITHER),
     (lambda *sizes: not sizes[-1],
      "That is what \"auto\" does, which knows neither your memory nor your network. Here both are given."),
     (lambda room, layers, layer, forward, gather, pp: not pp and gather <= forward,
      "`room` makes no difference in your answer."),
-    (flawed(choose_reshard, ("gather <= forward", "True")),
+    (("gather <= forward", "True"),
      "True is not always free: a gather that takes longer than what computes meanwhile is waited for."),
-    (flawed(choose_reshard, ("gather <= forward", "False")),
+    (("gather <= forward", "False"),
      "If the gathers are hidden behind computing, both are equally fast, and True keeps less."),
-    (flawed(choose_reshard, ("gather <= forward", "gather <= 2 * forward")),
+    (("gather <= forward", "gather <= 2 * forward"),
      "In backward, which lasts 2 forwards, a layer is gathered *and* another's gradients are reduced: 2 gathers in 2 "
      "forwards."),
-    (flawed(choose_reshard, ("gather <= forward", "gather < forward")),
+    (("gather <= forward", "gather < forward"),
      "Where a gather takes exactly as long as a forward it is just hidden: equally fast, and True keeps less."),
-    (flawed(choose_reshard, ("min(2, layers)", "1")),
-     "With True two layers are there in backward: one computes while the next is gathered."),
-    (flawed(choose_reshard, ("min(2, layers)", "0")), "With True two layers have to fit; if they do not, answer None."),
+    (("min(2, layers)", "1"), "With True two layers are there in backward: one computes while the next is gathered."),
+    (("min(2, layers)", "0"), "With True two layers have to fit; if they do not, answer None."),
 )  # fmt: skip
 
 _TIMES = ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
@@ -162,24 +158,20 @@ _ROUNDS = "3 if reshard else 2"
 _REDUCED = "When replicas add up, the gradient is reduced and scattered already: each rank has a shard of it."
 
 _WRONG_HSDP = (
-    (flawed(hsdp_bytes, (_ADDED_UP, "2 * model")), _REDUCED),
-    (flawed(hsdp_bytes, (_ADDED_UP, "model / shard")),
-     "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
-    (flawed(hsdp_bytes, (_ADDED_UP, "model")), _REDUCED),
-    (flawed(hsdp_bytes, ("over_shard, over_replicate", "over_replicate, over_shard")),
+    ((_ADDED_UP, "2 * model"), _REDUCED),
+    ((_ADDED_UP, "model / shard"), "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
+    ((_ADDED_UP, "model"), _REDUCED),
+    (("over_shard, over_replicate", "over_replicate, over_shard"),
      "The two have changed places: parameters are gathered over `dp_shard`, shards of gradients are added over "
      "`dp_replicate`."),
-    (flawed(hsdp_bytes, (_ROUNDS, "2 if reshard else 1")),
-     "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
-    (flawed(hsdp_bytes, (_ROUNDS, "3")), "`reshard` makes no difference in your answer; True gathers once more."),
-    (flawed(hsdp_bytes, (_ROUNDS, "2 if reshard else 3")),
-     "The policies have changed places: True gathers once more."),
-    (flawed(hsdp_bytes, (" * (shard - 1) / shard", ""), (" * (replicate - 1) / replicate", "")),
+    ((_ROUNDS, "2 if reshard else 1"), "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
+    ((_ROUNDS, "3"), "`reshard` makes no difference in your answer; True gathers once more."),
+    ((_ROUNDS, "2 if reshard else 3"), "The policies have changed places: True gathers once more."),
+    ((" * (shard - 1) / shard", ""), (" * (replicate - 1) / replicate", ""),
      "A rank already has its own part: with a ring of n ranks it sends (n - 1)/n of the whole."),
-    (flawed(hsdp_bytes, ("(shard - 1) / shard", "(replicate * shard - 1) / (replicate * shard)")),
+    (("(shard - 1) / shard", "(replicate * shard - 1) / (replicate * shard)"),
      "A group is gathered from the ranks of `dp_shard` alone, not from all."),
-    (flawed(hsdp_bytes, (_ROUNDS, "4 if reshard else 3")),
-     "A reduce-scatter is half an all-reduce: (n - 1)/n, once."),
+    ((_ROUNDS, "4 if reshard else 3"), "A reduce-scatter is half an all-reduce: (n - 1)/n, once."),
 )  # fmt: skip
 
 _MESHES = ((1200, 2, 2), (4096, 1, 4), (960, 3, 8), (70, 4, 1), (1001, 3, 4))

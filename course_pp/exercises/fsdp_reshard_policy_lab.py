@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-from course_pp.exercises.bench import flawed
+from course_pp.exercises.formula import flawed
 from course_pp.exercises.fsdp_reshard_policy import accumulate_sharded
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Outcome, Wrong, flawed, judge_gradients, same, scaled, with_norm
+from course_pp.exercises.bench import Bench, Outcome, Wrong, judge_gradients, same, scaled, with_norm
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_list, expect_number
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.orders import judge_orders, read_order
@@ -119,12 +119,10 @@ def accumulate(
 _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
     (lambda n: [1 / len(n)] * len(n),
      "Each microbatch counts the same, whatever its size: a row of a small one weighs more than a row of a large one."),
-    (lambda n: [1.0] * len(n),
-     "The microbatches' gradients are added up and never divided."),
+    (lambda n: [1.0] * len(n), "The microbatches' gradients are added up and never divided."),
     (lambda n: [float(k) for k in n],
      "Each microbatch is weighted by its rows, but the sum is not divided by all rows."),
-    (lambda n: [1 / sum(n)] * len(n),
-     "A mean over n rows is divided by all rows: multiply it by n first."),
+    (lambda n: [1 / sum(n)] * len(n), "A mean over n rows is divided by all rows: multiply it by n first."),
     (lambda n: [k / sum(n) / len(n) for k in n],
      "The weights are n / (all rows), and then everything is divided by m as well: one of the two."),
     (lambda n: [n[0] / sum(n)] + [0.0] * (len(n) - 1),

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Gradients, Outcome, Seat, flawed, same
+from course_pp.exercises.bench import Bench, Gradients, Outcome, Seat, same
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake, Stopped, explained
 from course_pp.exercises.orders import Orders, judge_orders, read_order
@@ -45,8 +45,7 @@ _WRONG_WARM_UPS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda rank, p, v: v * p - rank,
      "The forward of the first pair is no warm-up: the last rank of 1F1B has none at all."),
     (lambda rank, p, v: v * p - 1, "Not every rank is as far from the last one."),
-    (lambda rank, p, v: v * p,
-     "That fills all chunks, as breadth first does. Not every rank is as far from the last."),
+    (lambda rank, p, v: v * p, "That fills all chunks, as breadth first does. Not every rank is as far from the last."),
     (lambda rank, p, v: v * (p - 1) + (v - 1) * p,
      "In the last chunk a rank needs one forward for each rank behind it, not one for each in every chunk."),
     (lambda rank, p, v: v * (p - 1 - rank), _LAST_CHUNK),

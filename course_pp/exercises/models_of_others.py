@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import flawed
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_dict, expect_int, expect_list, expect_tensor
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
@@ -186,45 +185,22 @@ _STRAIGHT = "Straight, it is sent once to each *rank* that reads it, however man
 _HANDED = "Handed on, it crosses every boundary from the stage that makes it to the *last* that reads it"
 
 
-def _handed(boundary: Callable[..., bool], last: Callable[..., int] = max) -> Callable[..., tuple[int, int]]:
-    """``skip_bytes``, but for where what is handed on costs something."""
-
-    def formula(values: list[tuple[int, list[int], int]], rank_of: list[int]) -> tuple[int, int]:
-        handed = sum(
-            size * boundary(rank_of, stage)
-            for writer, readers, size in values
-            for stage in range(writer, last(readers))
-        )
-        return handed, skip_bytes(values, rank_of)[1]
-
-    return formula
-
-
-def _straight(reached: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """``skip_bytes``, but for what is sent straight."""
-    return lambda values, rank_of: (
-        skip_bytes(values, rank_of)[0],
-        sum(size * reached(writer, readers, rank_of) for writer, readers, size in values),
-    )
-
-
-def _crossed(rank_of: list[int], stage: int) -> bool:
-    return stage + 1 < len(rank_of) and rank_of[stage] != rank_of[stage + 1]
-
-
+_LAST, _OTHER_RANK = "range(writer, max(readers))", "rank_of[stage] != rank_of[stage + 1]"
+_REACHED = "len(ranks - {rank_of[writer]})"
+_WRONG_SENT = (
+    (("return handed, straight", "return straight, handed"), "Handed on comes first, then straight."),
+    ((_OTHER_RANK, "True"), f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
+    ((_LAST, "range(writer, min(readers))"), f"{_HANDED}, not the first."),
+    ((_LAST, "range(writer, min(max(readers) + 1, len(rank_of) - 1))"), f"{_HANDED}, and no further."),
+    ((_LAST, "range(1)"), (_OTHER_RANK, "True"), f"{_HANDED}."),
+    ((_REACHED, "len(readers)"), _STRAIGHT),
+    ((_REACHED, "len(ranks)"), _STRAIGHT),
+    ((_REACHED, "1"), _STRAIGHT),
+)  # fmt: skip
 _grade_skip_bytes = Formula(
     skip_bytes,
     _SENT,
-    [
-        (lambda values, rank_of: skip_bytes(values, rank_of)[::-1], "Handed on comes first, then straight."),
-        (_handed(lambda *_: True), f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
-        (_handed(_crossed, min), f"{_HANDED}, not the first."),
-        (_handed(_crossed, lambda readers: max(readers) + 1), f"{_HANDED}, and no further."),
-        (lambda values, rank_of: (sum(v[2] for v in values), skip_bytes(values, rank_of)[1]), f"{_HANDED}."),
-        (_straight(lambda writer, readers, rank_of: len(readers)), _STRAIGHT),
-        (_straight(lambda writer, readers, rank_of: len({rank_of[each] for each in readers})), _STRAIGHT),
-        (_straight(lambda writer, readers, rank_of: 1), _STRAIGHT),
-    ],
+    _WRONG_SENT,
     lambda case, got, right: f"{_HANDED}, unless both stages are on one rank." if got[0] != right[0] else _STRAIGHT,
     read=lambda value, call: tuple(expect_int(each, call) for each in expect_list(value, call, 2)),
 )

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, flawed, judge_gradients, same, scaled, with_norm
+from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, judge_gradients, same, scaled, with_norm
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.runtime import (
@@ -246,8 +246,7 @@ _CLUSTERS = (
     (4, 30, 10, 100),
 )
 _WRONG_ROOM = (
-    (lambda rank, p, f, b, latency: p - rank,
-     "That is 1F1B without latency. Microbatches are also on the links."),
+    (lambda rank, p, f, b, latency: p - rank, "That is 1F1B without latency. Microbatches are also on the links."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + math.ceil(latency / (f + b))),
      "A microbatch crosses each link twice, as an activation and as a gradient: 2 × latency."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency // (f + b)),
@@ -305,33 +304,17 @@ def choose(
     return min(found)[1:] if found else None
 
 
-def _choice_by(needed: Callable[[int, int, int, int], float]) -> Callable[..., tuple[int, int] | None]:
-    """What is chosen if rank 0 needs ``needed(state, activations, p, m)`` bytes."""
-
-    def chosen(
-        state: int, activations: int, rows: int, min_rows: int, budget: float, max_ranks: int
-    ) -> tuple[int, int] | None:
-        counts = [m for m in range(1, rows // min_rows + 1) if rows % m == 0]
-        pairs = [(p, m) for p in range(1, max_ranks + 1) for m in counts]
-        fitting = [pair for pair in pairs if needed(state, activations, *pair) <= budget]
-        return min(fitting, key=lambda pair: ((pair[0] - 1) / (sum(pair) - 1), *pair), default=None)
-
-    return chosen
-
-
 def _on_rank_0(state: int, activations: int, p: int, m: int) -> float:
     return state / p + min(m, p) * activations / (p * m)
 
 
+_ACTIVATIONS = "min(m, p) * activations / (p * m)"
 _WRONG_CHOICES = (
-    (_choice_by(lambda s, a, p, m: s / p + a / p),
+    ((_ACTIVATIONS, "activations / p"),
      "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."),
-    (_choice_by(lambda s, a, p, m: s / p + a / m),
-     "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
-    (_choice_by(lambda s, a, p, m: s + min(m, p) * a / (p * m)),
-     "The state is divided among the ranks: rank 0 has `state / p` of it."),
-    (_choice_by(lambda s, a, p, m: _on_rank_0(s, a, p, m) + 1e-9),
-     "What needs exactly `budget` fits: `<=`."),
+    ((_ACTIVATIONS, "activations / m"), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
+    (("state / p", "state"), "The state is divided among the ranks: rank 0 has `state / p` of it."),
+    (("<= budget", "< budget"), "What needs exactly `budget` fits: `<=`."),
 )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Memory, Seat, flawed
+from course_pp.exercises.bench import TOLERANCE, Bench, Memory, Seat
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake, Stopped, explained
 from course_pp.exercises.orders import Orders, judge_orders, read_order, shown
@@ -287,23 +287,14 @@ def version_used(rule: str, stage: int, i: int, p: int, group: int) -> int:
     return max(0, i - behind)
 
 
-def _in_rule(rule: str, version: Callable[[int, int, int, int], int]) -> Callable[..., int]:
-    """The solution, but for one rule."""
-
-    def used(name: str, stage: int, i: int, p: int, group: int) -> int:
-        return version(stage, i, p, group) if name == rule else version_used(name, stage, i, p, group)
-
-    return used
-
-
+_STASHED = "else p - 1 - stage"
 _WRONG_VERSIONS = (
-    (_in_rule("stash", lambda s, i, p, g: i),
-     "That is the newest. With stashing a backward uses what its forward used."),
-    (_in_rule("stash", lambda s, i, p, g: max(0, i - (p - 1))),
+    ((_STASHED, "else 0"), "That is the newest. With stashing a backward uses what its forward used."),
+    ((_STASHED, "else p - 1"),
      "That is stage 0's. A later stage has fewer microbatches in flight, so its newest is newer."),
-    (_in_rule("stash", lambda s, i, p, g: max(0, i - (p - s))),
+    ((_STASHED, "else p - stage"),
      "One too old: p - stage microbatches are in flight *with* this one, p - 1 - stage before it."),
-    (_in_rule("vertical", lambda s, i, p, g: max(0, i - (p - 1 - s))),
+    (('p - 1 if rule == "vertical" else ', ""),
      "That is this stage's newest at its forward. Vertical sync takes what *stage 0* took, on every stage."),
 )  # fmt: skip
 _VERSIONS = {
@@ -452,45 +443,22 @@ def slowest_part(
     return max(parts)
 
 
-def _variant(
-    *plan: Any,
-    crossings: int = 2,
-    last: bool = False,
-    inside: bool = False,
-    exchanges: float = 1,
-    shared: bool = True,
-    ring: bool = False,
-    adds: bool = False,
-) -> float:
-    """What a plan takes if one thing is forgotten or taken otherwise."""
-    times, outputs, weights, stages, bandwidth = plan
-    parts = []
-    for start, end, replicas in stages:
-        work = sum(times[start:end])
-        exchange = exchanges * 2 * (replicas - 1) * sum(weights[start:end]) / bandwidth / (replicas if ring else 1)
-        together = work + exchange if adds else max(work, exchange)
-        parts.append(together / replicas if shared else together)
-        ends = range(start + 1, end + 1) if inside else [end]
-        parts += [crossings * outputs[e - 1] / bandwidth for e in ends if last or e < len(times)]
-    return float(max(parts))
-
-
+_EXCHANGE = "2 * (replicas - 1)"
 _WRONG_PLANS = (
-    (partial(_variant, shared=False), "Replicas share the microbatches, so a stage takes its time *divided by* them."),
-    (partial(_variant, crossings=0), "A boundary takes time, too, and may be the slowest part."),
-    (partial(_variant, crossings=1),
-     "A boundary is crossed twice: an activation goes down, its gradient comes back."),
-    (partial(_variant, last=True), "Behind the last layer nothing is sent."),
-    (partial(_variant, inside=True),
+    ((" / replicas)", ")"),
+     "Replicas share the microbatches, so a stage takes its time *divided by* them."),
+    (("2 * outputs", "0 * outputs"), "A boundary takes time, too, and may be the slowest part."),
+    (("2 * outputs", "outputs"), "A boundary is crossed twice: an activation goes down, its gradient comes back."),
+    (("end < len(times)", "True"), "Behind the last layer nothing is sent."),
+    (("if end < len(times)", "for end in range(start + 1, min(end + 1, len(times)))"),
      "Only the output of a stage's *last* layer is sent; inside a stage nothing is."),
-    (partial(_variant, exchanges=0), "Replicas exchange the gradients of their weights in every round."),
-    (partial(_variant, exchanges=0.5), "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
-    (partial(_variant, ring=True),
+    ((_EXCHANGE, "0"), "Replicas exchange the gradients of their weights in every round."),
+    ((_EXCHANGE, "(replicas - 1)"), "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
+    ((_EXCHANGE, f"{_EXCHANGE} / replicas"),
      "The exchange is divided by the replicas once, together with the work, not twice."),
-    (partial(_variant, adds=True), "Work and exchange run at the same time: take the larger one, not the sum."),
+    (("max(work, exchange)", "(work + exchange)"),
+     "Work and exchange run at the same time: take the larger one, not the sum."),
 )  # fmt: skip
-
-
 _GRADE_SLOWEST = Formula(
     slowest_part,
     (

@@ -257,8 +257,7 @@ def ring_seconds(n_bytes: float, p: int, latency: float, bandwidth: float) -> fl
 
 
 _WRONG_SECONDS = (
-    (lambda n, p, a, b: (p - 1) * (a + n / p / b),
-     "That is one half: reduce-scatter and all-gather take p - 1 each."),
+    (lambda n, p, a, b: (p - 1) * (a + n / p / b), "That is one half: reduce-scatter and all-gather take p - 1 each."),
     (lambda n, p, a, b: 2 * (p - 1) * (a + n / b), "A round moves one chunk, `n_bytes / p`, not the whole tensor."),
     (lambda n, p, a, b: a + 2 * (p - 1) * n / p / b, "Each of the rounds waits for the one before: all pay latency."),
     (lambda n, p, a, b: 2 * (p - 1) * a + n / p / b, "Each of the rounds moves a chunk, not only one of them."),

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import linear
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.bench import flawed
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number, expect_tensor
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.traffic import watched_traffic

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Findings, Outcome, Seat, Wrong, flawed, judge_gradients, same
+from course_pp.exercises.bench import TOLERANCE, Bench, Findings, Outcome, Seat, Wrong, judge_gradients, same
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_number
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.model import ModelConfig, build_stage_module
@@ -291,39 +291,25 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
 ]
 
 
-def _chosen(
-    fits: Callable[[float, float, float, float], bool] = lambda held, s, a, budget: s + held * a <= budget,
-    by: Callable[[float, float], Any] = lambda held, bubble: (bubble, held),
-) -> Callable[..., str | None]:
-    """What a rule chooses that lets other schedules fit, or takes the least ``by(held, bubble)``."""
-
-    def choose(points: _Points, state: float, activation: float, budget: float) -> str | None:
-        fitting = [name for name, (held, _) in points.items() if fits(held, state, activation, budget)]
-        return min(fitting, key=lambda name: by(*points[name]), default=None)
-
-    return choose
-
-
 _LESS_MEMORY = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
-_WRONG_CHOICES: tuple[tuple[Callable[..., Any], str], ...] = (
-    (lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row),
+_NEEDED, _FITS = "state + held * activation", " if state + held * activation <= budget"
+_LEAST = "(bubble, held, name) for"
+_WRONG_CHOICES = (
+    (("name, (held, bubble)", "name, (bubble, held)"),
      "In each pair the activations come first, then the bubble. Here they are swapped."),
-    (_chosen(lambda held, s, a, budget: s + held * a < budget), "What needs exactly the budget fits: `<=`."),
-    (_chosen(lambda held, s, a, budget: held * a <= budget), _NEEDS),
-    (_chosen(lambda held, s, a, budget: s + held <= budget), _NEEDS),
-    (_chosen(lambda held, s, a, budget: held * (s + a) <= budget),
-     "The state is there once, and not for each activation."),
-    (_chosen(lambda held, s, a, budget: (s + held) * a <= budget),
+    (("<= budget", "< budget"), "What needs exactly the budget fits: `<=`."),
+    ((_NEEDED, "held * activation"), _NEEDS),
+    ((_NEEDED, "state + held"), _NEEDS),
+    ((_NEEDED, "held * (state + activation)"), "The state is there once, and not for each activation."),
+    ((_NEEDED, "(state + held) * activation"),
      "The state is bytes already: only what is held is multiplied by `activation`."),
-    (_chosen(lambda *_: True), "Throw out first what does not fit into `budget`."),
-    (_chosen(lambda *_: True, lambda held, bubble: (held, bubble)), _LESS_MEMORY),
-    (_chosen(by=lambda held, bubble: held), _LESS_MEMORY),
-    (_chosen(by=lambda held, bubble: -bubble), "That is the largest bubble of what fits."),
-    (lambda points, s, a, budget:
-     min(((b, name) for name, (h, b) in points.items() if s + h * a <= budget), default=(0, None))[1],
-     "Of equal bubbles take the one that holds less, whatever its name."),
-    (_chosen(by=lambda held, bubble: (-held, bubble)),
+    ((_FITS, ""), "Throw out first what does not fit into `budget`."),
+    ((_FITS, ""), (_LEAST, "(held, bubble, name) for"), _LESS_MEMORY),
+    ((_LEAST, "(held, bubble, name) for"), _LESS_MEMORY),
+    ((_LEAST, "(-bubble, held, name) for"), "That is the largest bubble of what fits."),
+    ((_LEAST, "(bubble, name, name) for"), "Of equal bubbles take the one that holds less, whatever its name."),
+    ((_LEAST, "(-held, bubble, name) for"),
      "The most memory that fits need not have the smallest bubble: compare the bubbles."),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_pp.exercises.bench import flawed
+from course_pp.exercises.formula import flawed
 from course_pp.exercises.interleaved import (
     PATIENTS,
     best_chunks,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises.bench import flawed
+from course_pp.exercises.formula import flawed
 from course_pp.exercises.one_f_one_b import (
     PATIENTS,
     choose,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises.bench import flawed
+from course_pp.exercises.formula import flawed
 from course_pp.exercises.pipedream import (
     PATIENTS,
     examine,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from course_pp.exercises import zero_bubble
-from course_pp.exercises.bench import flawed
+from course_pp.exercises.formula import flawed
 from course_pp.exercises.zero_bubble import (
     PATIENTS,
     choose_schedule,
