@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -236,110 +234,89 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
     dist.barrier()
 
 
-_N_SAVERS, _PATIENCE_S, _POLL_S = 3, 0.5, 0.002
-_Complaint = tuple[int, str, str]
-"""How early it is told, symptom, cause."""
+_N_SAVERS, _SLOW_S = 3, 0.3
+_Event = tuple[str, int]
+"""What a rank did, and the clock of the machine then."""
 
 
-class _Desk:
-    """The draft and the published checkpoint of one save, as marks in a folder that all ranks see."""
+def _saved_on_rank(rank: int, fn: Callable[..., Any]) -> list[list[_Event]]:
+    """What happened here in each of four saves: with each rank slow to write in turn, then with a slow publishing."""
+    return [_saved_once(rank, fn, slow) for slow in (*range(_N_SAVERS), None)]
 
-    def __init__(self, folder: Path, rank: int, slow: int | None) -> None:
-        self._folder, self._rank, self._slow = folder, rank, slow
-        self.complaints: list[_Complaint] = []
-        self._barrier = dist.barrier
 
-    def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``dist.barrier``, in whose place it stands, and leave a mark."""
-        self._mark(f"barrier.{self._rank}.{time.monotonic_ns()}")
-        return self._barrier(*args, **kwargs)
+def _saved_once(rank: int, fn: Callable[..., Any], slow: int | None) -> list[_Event]:
+    events: list[_Event] = []
+    n_barriers = 0
 
-    def write(self) -> None:
-        """Write this rank's piece; the slow rank's comes after the publishing, unless that waits for it."""
-        if self._rank == self._slow:
-            self._wait_for("published")
-        self._mark(f"piece.{self._rank}")
+    def note(what: str) -> None:
+        events.append((what, time.monotonic_ns()))
 
-    def publish(self) -> None:
-        """Give the draft its name; takes as long as another rank needs to return, unless that waits for it."""
-        pieces = len(self._marks("piece"))
-        self._mark(f"published.{self._rank}.{time.monotonic_ns()}")
-        if pieces < _N_SAVERS:
-            told = f"Rank {self._rank} published when {pieces} of {_N_SAVERS} pieces were there."
-            cause = "Who publishes must know that all the others have written: a barrier after `write()`."
-            self.complaints.append((3, told, cause))
-        if self._slow is None:
-            self._wait_for("returned")
-        self._mark("named.")
+    def write() -> None:
+        time.sleep(_SLOW_S * (rank == slow))
+        note("written")
 
-    def returned(self) -> None:
-        """The answer came back on this rank; wait until it has on every rank, and look at what all have left.
+    def publish() -> None:
+        note("begun")
+        time.sleep(_SLOW_S * (slow is None))
+        note("published")
 
-        By marks: a barrier here would be taken for the other half of one that the answer calls on some ranks alone.
+    def barrier(*_: Any, **__: Any) -> None:
+        nonlocal n_barriers
+        n_barriers += 1
+        meet()
 
-        Raises:
-            Mistake: if another rank waits in a barrier that this one has never called.
-        """
-        if not self._marks("named"):
-            told = f"Rank {self._rank} returned before the checkpoint was published."
-            cause = "Who returns takes the checkpoint for granted, and may load it or delete the one before: a barrier "
-            self.complaints.append((4, told, f"{cause}after `publish()`, on all ranks."))
-        self._mark(f"returned.{self._rank}")
-        while len(self._marks("returned")) < _N_SAVERS:
-            calls = [len(self._marks(f"barrier.{rank}")) for rank in range(_N_SAVERS)]
-            most = max(calls)
-            # A barrier returns when all have called it, so nobody is behind a rank that is back.
-            if most > (own := calls[self._rank]):
-                raise Mistake(
-                    f"Rank {calls.index(most)} called `barrier` {_times(most)}, rank {self._rank} {_times(own)}.",
-                    "A barrier returns when all ranks have called it: every rank has to call each.",
-                )
-            time.sleep(_POLL_S)
-        published = [name.split(".")[1] for name in self._marks("published")]
-        if not self._marks(f"piece.{self._rank}"):
-            self.complaints.append((0, f"Rank {self._rank} never wrote its piece.", "Every rank writes its own piece."))
-        if not published:
-            self.complaints.append((1, "Nobody called `publish()`.", "One rank has to publish."))
-        if len(published) > 1:
-            by = f"by rank{'s' * (len(set(published)) > 1)} {', '.join(sorted(set(published)))}"
-            told = f"`publish()` was called {_times(len(published))}, {by}."
-            self.complaints.append((2, told, "One rank publishes, once; the others wait for it."))
+    def meet() -> None:
+        """Wait for all ranks, in a barrier or behind the answer: who is behind it has called fewer."""
+        ranks: list[Any] = [None] * _N_SAVERS
+        dist.all_gather_object(ranks, n_barriers)
+        if (most := max(ranks)) > (fewest := min(ranks)):
+            raise Mistake(
+                f"Rank {ranks.index(most)} called `barrier` {_times(most)}, rank {ranks.index(fewest)} "
+                f"{_times(fewest)}.",
+                "A barrier returns when all ranks have called it: every rank has to call each.",
+            )
 
-    def _mark(self, name: str) -> None:
-        (self._folder / name).touch()
-
-    def _marks(self, kind: str) -> list[str]:
-        return [path.name for path in self._folder.glob(f"{kind}*")]
-
-    def _wait_for(self, kind: str) -> None:
-        end = time.monotonic() + _PATIENCE_S
-        while not self._marks(kind) and time.monotonic() < end:
-            time.sleep(_POLL_S)
+    meet()
+    with mock.patch.object(dist, "barrier", barrier):
+        fn(rank, write, publish)
+    note("returned")
+    meet()
+    return events
 
 
 def _times(n: int) -> str:
     return ("never", "once", "twice")[n] if n < 3 else f"{n} times"
 
 
-def _saved_on_rank(rank: int, fn: Callable[..., Any], folder: str) -> list[_Complaint]:
-    """Complaints of this rank: with each rank slow to write in turn, then with a slow publishing."""
-    found = []
-    dist.barrier()  # so that nobody's patience ends while another is still starting
-    for slow in (*range(_N_SAVERS), None):
-        place = Path(folder) / str(slow)
-        place.mkdir(exist_ok=True)
-        desk = _Desk(place, rank, slow)
-        with mock.patch.object(dist, "barrier", desk.barrier):
-            fn(rank, desk.write, desk.publish)
-        desk.returned()
-        found += desk.complaints
-    return found
+def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]:
+    """Of one save: how early each is told, symptom, cause."""
+
+    def when(wanted: str) -> list[tuple[int, int]]:
+        return sorted((at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted)
+
+    written, begun, published = when("written"), when("begun"), when("published")
+    for rank in {*range(_N_SAVERS)}.difference(rank for _, rank in written):
+        yield 0, f"Rank {rank} never wrote its piece.", "Every rank writes its own piece."
+    if not begun:
+        yield 1, "Nobody called `publish()`.", "One rank has to publish."
+        return
+    if len(begun) > 1:
+        by = sorted({str(rank) for _, rank in begun})
+        told = f"`publish()` was called {_times(len(begun))}, by rank{'s' * (len(by) > 1)} {', '.join(by)}."
+        yield 2, told, "One rank publishes, once; the others wait for it."
+    first, publisher = begun[0]
+    if (pieces := len({rank for at, rank in written if at < first})) < _N_SAVERS:
+        told = f"Rank {publisher} published when {pieces} of {_N_SAVERS} pieces were there."
+        yield 3, told, "Who publishes must know that all the others have written: a barrier after `write()`."
+    if (back := when("returned")[0]) < published[0]:
+        told = f"Rank {back[1]} returned before the checkpoint was published."
+        cause = "Who returns takes the checkpoint for granted, and may load it or delete the one before: a barrier "
+        yield 4, told, f"{cause}after `publish()`, on all ranks."
 
 
 def _grade_save_together(answer: Answer) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = answer.on_ranks(_N_SAVERS, _saved_on_rank, folder)
-    if complaints := [complaint for rank in ranks for complaint in rank]:
+    saves = zip(*answer.on_ranks(_N_SAVERS, _saved_on_rank), strict=True)
+    if complaints := [complaint for ranks in saves for complaint in _complaints(ranks)]:
         _, symptom, cause = min(complaints)
         raise Mistake(symptom, cause)
 
