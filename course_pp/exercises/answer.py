@@ -8,15 +8,14 @@ import io
 import reprlib
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from course_pp.exercises.in_process import Failure, call_each, innermost, run_harness
-from course_pp.exercises.mistakes import Pending, Stopped, cause_of
+from course_pp.exercises.in_process import call_each, innermost, run_harness
+from course_pp.exercises.mistakes import Pending, Stopped
 from course_pp.launch import LaunchError, RankDied, RanksHung, Wait, on_ranks
-from course_pp.launch.errors import RETURNED, diagnosis, signal_name, state, why_ended
-from course_pp.launch.messages import CACHED
+from course_pp.launch.errors import RETURNED, diagnosis, state, why_ended
 
 _KEPT_CHARACTERS = 2000
 _KEPT_LINES = 50
@@ -74,21 +73,9 @@ class Answer:
         """
         on = f"on {n} ranks" if n > 1 else "on one rank"
         try:
-            with self._output_kept():
-                results = on_ranks(n, run_harness, harness, self._fn, args, timeout_s=self.limit_s, where="local")
-        except Failure as e:
-            raise self._stopped(e, f"`{self.name}`, {on},") from None
-        except RanksHung as e:
-            raise _hung(e.waits, f"`{self.name}` {on}", self.limit_s) from None
-        except RankDied as e:
-            symptom = f"`{self.name}`, {on}: rank {e.rank} {_how_died(e)} before its function returned."
-            raise Stopped("died", symptom, _why_died(e)) from None
-        except LaunchError as e:
-            raise _broken(e, f"`{self.name}`, {on},") from None
-        except (TypeError, AttributeError) as e:
-            raise self._unsendable(e) from None
-        self._has_returned = True
-        return results
+            return self._run(n, run_harness, harness, self._fn, args)
+        except Exception as e:
+            raise self._why_no_value(e, f"`{self.name}`, {on},", n) from None
 
     def _call_each(self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], written: str | None = None) -> list[Any]:
         for row in rows:
@@ -96,28 +83,37 @@ class Answer:
         with tempfile.TemporaryDirectory() as folder:
             note = Path(folder) / "row"
             try:
-                with self._output_kept():
-                    [results] = on_ranks(
-                        1, call_each, self._fn, rows, kwargs, note, timeout_s=self.limit_s, backend=None, where="local"
-                    )
+                [results] = self._run(1, call_each, self._fn, rows, kwargs, note, backend=None)
             except Exception as e:
                 i = int(note.read_text() or 0) if note.exists() else 0
                 self._has_returned |= i > 0
                 call = f"`{written or written_call(self.name, *rows[i], **kwargs)}`"
-                raise self._why_no_value(e, call, i) from None
-        self._has_returned = True
+                stopped = self._why_no_value(e, call)
+                if isinstance(stopped, Stopped):
+                    stopped.row = i
+                raise stopped from None
         return list(results)
 
-    def _why_no_value(self, error: Exception, call: str, row: int) -> Exception:
+    def _run(self, n: int, run: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+        with contextlib.redirect_stdout(self._printed), contextlib.redirect_stderr(self._printed):
+            results = on_ranks(n, run, *args, timeout_s=self.limit_s, where="local", **settings)
+        self._has_returned = True
+        return results
+
+    def _why_no_value(self, error: Exception, call: str, n_ranks: int = 1) -> Exception:
         match error:
-            case Failure():
-                return self._stopped(error, call, row)
-            case RanksHung(waits=[wait]):
-                return _endless(wait, call, self.limit_s, row)
+            case Pending(args=(text, is_stub)):
+                return Pending(f"{call} {text}." if self._has_returned or not is_stub else "")
+            case Stopped():
+                error.symptom = f"{call} {error.symptom}."
+            case RanksHung():
+                return _endless(error.waits, call, self.limit_s)
             case RankDied():
-                return Stopped("died", f"{call} ended its whole process.", _why_died(error), row=row)
+                whose = "its whole process" if n_ranks == 1 else f"the process of rank {error.rank}"
+                return Stopped("died", f"{call} ended {whose}.", _why_died(error))
             case LaunchError():
-                return _broken(error, call)
+                cause = "It changes Python itself, or ends processes."
+                return Stopped("broken", f"{call} broke the process that it ran in.", cause, str(error))
             case TypeError() | AttributeError():
                 return self._unsendable(error)
         return error
@@ -135,42 +131,6 @@ class Answer:
                 f"`{self.name}{signature}` cannot be called as `{written_call(self.name, *row, **kwargs)}`: {e}.",
                 "Keep the parameters of the stub.",
             ) from None
-
-    @contextlib.contextmanager
-    def _output_kept(self) -> Iterator[None]:
-        with contextlib.redirect_stdout(self._printed), contextlib.redirect_stderr(self._printed):
-            yield
-
-    def _stopped(self, failure: Failure, call: str, row: int = 0) -> Exception:
-        where = f", in {failure.where}" if failure.where else ""
-        match failure.kind:
-            case "pending":
-                told = failure.what != failure.error or self._has_returned
-                return Pending(f"{call} raised {failure.what}{where}." if told else "")
-            case "exited":
-                symptom, cause = f"tried to leave Python{where}", "Give the value back with `return` instead."
-            case "changed":
-                symptom = f"changed its argument {failure.what}"
-                cause = "Whoever called still needs it: work on a copy, or build something new."
-            case "unsendable":
-                held = f" with {_a(failure.error)} in it" if failure.error not in ("", failure.what) else ""
-                symptom, cause = f"returned {_a(failure.what)}{held}", _instead_of(failure.error)
-            case _:
-                symptom, cause = f"raised {failure.what}{where}", self._why_raised(failure)
-        return Stopped(failure.kind, f"{call} {symptom}.", cause, row=row, error=failure.error, peer=failure.peer)
-
-    def _why_raised(self, failure: Failure) -> str:
-        if failure.where:
-            return cause_of(failure.what)
-        if not failure.inside:
-            outside = "It happened outside your function, probably because of what it returned."
-            return f"{outside} {cause_of(failure.what)}".rstrip()
-        if isinstance(self._fn, CACHED) and failure.error == TypeError.__name__:
-            return (
-                "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be looked up "
-                "by: cache a helper that is given tuples or numbers, or nothing."
-            )
-        return ""
 
     def _unsendable(self, error: Exception) -> Stopped:
         return Stopped(
@@ -218,31 +178,16 @@ class _Kept(io.TextIOBase):
         return self._kept.rstrip() + rest
 
 
-def _endless(wait: Wait, call: str, limit_s: float, row: int = 0) -> Stopped:
-    where = f", {wait.where}" if wait.where else ""
-    return Stopped(
-        "endless",
-        f"{call} was still running after {limit_s:g} s{where}.",
-        "Look for a loop whose condition never changes, or for something that waits.",
-        row=row,
-        waits=(wait,),
-    )
-
-
-def _hung(waits: tuple[Wait, ...], run: str, limit_s: float) -> Stopped:
+def _endless(waits: tuple[Wait, ...], call: str, limit_s: float) -> Stopped:
     running = [wait for wait in waits if wait.operation != RETURNED]
+    late = f"was still running after {limit_s:g} s"
     if any(wait.peers for wait in waits):
-        symptom = f"{run} was still running after {limit_s:g} s."
-        return Stopped("endless", symptom, diagnosis(waits), "\n".join(map(state, running)), waits=waits)
+        return Stopped("endless", f"{call} {late}.", diagnosis(waits), "\n".join(map(state, running)), waits=waits)
     slowest = next(iter(running), waits[0])
-    stopped = _endless(slowest, f"{run}, rank {slowest.rank},", limit_s)
-    stopped.waits = waits
-    return stopped
-
-
-def _how_died(died: RankDied) -> str:
-    code = died.exit_code
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
+    who = f" rank {slowest.rank}," if len(waits) > 1 else ""
+    where = f", {slowest.where}" if slowest.where else ""
+    cause = "Look for a loop whose condition never changes, or for something that waits."
+    return Stopped("endless", f"{call}{who} {late}{where}.", cause, waits=waits)
 
 
 def _why_died(died: RankDied) -> str:
@@ -254,20 +199,3 @@ def _why_died(died: RankDied) -> str:
             "dtype of what is sent with those of that tensor."
         )
     return why_ended(died.exit_code)
-
-
-def _broken(error: LaunchError, run: str) -> Stopped:
-    symptom, cause = f"{run} broke the process that it ran in.", "It changes Python itself, or ends processes."
-    return Stopped("broken", symptom, cause, str(error))
-
-
-def _a(noun: str) -> str:
-    return f"an {noun}" if noun[:1].lower() in "aeiou" else f"a {noun}"
-
-
-def _instead_of(kind: str) -> str:
-    if kind == "generator":
-        return "It contains `yield`, or a `for` in round brackets: collect the values in a list and return that."
-    if kind == "coroutine":
-        return "It begins with `async def`: an ordinary `def` is asked for."
-    return "Return numbers, strings, tensors, or lists of them."

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any
 
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import Mistake, Pending, Stopped, cause_of
+from course_pp.launch.messages import CACHED
 from course_pp.launch.watch import NoSuchRank, has_name_of_cell
 
 _MEMORY_BYTES = 2 << 30
@@ -24,48 +25,16 @@ _RESULT_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
 
 
-class Failure(Exception):
-    """An answer stopped. ``on_ranks`` takes it to the caller.
-
-    Attributes:
-        kind: ``"raised"``, ``"exited"``, ``"pending"``, ``"changed"`` or ``"unsendable"``.
-        what: the exception in a line, or what was changed or returned.
-        where: ``"line 3: `return 1 / 0`"``, the innermost line of the answer; empty if it is not in there.
-        error: the name of the exception's class; of what cannot be sent, the innermost's; empty for anything else.
-        inside: whether the answer was being called, as opposed to what the check does with its result.
-        peer: the rank beyond the group that a message was for or from.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        what: str,
-        where: str = "",
-        error: str = "",
-        inside: bool = True,
-        peer: int | None = None,
-    ) -> None:
-        super().__init__(kind, what, where, error, inside, peer)
-        self.kind = kind
-        self.what = what
-        self.where = where
-        self.error = error
-        self.inside = inside
-        self.peer = peer
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.what}"
-
-
 def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]], kwargs: dict, note: Path) -> list:
     """Call ``fn(*row, **kwargs)`` for each row; write to ``note`` which one is being called, for the caller to read.
 
     Raises:
-        Failure: at the first call that does not end well.
+        Stopped: at the first call that does not end well; the symptom begins where the call is to be named.
+        Pending: likewise, of a stub.
     """
     _bound_memory()
     results = []
-    with _failures_of(fn) as called, open(note, "w", encoding="ascii") as noted:
+    with _told(fn) as called, open(note, "w", encoding="ascii") as noted:
         for i, row in enumerate(rows):
             noted.seek(0)
             noted.write(f"{i:09}")
@@ -78,17 +47,10 @@ def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]
 
 
 def run_harness(rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call ``harness(rank, fn, *args)`` on a rank. Raises Failure where ``fn`` stops, Mistake where harness does."""
+    """Call ``harness(rank, fn, *args)`` on a rank. Raises as `call_each` does, or the Mistake of the harness."""
     _bound_memory()
-    with _failures_of(fn) as called:
-        value = harness(rank, called, *args)
-        try:
-            return _sendable(value)
-        except Failure as e:
-            if not e.error:
-                raise
-            # What it is in is the harness's.
-            raise Failure(e.kind, e.error, error=e.error) from e
+    with _told(fn) as called:
+        return _sendable(harness(rank, called, *args), is_the_answers=False)
 
 
 def _bound_memory() -> None:
@@ -112,26 +74,40 @@ class _Called:
         self.inside = False
         if inspect.isgenerator(value) or inspect.iscoroutine(value):
             value.close()  # or Python warns that a coroutine was never awaited
-            raise Failure("unsendable", type(value).__name__, error=type(value).__name__)
+            raise _unsendable(type(value).__name__)
         return value
 
 
 @contextlib.contextmanager
-def _failures_of(fn: Callable[..., Any]) -> Iterator[_Called]:
+def _told(fn: Callable[..., Any]) -> Iterator[_Called]:
+    """Tell whatever the answer raises in terms of its own lines."""
     called = _Called(fn)
     try:
         yield called
-    except (Failure, Mistake):
+    except (Mistake, Pending):
         raise
     except SystemExit as e:
-        raise Failure("exited", "", _where(e, fn)) from e
-    except BaseException as e:
         where = _where(e, fn)
+        raise Stopped("exited", f"tried to leave Python{where}", "Give the value back with `return` instead.") from e
+    except BaseException as e:
+        what, where = _in_a_line(e), _where(e, fn)
         # torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no frame of its own.
-        pending = isinstance(e, NotImplementedError) and (not e.args or ": `raise " in where)
+        if isinstance(e, NotImplementedError) and (not e.args or ": `raise " in where):
+            raise Pending(f"raised {what}{where}", what == type(e).__name__) from e
+        cause = cause_of(what) if where or not called.inside else _why_not_cached(e, fn)
+        if not (where or called.inside):
+            cause = f"It happened outside your function, probably because of what it returned. {cause}".rstrip()
         peer = e.peer if isinstance(e, NoSuchRank) else None
-        kind = "pending" if pending else "raised"
-        raise Failure(kind, _in_a_line(e), where, type(e).__name__, called.inside, peer) from e
+        raise Stopped("raised", f"raised {what}{where}", cause, error=type(e).__name__, peer=peer) from e
+
+
+def _why_not_cached(error: BaseException, fn: Callable[..., Any]) -> str:
+    if not isinstance(fn, CACHED) or not isinstance(error, TypeError):
+        return ""
+    return (
+        "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be looked up by: "
+        "cache a helper that is given tuples or numbers, or nothing."
+    )
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:
@@ -153,13 +129,13 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
-    """The innermost line in the answer's file, or in a cell."""
+    """The innermost line in the answer's file, or in a cell: ``", in line 3: `return 1 / 0`"``."""
     file = getattr(getattr(innermost(fn), "__code__", None), "co_filename", None)
     own = [tb for tb in _frames(error) if _is_cell_or(file, tb)]
     if not own:
         return ""
     text = linecache.getline(own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno).strip()
-    return f"line {own[-1].tb_lineno}" + (f": `{text}`" if text else "")
+    return f", in line {own[-1].tb_lineno}" + (f": `{text}`" if text else "")
 
 
 def _is_cell_or(file: str | None, tb: TracebackType) -> bool:
@@ -184,7 +160,7 @@ def innermost(fn: Any) -> Any:
     return fn
 
 
-def _sendable(value: Any) -> Any:
+def _sendable(value: Any, is_the_answers: bool = True) -> Any:
     """The value, if the caller can receive and print it: whatever that does happens here first, under the limits."""
     import cloudpickle
 
@@ -192,9 +168,10 @@ def _sendable(value: Any) -> Any:
         data = cloudpickle.dumps(value)
         reprlib.repr(pickle.loads(data))
     except Exception as e:
-        raise Failure("unsendable", type(value).__name__, error=_culprit(value)) from e
+        culprit = _culprit(value)
+        raise _unsendable(type(value).__name__ if is_the_answers else culprit, culprit) from e
     if len(data) > _RESULT_BYTES:
-        raise Failure("unsendable", f"{type(value).__name__} of {len(data):,} bytes")
+        raise _unsendable(f"{type(value).__name__} of {len(data):,} bytes")
     return value
 
 
@@ -210,6 +187,21 @@ def _culprit(value: Any) -> str:
     return type(value).__name__
 
 
+def _unsendable(returned: str, culprit: str = "") -> Stopped:
+    held = f" with {_a(culprit)} in it" if culprit not in ("", returned) else ""
+    cause = "Return numbers, strings, tensors, or lists of them."
+    match culprit or returned:
+        case "generator":
+            cause = "It contains `yield`, or a `for` in round brackets: collect the values in a list and return that."
+        case "coroutine":
+            cause = "It begins with `async def`: an ordinary `def` is asked for."
+    return Stopped("unsendable", f"returned {_a(returned)}{held}", cause)
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[:1].lower() in "aeiou" else f"a {noun}"
+
+
 def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names of their parameters; by number, where these are not known."""
     try:
@@ -223,13 +215,14 @@ def unchanged(**arguments: Any) -> Iterator[None]:
     """Refuse an answer that changes what it was given, by name: lists, tensors, whatever can be copied.
 
     Raises:
-        Failure: with the first argument that is not what it was before the block.
+        Stopped: with the first argument that is not what it was before the block.
     """
     before = copy.deepcopy(arguments)
     yield
     for name, value in arguments.items():
         if not _same(before[name], value):
-            raise Failure("changed", _change(name, before[name], value))
+            cause = "Whoever called still needs it: work on a copy, or build something new."
+            raise Stopped("changed", f"changed its argument {_change(name, before[name], value)}", cause)
 
 
 def _change(name: str, before: Any, after: Any) -> str:

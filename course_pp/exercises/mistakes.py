@@ -58,6 +58,7 @@ class Stopped(Mistake):
         peer: int | None = None,
     ) -> None:
         super().__init__(symptom, cause, example)
+        self.args = (how, symptom, cause, example)  # of which a copy from another process is made
         self.how = how
         self.row = row
         self.waits = waits

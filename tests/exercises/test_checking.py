@@ -314,7 +314,7 @@ def test_a_wrapped_answer_that_raises_is_told_its_own_line(wrap: Callable[..., A
 
 def test_a_result_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_process, "_RESULT_BYTES", 1000)
-    with pytest.raises(in_process.Failure, match=r"unsendable: list of 2,\d\d\d bytes"):
+    with pytest.raises(in_process.Stopped, match=r"returned a list of 2,\d\d\d bytes"):
         in_process._sendable([0] * 1000)
 
 

@@ -89,7 +89,7 @@ WRONG_SHIFTS = [
     (shift_with(("dst=(rank + 1)", "dst=(rank - 1)"), ("src=(rank - 1)", "src=(rank + 1)")),
      "rank 0 of 3", "comes from the right", "(rank + 1) % p"),
     (hangs(shift_with(("dst=(rank + 1)", "dst=(rank - 1)"))),
-     "on 3 ranks was still running", "is it sent to the right, `(rank + 1) % p`?"),
+     "on 3 ranks, was still running", "is it sent to the right, `(rank + 1) % p`?"),
     (shift_with(("dst=(rank + 1) % p", "dst=rank")),
      "on 2 ranks, raised ValueError: rank", "cannot send to itself: messages go to another rank"),
     (shift_with((ALONE, "")), "on one rank", "cannot send to itself"),
