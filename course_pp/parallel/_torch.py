@@ -33,6 +33,9 @@ class LocalNeighboursStage(PipelineStage):
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
 
+    def _validate_stage_tensors(self, *_: Any) -> None:
+        """As for inputs, in torch 2.13, which expects one shape of all microbatches."""
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch before 2.12 opens connections by a message to itself too, which gloo refuses.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -43,9 +46,12 @@ class LocalNeighboursStage(PipelineStage):
         if not full_backward:
             self._gather_parameters()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if bwd_chunk_id in self.bwd_cache:  # what is sent back next, and must lie in order
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(g.contiguous() if isinstance(g, Tensor) else g for g in gradients)
+        if bwd_chunk_id in self.bwd_cache:  # what is sent back next
+            self.bwd_cache[bwd_chunk_id] = self.sent_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
+
+    def sent_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Return what the stage before is sent for the gradients of the tensors that it sent."""
+        raise NotImplementedError
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._gather_parameters()
@@ -60,6 +66,20 @@ class LocalNeighboursStage(PipelineStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
+
+
+def run_step(
+    schedule: Any,
+    stages: Sequence[PipelineStage],
+    arguments: list[tuple[Any, ...]],
+    targets: list[Any] | None,
+    losses: list[Tensor],
+) -> None:
+    """Train on microbatches, as torch's own ``step`` does once it has cut its batch."""
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(arguments, None, targets, losses, return_outputs=False)
 
 
 def explicit_order(

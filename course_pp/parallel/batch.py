@@ -1,24 +1,77 @@
-"""The batch of a pipeline: whether it fits, and how it is cut into microbatches."""
+"""The batch of a pipeline: whether it fits this rank's stages, and what they are given for each microbatch."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from course_pp.loss import TokenLoss
+from course_pp.microbatches import ChunkSpec, are_ready, cut_keywords
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_flatten, tree_unflatten
-from course_pp.parallel.stage import ModelStage
+from course_pp.parallel.stage import ModelStage, check_microbatch
 from course_pp.parallel.stage_values import ValueMeta
 
 
-class Batch:
-    """Checks whole batches of ``size`` rows for this rank's stages, and cuts them into microbatches of ``rows``."""
+@dataclass(frozen=True)
+class Given:
+    """What a rank calls a step with; see :meth:`course_pp.parallel.PipelineSchedule.step`."""
 
-    def __init__(self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, counts_tokens: bool) -> None:
+    inputs: tuple[Any, ...]
+    target: Any
+    kwargs: Mapping[str, Any]
+    kwargs_chunk_spec: ChunkSpec | None
+    arg_mbs: list[tuple[Any, ...]] | None
+    kwarg_mbs: list[dict[str, Any]] | None
+    target_mbs: list[Any] | None
+
+    @property
+    def lists(self) -> list[str]:
+        """The names of what is by microbatch."""
+        return [name for name in ("arg_mbs", "kwarg_mbs", "target_mbs") if getattr(self, name) is not None]
+
+    @property
+    def whole(self) -> list[str]:
+        """The names of what is of a whole batch."""
+        inputs = None if all(value is None for value in self.inputs) else self.inputs
+        ends = {"inputs": inputs, "target": self.target, "kwargs_chunk_spec": self.kwargs_chunk_spec}
+        return [name for name, value in ends.items() if value is not None] + list(self.kwargs)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """What a rank's stages are given, by microbatch.
+
+    Attributes:
+        arguments: of the first stage; empty elsewhere.
+        keywords: of every stage.
+        targets: where the last stage is; None elsewhere.
+        counts: the tokens of the targets that the loss counts, by microbatch or of all at once.
+        ready: whether the caller made them, so that their shapes may differ.
+    """
+
+    arguments: list[tuple[Any, ...]]
+    keywords: list[dict[str, Any]]
+    targets: list[Any] | None = None
+    counts: list[Any] = field(default_factory=list)
+    ready: bool = True
+
+
+class Batch:
+    """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a rank can tell alone.
+
+    Args:
+        rows: of a microbatch of a whole batch.
+        counts_tokens: whether ``loss`` does; else it counts samples.
+    """
+
+    def __init__(
+        self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, loss: TokenLoss, counts_tokens: bool
+    ) -> None:
         self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
-        self._counts_tokens = counts_tokens
+        self._loss, self._counts_tokens = loss, counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
         self.size = n_microbatches * rows
@@ -27,72 +80,203 @@ class Batch:
             whole = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in takes.metas)
             self._inputs = ValueMeta.of(takes.unflatten(whole))
 
-    def problem(
-        self, inputs: tuple[Any, ...], target: object, kwargs: dict[str, Any], needs_target: bool
-    ) -> str | None:
-        """Return what is wrong with a batch on this rank; None if it fits."""
-        problems = [stage.problem_of_dtypes() for stage in self._stages]
+    def microbatches(self, given: Given, needs_target: bool) -> Microbatches:
+        """Return what this rank's stages are given."""
+        lists = {name: getattr(given, name) for name in given.lists}
+        ready = are_ready(self._n_microbatches, given.whole, **lists)
+        arguments: list[tuple[Any, ...]] = [()] * self._n_microbatches
         if self._stages[0].is_first:
-            problems.append(self._problem_of_inputs(inputs))
+            arguments = self._ready_arguments(given.arg_mbs) if ready else self._cut(self._checked(given.inputs))
+        targets = None
         if self._stages[-1].is_last and needs_target:
-            problems.append(self._problem_of_target(target))
-        problems += [self._problem_of_keyword(name, value) for name, value in kwargs.items()]
-        problems += [stage.problem_of_keywords(kwargs) for stage in self._stages]
-        return next((problem for problem in problems if problem is not None), None)
+            targets = self._ready_targets(given.target_mbs) if ready else self._cut(self._whole_target(given.target))
+        if ready:
+            keywords = given.kwarg_mbs or [{}] * self._n_microbatches
+        else:
+            keywords = cut_keywords(given.kwargs, given.kwargs_chunk_spec, self.size, self._n_microbatches)
+        for stage in self._stages:
+            for each in keywords:
+                _refuse(stage.problem_of_keywords(each))
+        counts = [] if targets is None else list(map(self._loss.count, targets))
+        return Microbatches(arguments, keywords, targets, counts, ready)
 
-    def cut(self, values: Any) -> list[Any]:
+    def nothing(self) -> Microbatches:
+        """Return what a rank in the middle is given, if only others have ready-made microbatches."""
+        n = self._n_microbatches
+        return Microbatches([()] * n, [{}] * n)
+
+    def missing(self, needs_target: bool) -> str | None:
+        """Return what a rank lacks that is given nothing, if others have ready-made microbatches."""
+        if self._stages[0].is_first:
+            return _NO_ARGUMENTS
+        return _NO_TARGETS if self._stages[-1].is_last and needs_target else None
+
+    def problem_of_sizes(self, microbatches: Microbatches) -> str | None:
+        """Return which target is not of its microbatch's size, once the stages know what crosses; None if all are."""
+        if self._transformer is None or not self._counts_tokens:
+            return None
+        for i, target in enumerate(microbatches.targets or ()):
+            size = self._stages[-1].taken_by(i).metas[0].shape[:2]
+            if isinstance(target, Tensor) and tuple(target.shape) != size:
+                return (
+                    f"target_mbs[{i}] has shape {tuple(target.shape)}, but its microbatch {size}: give a target a token"
+                )
+        return None
+
+    def _cut(self, values: Any) -> list[Any]:
         """Return ``values`` for each microbatch: tensors are cut by rows, anything else is repeated."""
         leaves, spec = tree_flatten(values)
         n = self._n_microbatches
         parts = [leaf.chunk(n) if isinstance(leaf, Tensor) else [leaf] * n for leaf in leaves]
         return [tree_unflatten([part[i] for part in parts], spec) for i in range(n)]
 
-    def _problem_of_inputs(self, inputs: tuple[Any, ...]) -> str | None:
+    def _checked(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if not inputs or inputs == (None,):
-            return "inputs is missing on the rank that holds the first stage"
-        try:
-            given = ValueMeta.of(inputs)
-        except TypeError as error:
-            return f"inputs holds {error}"
+            raise ValueError("inputs is missing on the rank that holds the first stage")
+        given = _described("inputs", inputs)
         if given != self._inputs:
-            return (
+            raise ValueError(
                 f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, or "
-                "build the stages for other sizes"
+                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, give "
+                "ready-made microbatches (arg_mbs=), or build the stages for other sizes"
             )
-        if self._transformer is not None and inputs[0].device.type == "cpu":  # looking would wait for a GPU
-            low, high, vocab_size = int(inputs[0].min()), int(inputs[0].max()), self._transformer.config.vocab_size
-            if low < 0 or high >= vocab_size:
-                return f"inputs holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
-        return None
+        self._refuse_ids("inputs", inputs)
+        # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
+        leaves, spec = tree_flatten(inputs)
+        whole = [x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in leaves]
+        return tuple(tree_unflatten(whole, spec))
 
-    def _problem_of_target(self, target: object) -> str | None:
+    def _ready_arguments(self, microbatches: list[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
+        declared = self._stages[0].takes
+        assert declared is not None  # settled
+        if microbatches is None:
+            raise ValueError(_NO_ARGUMENTS)
+        for i, arguments in enumerate(microbatches):
+            given = _described(f"arg_mbs[{i}]", arguments)
+            if given.kinds != declared.kinds or (self._transformer is not None and len(given.metas[0].shape) != 2):
+                raise ValueError(
+                    f"arg_mbs[{i}] is {given}, but the pipeline was built for microbatches like {declared}: only their "
+                    "shapes may differ, not containers, dtypes or whether there is a tensor"
+                )
+            if self._transformer is not None:
+                check_microbatch(self._transformer.config, *given.metas[0].shape)
+            self._refuse_ids(f"arg_mbs[{i}]", arguments)
+        return microbatches
+
+    def _refuse_ids(self, name: str, arguments: tuple[Any, ...]) -> None:
+        tokens = arguments[0]
+        if self._transformer is None or tokens.device.type != "cpu" or not tokens.numel():
+            return  # looking would wait for a GPU
+        low, high, vocab_size = int(tokens.min()), int(tokens.max()), self._transformer.config.vocab_size
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{name} holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
+            )
+
+    def _whole_target(self, target: Any) -> Tensor:
         if target is None:
-            return "target is missing on the rank that holds the last stage"
+            raise ValueError("target is missing on the rank that holds the last stage")
         if not isinstance(target, Tensor):
-            return f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
+            raise ValueError(
+                f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
+            )
         known: tuple[int, ...] = (self.size,)
         if self._transformer is not None and (takes := self._stages[0].takes) is not None:
             known = (self.size, takes.metas[0].shape[1])
         if tuple(target.shape[: len(known)]) != known:
-            return (
+            raise ValueError(
                 f"target has shape {tuple(target.shape)}, but the pipeline was built for {known}, of n_microbatches × "
                 f"rows = {self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
             )
-        if self._transformer is not None and self._counts_tokens and target.dtype != torch.int64:
-            return f"target is {target.dtype}: pass token ids, int64, of shape {known}"
-        return None
+        self._refuse_dtype("target", target)
+        return target
 
-    def _problem_of_keyword(self, name: str, value: object) -> str | None:
-        if isinstance(value, Tensor):
-            if value.dim() == 0 or value.shape[0] != self.size:
-                return (
-                    f"keyword argument {name} has shape {tuple(value.shape)}, but its first dimension must be the "
-                    f"whole batch, {self.size}: expand it"
+    def _ready_targets(self, microbatches: list[Any] | None) -> list[Any]:
+        if microbatches is None:
+            raise ValueError(_NO_TARGETS)
+        for i, target in enumerate(microbatches):
+            if not self._counts_tokens and not (isinstance(target, Tensor) and target.dim() and len(target)):
+                what = f"of shape {tuple(target.shape)}" if isinstance(target, Tensor) else f"a {type(target).__name__}"
+                raise ValueError(
+                    f"target_mbs[{i}] is {what}, and the loss weighs a microbatch by its samples: give a tensor whose "
+                    "first dimension is their number, at least 1, or a loss that counts (TokenLoss)"
                 )
-        elif value is not None and not isinstance(value, bool | int | float | str):
+            if isinstance(target, Tensor):
+                self._refuse_dtype(f"target_mbs[{i}]", target)
+        return microbatches
+
+    def _refuse_dtype(self, name: str, target: Tensor) -> None:
+        if self._transformer is not None and self._counts_tokens and target.dtype != torch.int64:
+            shape = tuple(target.shape)
+            raise ValueError(f"{name} is {target.dtype}: pass token ids, int64, of shape {shape}")
+
+
+_NO_ARGUMENTS = "arg_mbs is missing on the rank that holds the first stage: give a list of tuples, one a microbatch"
+_NO_TARGETS = "target_mbs is missing on the rank that holds the last stage: give a list, one target a microbatch"
+
+
+# What ranks tell one another of a batch, unless all of them were given a whole one that fits.
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank tells the others.
+
+    Attributes:
+        pipeline: the lowest rank of its pipeline.
+        lists, whole: the names of what it was given by microbatch, and of a whole batch.
+        problem: what is wrong whatever the others were given.
+        unfit: why it cannot use what it was given.
+        missing: what it lacks if it was given nothing, and others ready-made microbatches.
+        named: by microbatch, the keyword arguments that it was given, other than None.
+        lacking: by microbatch, those that its stages take and that it was not given.
+        kinds: by microbatch, its part of the kind; see :mod:`course_pp.parallel.crossing`.
+    """
+
+    pipeline: int
+    lists: list[str]
+    whole: list[str]
+    problem: str | None
+    unfit: str | None
+    missing: str | None
+    named: list[set[str]]
+    lacking: list[set[str]]
+    kinds: list[bytes]
+
+
+def problem_between(told: Sequence[Told]) -> str | None:
+    """Return what is wrong with what all ranks were given, by rank; the same sentence on each of them."""
+    for each in told:
+        if each.problem is not None:
+            return each.problem
+    ready = next((rank for rank, each in enumerate(told) if each.lists), None)
+    for rank, each in enumerate(told):
+        if ready is not None and each.whole and not each.lists:
             return (
-                f"keyword argument {name} is a {type(value).__name__}: pass tensors whose first dimension is the "
-                "whole batch, or plain numbers and strings, each under a name of its own"
+                f"rank {ready} was given {told[ready].lists[0]}, ready-made microbatches, and rank {rank} "
+                f"{each.whole[0]}, of a whole batch: give every rank its microbatches, or every rank the whole batch"
             )
-        return None
+        problem = each.unfit if ready is None or each.lists else each.missing
+        if problem is not None:
+            return problem
+    for rank, each in enumerate(told):
+        for other, theirs in enumerate(told):
+            for lacking, named in zip(each.lacking, theirs.named, strict=True):
+                if each.pipeline == theirs.pipeline and (names := sorted(lacking & named)):
+                    return (
+                        f"rank {other} was given the keyword argument {names[0]}, and rank {rank}, whose stage takes "
+                        "it, not: give it to both, or None"
+                    )
+    return None
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _described(name: str, arguments: tuple[Any, ...]) -> ValueMeta:
+    try:
+        return ValueMeta.of(arguments)
+    except TypeError as error:
+        raise ValueError(f"{name} holds {error}") from None

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from course_pp.module_extras import uncompiled
-from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_map
+from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.replaced_forward import replaced_forwards
 from course_pp.parallel.stage_values import meta_of
 
@@ -28,8 +28,8 @@ _MOST_QUESTIONS = 1000
 def run_on_meta(run: Callable[[], Any]) -> Any:
     """Return what ``run`` makes of meta tensors, even if it asks yes or no of their values, such as ``mask.all()``.
 
-    A run that asks is answered no throughout, another one yes; if one of them fails, the other counts. Refuses a result
-    whose shapes depend on the answer.
+    Where a tensor with values meets one of meta, only its shape counts. A run that asks is answered no throughout,
+    another one yes; if one of them fails, the other counts. Refuses a result whose shapes depend on the answer.
     """
     results, failures = [], []
     for yes in (False, True):
@@ -60,6 +60,9 @@ class _Answering(TorchDispatchMode):
             if self.asked > _MOST_QUESTIONS:  # a loop that waits for the other answer
                 raise RuntimeError("asks for values without end")
             return self.yes
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if len({tensor.is_meta for tensor in tensors}) > 1:
+            args, kwargs = to_meta((args, kwargs))
         return func(*args, **(kwargs or {}))
 
 

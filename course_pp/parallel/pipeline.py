@@ -36,10 +36,12 @@ from course_pp.loss import (
     loss_share,
     weights_of,
 )
+from course_pp.microbatches import ChunkSpec
 from course_pp.model import PipelineStageModule
 from course_pp.module_extras import called_once, problem_of_hooks
-from course_pp.parallel._torch import carries_integers, tree_flatten, tree_map, tree_unflatten
-from course_pp.parallel.batch import Batch
+from course_pp.parallel._torch import carries_integers, run_step, tree_flatten, tree_map, tree_unflatten
+from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
+from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
@@ -155,7 +157,7 @@ class PipelineSchedule:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
-        self._batch = Batch(self.stages, n_microbatches, rows, self._counts_tokens)
+        self._batch = Batch(self.stages, n_microbatches, rows, self._loss, self._counts_tokens)
         self._group = stages[0].group
         self._everyone = Ranks(_everyone_of(stages[0]))
         mesh, self._dp_groups = stages[0].device_mesh, []
@@ -176,6 +178,8 @@ class PipelineSchedule:
         self._everyone.refuse(self._tied.problem(values=False))
         self._starts_equal = not self.ties
         self._witness = _Witness(_everyone_of(stages[0]))
+        self._crossings = Crossings(self.stages, self._everyone)
+        self._pipeline = min(dist.get_process_group_ranks(self._group))
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -191,9 +195,21 @@ class PipelineSchedule:
         *inputs: Any,
         target: torch.Tensor | None = None,
         divisor: float | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward and backward over a whole batch; gradients are added to what is already there.
+        """Forward and backward over a whole batch, or over ready-made microbatches; gradients are added to those there.
+
+        Ready-made microbatches may differ in shape, from one another and from step to step: they need not be like the
+        one that the stages were built for, but for containers and dtypes. The loss is the same mean over all counted
+        tokens (samples) of the global batch. What crosses between stages is agreed before the first message. That costs
+        a small exchange, and for shapes not seen before one more for each stage, which runs a copy on the meta device,
+        with the microbatch's keyword arguments. A stage that cannot runs once in place, on zeros and without
+        gradients. What a stage returns may depend on shapes, and on the numbers and strings that are keyword arguments,
+        but not on what is in tensors or objects.
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
@@ -205,75 +221,102 @@ class PipelineSchedule:
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
                 None counts those of this batch. If the gradients of several steps add up, give the number in all of
                 them.
-            kwargs: keyword arguments for every stage, such as ``attention_mask``. Each tensor is cut by rows: its first
-                dimension must be the whole batch's. One that is as long only by chance, such as the offsets of packed
-                sequences, is cut all the same, so give a row of offsets for each sequence. Numbers and strings go
-                whole to each microbatch.
+            arg_mbs: in place of ``inputs``, for each microbatch the tuple of the first stage's arguments. If any rank
+                is given one of the three lists, nothing on any rank is of a whole batch.
+            kwarg_mbs: in place of ``kwargs``, for each microbatch a dict of keyword arguments for every stage of this
+                rank; others get what their own rank is given. They are passed on untouched: offsets of packed sequences
+                in a NamedTuple, a ``BlockMask``, any object.
+            target_mbs: in place of ``target``, for each microbatch what the loss takes; one may count no token.
+            kwargs_chunk_spec: of ``kwargs`` which are cut by ``"rows"``, also in tuples and dicts, and which are the
+                ``"same"`` for all microbatches, untouched: ``{"cu_seqlens": "same", "lengths": "rows"}``.
+            kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors of two dimensions or more, of
+                which the first is the whole batch, are cut by rows; numbers, strings and None go to all microbatches.
+                Of anything else say what it is in ``kwargs_chunk_spec``.
 
         Returns:
             The mean loss of the global batch, a float64 scalar without gradient, the same on every rank.
 
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
-                or tied weights are frozen, sharded or filled differently.
+                is missing on a rank, or is of a whole batch beside ready-made microbatches; or if tied weights are
+                frozen, sharded or filled differently.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
-        inputs, target = self._prepare(inputs, target, kwargs, divisor, problem=problem)
+        if not torch.is_grad_enabled():
+            problem = problem or "step() without gradients, under torch.no_grad(): call eval()"
+        given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
+        microbatches = self._prepare(given, divisor, problem=problem)
         if not self._starts_equal:
             self._everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        if scale != 1.0 and target is not None:  # over so much less, the loss and attached ones are larger by the scale
+        if scale != 1.0 and microbatches.targets is not None:
+            # Over so much less, the loss and attached ones are larger by the scale.
             self._divisor = torch.as_tensor(self._divisor, dtype=torch.float64) / scale
-        self._weigh(target)
+        self._weigh(microbatches)
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed():
-                self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **kwargs)
+                run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
             loss = self._tell_everyone(losses) / scale
             self._tell_attached(scale)
             return loss
 
-    def eval(self, *inputs: Any, target: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def eval(
+        self,
+        *inputs: Any,
+        target: torch.Tensor | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Return the loss as :meth:`step` does, without gradients: at any time between steps, under every schedule.
 
         Modules stay in the mode they are in: call ``module.eval()`` first if it has dropout.
         """
-        inputs, target = self._prepare(inputs, target, kwargs)
-        targets = target.chunk(self.n_microbatches) if target is not None else ()
-        losses: list[torch.Tensor] = []
+        given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
+        microbatches = self._prepare(given)
+        targets, losses = microbatches.targets or [], []
         with self._witness.watching():
-            self._forward(inputs, kwargs, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
+            self._forward(microbatches, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
             return self._tell_everyone(losses)
 
-    def evaluate(self, *inputs: Any, on: Literal["last", "all"] = "last", **kwargs: Any) -> Any:
+    def evaluate(
+        self,
+        *inputs: Any,
+        on: Literal["last", "all"] = "last",
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Return what the model returns for a whole batch: forwards only, without gradients or a loss.
 
         Args:
-            inputs, kwargs: as in :meth:`step`.
+            inputs, arg_mbs, kwarg_mbs, kwargs_chunk_spec, kwargs: as in :meth:`step`.
             on: who gets it: the rank that holds the last stage, or every rank of the pipeline.
 
         Returns:
             The last stage's output for the whole batch, in its own containers: tensors are concatenated along their
-            first dimension, scalars stacked. None on other ranks.
+            first dimension, scalars stacked. A list of outputs by microbatch if their tensors differ in more than the
+            first dimension. None on other ranks.
         """
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
-        inputs, _ = self._prepare(inputs, None, kwargs, problem=problem, needs_target=False)
+        given = Given(inputs, None, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, None)
+        microbatches = self._prepare(given, problem=problem, needs_target=False)
         self._everyone.require_equal({"on": on})
         outputs: list[Any] = []
         with self._witness.watching():
-            self._forward(inputs, kwargs, lambda _, output: outputs.append(output))
+            self._forward(microbatches, lambda _, output: outputs.append(output))
             output = merge(outputs) if outputs else None
             return self._from_last(output) if on == "all" else output
 
-    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], consume: Any) -> None:
-        forward_only(
-            self.stages,
-            self._batch.cut(inputs) if self.stages[0].is_first else None,
-            self._batch.cut(kwargs),
-            consume,
-        )
+    def _forward(self, microbatches: Microbatches, consume: Any) -> None:
+        inputs = microbatches.arguments if self.stages[0].is_first else None
+        forward_only(self.stages, inputs, microbatches.keywords, consume)
         for stage in self.stages:
             reshard(stage.submod)  # forward alone may keep gathered parameters, in place of those that are trained
 
@@ -294,43 +337,69 @@ class PipelineSchedule:
 
     def _prepare(
         self,
-        inputs: tuple[Any, ...],
-        target: torch.Tensor | None,
-        kwargs: dict[str, Any],
+        given: Given,
         divisor: float | None = None,
         *,
         problem: str | None = None,
         needs_target: bool = True,
-    ) -> tuple[tuple[Any, ...], torch.Tensor | None]:
-        """Drop what this rank does not need, refuse what does not fit (all ranks together), and count the tokens."""
-        inputs = inputs if self.stages[0].is_first else ()
-        target = target if self.stages[-1].is_last and needs_target else None
-        problem = problem or self._batch.problem(inputs, target, kwargs, needs_target)
+    ) -> Microbatches:
+        """Refuse what does not fit, all ranks together; agree on what crosses; count the tokens."""
+        problem = problem or next(filter(None, (stage.problem_of_dtypes() for stage in self.stages)), None)
         if divisor is not None and not (isinstance(divisor, Real) and 0 < divisor < math.inf):
             problem = (
                 problem or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
             )
-        self._everyone.refuse(problem)
-        # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
-        inputs = tree_map(
-            lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x, inputs
-        )
-        if target is not None:
-            # Data-parallel ranks have equally many samples, and need not ask one another.
-            groups = self._dp_groups if self._counts_tokens or divisor is not None else []
-            self._divisor = divisor_of([self._loss.count(target)], divisor, groups, self.stages[0].device)
-        return inputs, target
+        mine = self._agreed(given, problem, needs_target)
+        for stage in self.stages:
+            stage.keywords = mine.keywords
+        if mine.targets is not None:
+            # Data-parallel ranks have equally many samples of a whole batch, and need not ask one another.
+            groups = self._dp_groups if self._counts_tokens or mine.ready or divisor is not None else []
+            self._divisor = divisor_of(mine.counts, divisor, groups, self.stages[0].device)
+        return mine
 
-    def _weigh(self, target: torch.Tensor | None) -> None:
+    def _agreed(self, given: Given, problem: str | None, needs_target: bool) -> Microbatches:
+        """Return what this rank's stages are given, once all ranks know that it fits, and what crosses."""
+        for stage in self.stages:
+            stage.crossing = ()
+        mine, unfit = self._batch.nothing(), None
+        try:
+            mine = self._batch.microbatches(given, needs_target)
+        except Exception as error:  # also of a loss that counts
+            unfit = Ranks.sentence(error)
+        # Most batches are whole and fit, which ranks tell one another by one number.
+        if not self._everyone.largest(int(bool(problem or unfit or given.lists or given.kwargs))):
+            return mine
+        told = self._everyone.gather(
+            Told(
+                self._pipeline,
+                given.lists,
+                given.whole,
+                problem,
+                unfit,
+                self._batch.missing(needs_target),
+                [{name for name, value in each.items() if value is not None} for each in mine.keywords],
+                [{name for stage in self.stages for name in stage.lacking(each)} for each in mine.keywords],
+                [] if problem or unfit or given.whole else kinds_of(mine),
+            )
+        )
+        if (refusal := problem_between(told)) is not None:
+            raise ValueError(refusal)
+        if any(each.lists for each in told):
+            mine = mine if mine.ready else self._batch.nothing()
+            self._crossings.agree(told, self._pipeline, mine)
+            self._everyone.refuse(self._batch.problem_of_sizes(mine))
+        return mine
+
+    def _weigh(self, microbatches: Microbatches) -> None:
         """Tell every rank of the pipeline the weights of microbatches, which the last stage's targets make."""
         for stage in self.stages:
             stage.attached.clear()
         if self._attaches is False:
             return
         weights = torch.empty(self.n_microbatches, dtype=torch.float64, device=self.stages[0].device)
-        if target is not None:
-            counts = map(self._loss.count, target.chunk(self.n_microbatches))
-            weights = weights_of(counts, self._divisor, weights.device)
+        if microbatches.targets is not None:
+            weights = weights_of(microbatches.counts, self._divisor, weights.device)
         dist.broadcast(weights, group=self._group, group_src=self._last_rank)
         for stage in self.stages:
             stage.weights = weights
@@ -397,14 +466,14 @@ def forward_only(
             if stage.is_first:
                 value = None if inputs is None else as_value(inputs[i])
             else:
-                value = stage.received(local[i] if source == here else _received(stage, source))
+                value = stage.received(local[i] if source == here else _received(stage, source, i))
             output = call(stage.submod, value, kwarg)
             if stage.is_last:
                 consume(i, output)
             elif target in (here, source):
-                outputs.append(stage.message(output))
+                outputs.append(stage.message(output, i))
             else:
-                in_flight += _sent(stage, stage.message(output), target)
+                in_flight += _sent(stage, stage.message(output, i), target)
         if target == here:
             local = outputs
         else:  # two ranks in a loop: all receives from the peer come before the first send to it
@@ -413,9 +482,8 @@ def forward_only(
         work.wait()
 
 
-def _received(stage: ModelStage, source: int | None) -> tuple[torch.Tensor, ...]:
-    assert stage.takes is not None  # settled
-    tensors = stage.takes.empty(stage.device)
+def _received(stage: ModelStage, source: int | None, microbatch: int) -> tuple[torch.Tensor, ...]:
+    tensors = stage.taken_by(microbatch).empty(stage.device)
     for tensor in tensors:
         dist.recv(tensor, group=stage.group, group_src=source)
     return tensors
@@ -558,7 +626,7 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
                 )
             if stage.takes is not None and stage.returns is None:
                 try:
-                    stage.returns = find_outputs(stage)
+                    stage.returns = find_outputs(stage, stage.takes, {})
                 except ValueError as error:
                     problem = problem or str(error)
             found[stage.stage_index] = (stage.takes, stage.returns)

@@ -1,6 +1,6 @@
 """A stage of a pipeline as torch's pipelining runs it: any module, its index, and what it takes and returns."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
@@ -229,7 +229,9 @@ class ModelStage(LocalNeighboursStage):
     """torch's stage, and what it is called with and gives back.
 
     Attributes:
-        takes, returns: for one microbatch; None where that is not known yet.
+        takes, returns: for one microbatch of a whole batch; None where that is not known yet.
+        crossing: for each microbatch of a step what the stage takes and returns, where these are ready-made.
+        keywords: for each microbatch of a step what the stage is called with beside. torch never sees it.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch is to split its backward in two.
@@ -260,6 +262,9 @@ class ModelStage(LocalNeighboursStage):
         self.param_dtype = param_dtype
         self.device_mesh = device_mesh
         self.takes, self.returns = takes, returns
+        self.crossing: Sequence[tuple[ValueMeta, ValueMeta]] = ()
+        self.keywords: Sequence[Mapping[str, Any]] = ()
+        self._microbatch = 0  # whose forward is at work
         self.ties: tuple[Tie, ...] = ()
         self.runs_as: ModelStage | None = None
         self._dtypes = compute_dtypes(module)
@@ -282,15 +287,24 @@ class ModelStage(LocalNeighboursStage):
         assert self.takes is not None  # settled
         return self.takes.unflatten(tensors)
 
-    def message(self, output: Any) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``output`` that are sent; refuse what the next stage does not expect."""
+    def taken_by(self, microbatch: int) -> ValueMeta:
+        """Return what it is called with for a microbatch of this step."""
+        assert self.takes is not None  # settled
+        return self.crossing[microbatch][0] if self.crossing else self.takes
+
+    def returned_for(self, microbatch: int) -> ValueMeta:
+        """Return what it gives back for a microbatch of this step."""
         assert self.returns is not None  # settled
+        return self.crossing[microbatch][1] if self.crossing else self.returns
+
+    def message(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of ``output`` that are sent; refuse what the next stage does not expect."""
         try:
-            return tuple(_Handed.apply(tensor) for tensor in self.returns.flatten(output))
+            return tuple(_Handed.apply(tensor) for tensor in self.returned_for(microbatch).flatten(output))
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"stage {self.stage_index} returned {error}: a stage must return the same shapes for every microbatch, "
-                "whatever is in it"
+                f"stage {self.stage_index} returned {error}: what crosses may depend on the shapes of a microbatch, "
+                "and on numbers among its keyword arguments, but not on what is in its tensors and objects"
             ) from error
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
@@ -308,6 +322,16 @@ class ModelStage(LocalNeighboursStage):
             if known is not None and name not in known:
                 return f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or **kwargs"
         return None
+
+    def lacking(self, keywords: Mapping[str, Any]) -> set[str]:
+        """Return the names of the arguments that the module takes beside what crosses, and that are not given."""
+        assert self.takes is not None  # settled
+        tree = self.takes.tree
+        if self._keywords is None or isinstance(uncompiled(self.submod), SplitStage):
+            return set()
+        n_crossing = len(tree) if type(tree) is tuple else 1
+        crossing = set(tree) if isinstance(tree, Mapping) else set(self._keywords[:n_crossing])
+        return set(self._keywords) - crossing - set(keywords)
 
     def problem_of_dtypes(self) -> str | None:
         """Return the problem if the module was converted to another dtype after the stage was built."""
@@ -327,9 +351,10 @@ class ModelStage(LocalNeighboursStage):
             is_local = self.stage_index_to_group_rank[self.stage_index - 1] == self.group_rank
             own = torch.Tensor.clone if is_local else _Handed.apply
             args = tuple(map(own, args))
-        output = call(self.submod, as_value(args) if self.is_first else self.received(args), kwargs)
+        keywords = self.keywords[self._microbatch]
+        output = call(self.submod, as_value(args) if self.is_first else self.received(args), keywords)
         if not self.is_last:
-            return self.message(output)
+            return self.message(output, self._microbatch)
         self._output = output
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
 
@@ -362,6 +387,28 @@ class ModelStage(LocalNeighboursStage):
         if queue is not None:
             queue.compute()
 
+    def sent_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did not use."""
+        if self.is_first:
+            return tuple(gradients)
+        metas = self.taken_by(microbatch).metas
+        zeros = (meta.empty(self.device).zero_() if meta.dtype.is_floating_point else None for meta in metas)
+        return tuple(
+            zero if gradient is None else gradient.contiguous() for gradient, zero in zip(gradients, zeros, strict=True)
+        )
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives before a forward, into buffers of the microbatch's own size."""
+        if not self.is_first:
+            _fit(self.args_recv_info[fwd_chunk_id], self.taken_by(fwd_chunk_id))
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives before a backward, into buffers of the microbatch's own size."""
+        if not self.is_last:
+            _fit(self.grad_recv_info[bwd_chunk_id], self.returned_for(bwd_chunk_id))
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the sends after a forward; torch would look for a receiver of the last stage's output too."""
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
@@ -369,7 +416,7 @@ class ModelStage(LocalNeighboursStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward as torch does; the last stage returns what its module returned, for the loss function."""
         deferring: AbstractContextManager[Any] = nullcontext()
-        microbatch = args[0] if args else kwargs["fwd_chunk_id"]
+        microbatch = self._microbatch = args[0] if args else kwargs["fwd_chunk_id"]
         if self.weights is None:
             attached = Attached(refusal=_TOO_LATE)
         else:
@@ -388,6 +435,13 @@ class ModelStage(LocalNeighboursStage):
         return output
 
 
+def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
+    """Give what is received for ``value`` buffers of its shapes; torch made them for those it was declared."""
+    for info, meta in zip(infos, value.metas, strict=True):
+        if info.buffer is not None and tuple(info.buffer.shape) != meta.shape:
+            info.buffer = meta.empty(info.buffer.device, requires_grad=info.buffer.requires_grad)
+
+
 class _Handed(torch.autograd.Function):
     """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node of its own.
 
@@ -404,19 +458,18 @@ class _Handed(torch.autograd.Function):
         return gradient
 
 
-def find_outputs(stage: ModelStage) -> ValueMeta:
-    """Find on the meta device what a stage returns for what it takes, or refuse it."""
-    assert stage.takes is not None
-    given, computed = {m.dtype for m in stage.takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
+def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any]) -> ValueMeta:
+    """Find on the meta device what a stage returns for what it takes, or refuse it; ``keywords`` stay as they are."""
+    given, computed = {m.dtype for m in takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
     if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
         raise ValueError(  # the meta device would let them pass
-            f"stage {stage.stage_index} is called with {stage.takes}, but computes in {spelled(computed)}: convert "
+            f"stage {stage.stage_index} is called with {takes}, but computes in {spelled(computed)}: convert "
             "the stages alike, or declare outputs= if it casts its inputs itself"
         )
-    taken = stage.takes.empty("meta")
+    taken = takes.empty("meta")
 
     def returned() -> ValueMeta:
-        output = call(meta_copy(stage.submod), stage.received(taken))
+        output = call(meta_copy(stage.submod), takes.unflatten(taken), keywords)
         return ValueMeta(()) if stage.is_last else ValueMeta.of(output)  # nobody is sent what the last one returns
 
     try:
@@ -424,14 +477,15 @@ def find_outputs(stage: ModelStage) -> ValueMeta:
     except Exception as error:  # whatever a foreign forward raises
         if isinstance(stage.submod, SplitStage):
             taken_then, sent = stage.submod.sent_for_example()
-            if ValueMeta.of(taken_then).metas == stage.takes.metas:
+            if ValueMeta.of(taken_then).metas == takes.metas:
                 return ValueMeta.of(sent)  # what it returned for its example, which was like this
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
         remedy = "mend the stage, or declare what crosses, build_pipeline_stage(..., outputs=...)"
+        beside = f"and {', '.join(keywords)}" if keywords else "alone"
         if isinstance(stage.submod, SplitStage):
             remedy = "give auto_split an example of this size"
         raise ValueError(
-            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {stage.takes} alone on the meta "
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {takes} {beside} on the meta "
             f"device, does not say what it returns ({reason:.300}): {remedy}"
         ) from error
     check_declared_dtype(stage.stage_index, found, stage.param_dtype)

@@ -49,6 +49,11 @@ class ValueMeta:
     def __str__(self) -> str:
         return repr(self.tree)
 
+    @property
+    def kinds(self) -> Any:
+        """The containers, with the dtype in place of each tensor: what all microbatches have in common."""
+        return tree_map(lambda leaf: None if leaf is None else leaf.dtype, self.tree)
+
     def flatten(self, value: Any) -> tuple[Tensor, ...]:
         """Return the tensors of ``value``, in order; refuse one that does not fit."""
         given = ValueMeta.of(value)
@@ -88,7 +93,8 @@ def rows_of(value: ValueMeta) -> int | None:
 def merge(microbatches: list[Any]) -> Any:
     """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
 
-    Other values become a list with one entry a microbatch, or stay as they are if all are equal.
+    Other values become a list with one entry a microbatch, or stay as they are if all are equal. If the tensors differ
+    in more than their first dimension, so does the whole.
     """
 
     def merged(values: tuple[Any, ...]) -> Any:
@@ -97,6 +103,9 @@ def merge(microbatches: list[Any]) -> Any:
         return values[0] if all(value is None or value == values[0] for value in values) else list(values)
 
     leaves, specs = zip(*map(tree_flatten, microbatches), strict=True)
+    shapes = {tuple(leaf.shape[1:] for leaf in each if isinstance(leaf, Tensor)) for each in leaves}
+    if len(shapes) > 1:
+        return microbatches
     return tree_unflatten([merged(values) for values in zip(*leaves, strict=True)], specs[0])
 
 

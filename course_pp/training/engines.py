@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,7 @@ class ParallelEngine:
         inputs, named = self._arguments(batch)
         return self._pipeline.eval(inputs, **named).item()
 
-    def _arguments(self, batch: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+    def _arguments(self, batch: Sequences) -> tuple[Tensor, dict[str, Any]]:
         """Return this rank's rows; every stage gets the mask of padded sequences."""
         named = {"target": batch.targets, "attention_mask": batch.attention_mask}
         return self._rows(batch.inputs), {name: self._rows(value) for name, value in named.items() if value is not None}

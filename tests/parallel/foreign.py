@@ -60,7 +60,7 @@ class Mixed(nn.Module):
         assert not mask.requires_grad
         hidden = hidden + torch.tanh(self.linear(hidden)) * mask[..., None]
         if scale is not None:
-            hidden = hidden * scale[:, None, None]
+            hidden = hidden * scale[..., None]
         return {"hidden": hidden, "extras": extras, "first": first}
 
 
@@ -196,7 +196,7 @@ def models() -> dict[str, Foreign]:
     tokens = torch.randint(VOCAB, (ROWS, 6), generator=_generator())
     numbers = torch.randn(ROWS, DIM, generator=_generator(), dtype=torch.float64)
     images = torch.randn(ROWS, 3, 5, 5, generator=_generator(), dtype=torch.float64)
-    scale = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)
+    scale = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)[:, None]
     return {
         "masked": Foreign(masked_model, masked_loss, (tokens, numbers), tokens.roll(1, 1), {"scale": scale}),
         "codes": Foreign(coded_model, F.cross_entropy, (numbers,), tokens[:, 0], {}),

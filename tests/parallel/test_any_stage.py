@@ -381,7 +381,7 @@ def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
     module[0].compile(backend="eager")
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=default_mp_policy())
     stage = build_pipeline_stage(module, None, "cpu", stage=0, n_stages=2, inputs=torch.zeros(3, 4))
-    found = find_outputs(stage)
+    found = find_outputs(stage, stage.takes, {})
     assert str(found) == "{'hidden': bfloat16 (3, 4), 'count': float32 (1,)}"
     assert module[0].calls.item() == 0
     copy = meta_copy(module)

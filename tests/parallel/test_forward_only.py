@@ -25,11 +25,12 @@ def messages_of_rank(monkeypatch, schedule, rank, pp):
     monkeypatch.setattr(module, "dist", SimpleNamespace(isend=isend, recv=recv))
     owner = {stage: r for r in range(pp) for stage in get_stage_indices(schedule, r, pp)}
     tokens, consumed = torch.zeros(2, 4), []
+    crosses = ValueMeta.of(tokens.to("meta"))
     stages = [
         SimpleNamespace(
             stage_index=i, is_first=i == 0, is_last=i == len(owner) - 1, stage_index_to_group_rank=owner,
-            group_rank=rank, group=None, device="cpu", submod=lambda x: x, takes=ValueMeta.of(tokens.to("meta")),
-            received=lambda tensors: tensors[0], message=lambda output: (output,),
+            group_rank=rank, group=None, device="cpu", submod=lambda x: x, taken_by=lambda _: crosses,
+            received=lambda tensors: tensors[0], message=lambda output, _: (output,),
         )
         for i in get_stage_indices(schedule, rank, pp)
     ]  # fmt: skip

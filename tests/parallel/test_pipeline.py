@@ -1,12 +1,8 @@
 """What a pipeline step does beside computing: accumulate, weigh unequal microbatches, pass keywords."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer
@@ -191,29 +187,3 @@ def timeouts_on_rank(rank):
 
 def test_the_time_limit_holds_for_every_group_of_the_mesh():
     assert on_ranks(4, timeouts_on_rank, backend=None) == [[7, 7, 7]] * 4
-
-
-class Packed(nn.Linear):
-    """Notes the offsets that come with each microbatch."""
-
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        self.seen.append(offsets.tolist())
-        return super().forward(x)
-
-
-def packed_on_rank(rank: int) -> tuple[list[Any], str]:
-    mesh, module = init_distributed(DistributedConfig(pp=2)), Packed(4, 4)
-    module.seen = []
-    stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(1, 4), outputs=torch.empty(1, 4))
-    pipeline = build_pipeline_schedule(stage, 4, F.mse_loss)
-    x = torch.randn(4, 4)
-    pipeline.step(x, target=x, offsets=torch.tensor([0, 5, 12, 20]))
-    with pytest.raises(ValueError, match="whole batch") as refusal:
-        pipeline.step(x, target=x, offsets=torch.tensor([0, 5, 12, 20, 31]))
-    return module.seen, str(refusal.value)
-
-
-def test_a_keyword_is_cut_by_rows_whatever_it_means() -> None:
-    for seen, refusal in on_ranks(2, packed_on_rank, timeout_s=60):
-        assert seen == [[0], [5], [12], [20]]
-        assert "offsets has shape (5,), but its first dimension must be the whole batch, 4" in refusal

@@ -1,0 +1,179 @@
+"""What crosses between stages for ready-made microbatches of any shape: agreed before the messages.
+
+torch receives into buffers that are there beforehand, so both ends must know their shapes. What a stage returns may
+depend on the shapes of a microbatch, and on numbers and strings among its keyword arguments: these are its kind.
+
+    kinds of all microbatches ──gather──► new ones? ──► stage 0 says what it returns ──gather──► stage 1 says … ──► step
+                                              └──────────────────────────── none ──────────────────────────────────►
+
+Kinds stay known, on all ranks alike, so that every rank finds the same ones to be new.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course_pp.collective import Ranks
+from course_pp.model import PipelineStageModule
+from course_pp.parallel._torch import tree_map
+from course_pp.parallel.batch import Microbatches, Told
+from course_pp.parallel.fsdp import reshard
+from course_pp.parallel.stage import ModelStage, find_outputs
+from course_pp.parallel.stage_values import ValueMeta, as_value, call, meta_of
+
+Kind = tuple[bytes, ...]
+"""A digest of what each rank of a pipeline is given for a microbatch."""
+
+Crossing = tuple[ValueMeta, ValueMeta]
+"""What a stage takes and returns."""
+
+_MOST_KINDS = 100_000  # then all are forgotten: a kind is some hundred bytes
+
+
+class Crossings:
+    """What every stage takes and returns for each kind of microbatch; the same on all ranks of ``everyone``."""
+
+    def __init__(self, stages: Sequence[ModelStage], everyone: Ranks) -> None:
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._n_stages, self._everyone = stages[0].num_stages, everyone
+        self._known: dict[Kind, list[Crossing]] = {}
+
+    def agree(self, told: Sequence[Told], pipeline: int, mine: Microbatches) -> None:
+        """Tell this rank's stages what crosses in a step; a collective.
+
+        Args:
+            told: by all ranks.
+            pipeline: which one this rank belongs to.
+
+        Raises:
+            ValueError: on every rank, if nothing tells what a stage returns.
+        """
+        kinds: dict[int, list[Kind]] = {}
+        for each in told:
+            of_its = kinds.setdefault(each.pipeline, [()] * len(each.kinds))
+            kinds[each.pipeline] = [(*kind, digest) for kind, digest in zip(of_its, each.kinds, strict=True)]
+        if len(self._known) > _MOST_KINDS:
+            self._known.clear()
+        new = dict.fromkeys(kind for theirs in kinds.values() for kind in theirs if kind not in self._known)
+        if new:
+            self._learn(list(new), kinds[pipeline], mine)
+        for index, stage in self._stages.items():
+            stage.crossing = [self._known[kind][index] for kind in kinds[pipeline]]
+
+    def _learn(self, new: Sequence[Kind], here: Sequence[Kind], mine: Microbatches) -> None:
+        """Ask one stage after the other what it returns for new kinds."""
+        found: dict[Kind, list[Crossing]] = {kind: [] for kind in new}
+        for index in range(self._n_stages):
+            questions: dict[Kind, _Question] = {}
+            for i, kind in enumerate(here if index in self._stages else ()):
+                before = found[kind][-1:] if kind in found else self._known[kind][index - 1 : index]
+                takes = before[0][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
+                questions[kind] = _Question(self._stages[index], takes, mine.arguments[i], mine.keywords[i])
+            said: dict[Kind, Crossing] = {}
+            unsaid: dict[Kind, str] = {}
+            for kind in questions.keys() & found.keys():
+                try:
+                    said[kind] = questions[kind].takes, questions[kind].answer()
+                except ValueError as error:
+                    unsaid[kind] = str(error)
+            everyone = self._everyone.gather((said, unsaid))
+            answers = {kind: both for theirs, _ in everyone for kind, both in theirs.items()}
+            if silent := {kind: why for _, theirs in everyone for kind, why in theirs.items() if kind not in answers}:
+                tried = self._everyone.collectively(partial(_tried, silent, questions))
+                answers |= {kind: both for theirs in self._everyone.gather(tried) for kind, both in theirs.items()}
+            for kind, both in answers.items():
+                found[kind].append(both)
+        self._known |= found
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What does a stage return for a microbatch?"""
+
+    stage: ModelStage
+    takes: ValueMeta
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+    def answer(self) -> ValueMeta:
+        """Return it; a ValueError if that cannot be told without running the stage."""
+        stage, declared = self.stage, self.stage.returns
+        assert declared is not None  # settled
+        if stage.is_last:
+            return declared  # which nobody is sent
+        if isinstance(stage.submod, PipelineStageModule):
+            sizes = self.takes.metas[0].shape[:2]
+            return ValueMeta(tree_map(lambda meta: replace(meta, shape=(*sizes, *meta.shape[2:])), declared.tree))
+        try:
+            return _like_declared(stage, find_outputs(stage, self.takes, self.keywords))
+        except ValueError:
+            if self.takes == stage.takes:
+                return declared
+            raise
+
+    @torch.no_grad()
+    def try_out(self) -> ValueMeta:
+        """Run the stage once, on zeros unless it is the first; buffers and random numbers stay as they were."""
+        stage, module = self.stage, self.stage.submod
+        value = as_value(self.arguments)
+        if not stage.is_first:
+            value = self.takes.unflatten(tensor.zero_() for tensor in self.takes.empty(stage.device))
+        value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+        before = {buffer: buffer.clone() for buffer in module.buffers()}
+        with torch.random.fork_rng([stage.device] if stage.device.type == "cuda" else []):
+            output = call(module, value, self.keywords)
+        for buffer, kept in before.items():
+            buffer.copy_(kept)
+        reshard(module)
+        return _like_declared(stage, ValueMeta.of(output))
+
+
+def _tried(kinds: Mapping[Kind, str], questions: Mapping[Kind, _Question]) -> dict[Kind, Crossing]:
+    """Run a stage for each of ``kinds``, and return its answers; why it must be run is said there.
+
+    Replicas gather FSDP2's shards together, so one that has no such microbatch runs another.
+    """
+    found: dict[Kind, Crossing] = {}
+    for kind, why in kinds.items() if questions else ():
+        question = questions.get(kind) or next(iter(questions.values()))
+        try:
+            found[kind] = question.takes, question.try_out()
+        except Exception as error:  # whatever a foreign forward raises
+            raise ValueError(f"{why}; tried on zeros, it raised {type(error).__name__}: {error}") from error
+    return {kind: both for kind, both in found.items() if kind in questions}
+
+
+def _like_declared(stage: ModelStage, found: ValueMeta) -> ValueMeta:
+    assert stage.returns is not None  # settled
+    if found.kinds != stage.returns.kinds:
+        raise ValueError(
+            f"stage {stage.stage_index} returns {found} for a microbatch, but {stage.returns} when the pipeline was "
+            "built: only shapes may differ, not containers, dtypes or whether there is a tensor"
+        )
+    return found
+
+
+def kinds_of(microbatches: Microbatches) -> list[bytes]:
+    """Return this rank's part of the kinds of its microbatches."""
+    both = zip(microbatches.arguments, microbatches.keywords, strict=True)
+    return [_digest(arguments, keywords) for arguments, keywords in both]
+
+
+def _digest(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
+    plain = bool, int, float, str
+    named = {name: repr(value) if isinstance(value, plain) else _shapes(value) for name, value in keywords.items()}
+    return hashlib.blake2b(f"{ValueMeta.of(arguments)} {named}".encode(), digest_size=16).digest()
+
+
+def _shapes(value: Any) -> Any:
+    """Return a value's containers, with shape and dtype in place of each tensor, and its type for anything else."""
+    if isinstance(value, dict):
+        return {key: _shapes(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [type(value).__name__, *map(_shapes, value)]
+    return meta_of(value) if isinstance(value, Tensor) else type(value).__qualname__
