@@ -29,7 +29,7 @@ class Fault(NamedTuple):
 
 BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
-ATTACHED = "test_attached_loss.py"
+ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
 GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
 
@@ -58,6 +58,11 @@ FAULTS = [
     Fault("loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
     Fault("loss.py", "if name in self.values else", "if False else", ATTACHED),
     Fault("loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
+    Fault("grad_scaler.py", "any(theirs for _, theirs in told)", "found", SCALED),
+    Fault("grad_scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
+    Fault("runtime/pipeline.py", "(scaler is None or not scaler.is_enabled())", "True", SCALED),
+    Fault("runtime/stage.py", "weight() * self.scale", "weight()", SCALED),
+    Fault("parallel/pipeline.py", "/ pipelines / scale", "/ pipelines", SCALED),
     Fault("loss.py", "None if torch._C._current_graph_task_id() >= 0 else 1.0", "1.0", ATTACHED),
     Fault("runtime/mailbox.py", "packet.weight.copy_(weight)", "pass", ATTACHED),
     Fault("runtime/mailbox.py", "notice[-_WEIGHT:] = weight", "pass", ATTACHED),

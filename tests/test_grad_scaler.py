@@ -209,6 +209,27 @@ def test_what_would_hang_or_be_wrong_is_one_sentence_on_every_rank() -> None:
             assert words in said[name], (name, said[name])
 
 
+def overflow(rank: int) -> list[tuple[bool, float, bool]]:
+    """By engine: whether the loss is finite, the scale, whether weights moved, after a forward that overflows."""
+    mesh, module, found = init_distributed(DistributedConfig(pp=2)), nn.Linear(4, 4), []
+    x, before = torch.full((8, 4), math.inf), module.weight.detach().clone()
+    for engine in ("parallel", "runtime"):
+        scaler, optimizer = MeshGradScaler(mesh, init_scale=8.0), adamw([module])
+        if engine == "parallel":
+            stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
+            loss = build_pipeline_schedule(stage, 4, F.mse_loss, scaler=scaler).step(x, target=x).item()
+        else:
+            loss = sum(Pipeline(build("1f1b", 2, 4), module, F.mse_loss, scaler=scaler).step(x, x))
+        scaler.step(optimizer)
+        scaler.update()
+        found.append((math.isfinite(loss), scaler.get_scale(), not module.weight.equal(before)))
+    return found
+
+
+def test_a_loss_that_is_not_finite_is_skipped_under_either_engine() -> None:
+    assert on_ranks(2, overflow, timeout_s=60) == [[(False, 4.0, False)] * 2] * 2
+
+
 def frozen_stage(rank: int) -> tuple[float, bool]:
     """The scale and whether weights moved, after an infinity where the other rank has no gradient at all."""
     mesh, module = init_distributed(DistributedConfig(dp_shard=2)), nn.Linear(1, 1)
