@@ -52,9 +52,9 @@ class Routed:
     biases: dict[str, list[float]] = field(default_factory=dict)
 
 
-def data(config: ModelConfig, accumulated: int = 1) -> list[Any]:
-    """Two steps of ``accumulated`` batches, in which unequally many tokens count."""
-    found = batches(config, ROWS, SEQ_LEN, 2 * accumulated)
+def data(config: ModelConfig, pieces: int, accumulated: int = 1) -> list[Any]:
+    """Two steps of ``accumulated`` batches of at least a row a piece, in which unequally many tokens count."""
+    found = batches(config, max(ROWS, pieces), config.max_seq_len, 2 * accumulated)
     for _, target in found:
         target[:3, :4] = -100
     return [found[i : i + accumulated] for i in range(0, len(found), accumulated)]
@@ -100,7 +100,7 @@ def one_process(config: ModelConfig, pieces: int, accumulated: int = 1) -> Route
                 sums[name] = sums.get(name, 0.0) + value.item()
         return total, sums
 
-    return routed([model], None, adamw([model]), data(config, accumulated), run)
+    return routed([model], None, adamw([model]), data(config, pieces, accumulated), run)
 
 
 def assert_same(ranks: Sequence[Routed], expected: Routed) -> None:
@@ -121,7 +121,7 @@ def in_runtime(rank: int, name: str, config: ModelConfig, recompute: bool) -> Ro
         return sum(losses), pipeline.attached
 
     held = list(modules.values())
-    return routed(held, None, adamw(held), data(config), run)
+    return routed(held, None, adamw(held), data(config, M), run)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,16 @@ class Case:
     schedule: str
     config: ModelConfig = CONFIG
     ac: Any = "none"
-    layout: DistributedConfig = field(default_factory=lambda: DistributedConfig(pp=2))
+    layout: DistributedConfig = field(default_factory=lambda: DistributedConfig(pp=2, dp_shard=1))
     accumulated: int = 1
+
+    @property
+    def n_microbatches(self) -> int:
+        return max(M, self.layout.pp)
+
+    @property
+    def pieces(self) -> int:
+        return self.n_microbatches * self.layout.dp_replicate * self.layout.dp_shard
 
 
 CASES = [
@@ -168,12 +176,13 @@ def in_parallel(rank: int, cases: Sequence[Case]) -> list[Routed]:
 
 
 def in_one_layout(case: Case) -> Routed:
-    recipe = stack.Recipe(case.layout, case.schedule, case.ac, n_microbatches=M)
+    m, steps = case.n_microbatches, data(case.config, case.pieces, case.accumulated)
+    recipe = stack.Recipe(case.layout, case.schedule, case.ac, n_microbatches=m)
     mesh = stack._mesh(case.layout)
     modules = stack.build_modules(recipe, mesh, case.config)
-    n_data = get_dp_size(mesh)
-    stages = [build_pipeline_stage(module, mesh, "cpu", ROWS // n_data // M, SEQ_LEN) for module in modules]
-    pipeline = build_pipeline_schedule(stages, M, CrossEntropy(), case.schedule)
+    n_data, rows = get_dp_size(mesh), len(steps[0][0][0]) // case.pieces
+    stages = [build_pipeline_stage(module, mesh, "cpu", rows, case.config.max_seq_len) for module in modules]
+    pipeline = build_pipeline_schedule(stages, m, CrossEntropy(), case.schedule)
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
         mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)] for part in batch)
@@ -181,7 +190,7 @@ def in_one_layout(case: Case) -> Routed:
         pipeline.eval(mine, target=theirs)
         return loss.item(), pipeline.attached
 
-    return routed(modules, mesh, sharded_adamw(modules), data(case.config, case.accumulated), run)
+    return routed(modules, mesh, sharded_adamw(modules), steps, run)
 
 
 @pytest.mark.parametrize(("n_ranks", "cases"), [(2, CASES), (4, SHARDED)], ids=["pp", "with FSDP2"])
@@ -190,4 +199,4 @@ def test_parallel(n_ranks: int, cases: list[Case], subtests: Any) -> None:
         ranks = on_ranks(n_ranks, in_parallel, cases, timeout_s=110.0)
     for case, found in zip(cases, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(case)):
-            assert_same(found, one_process(case.config, M * n_ranks // 2, case.accumulated))
+            assert_same(found, one_process(case.config, case.pieces, case.accumulated))

@@ -5,6 +5,7 @@ Order of use::
     mesh = init_distributed(DistributedConfig(pp=2, tp=2))  # dp_shard takes the ranks that are left
     module = build_stage_module(config, get_pp_rank(mesh), get_pp_size(mesh))
     apply_tensor_parallel(module, mesh)
+    apply_expert_parallel(module, mesh)
     apply_ac(module, "selective")
     apply_compile(module)
     apply_fsdp2(module, mesh)  # computes in bfloat16; parameters, gradients and optimizer state stay float32
@@ -31,6 +32,7 @@ from course_pp.model import (
 from course_pp.parallel.blocks import Blocks, find_blocks
 from course_pp.parallel.carrying import carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
+from course_pp.parallel.experts import apply_expert_parallel
 from course_pp.parallel.float8 import apply_float8
 from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
 from course_pp.parallel.mesh import (
@@ -40,6 +42,7 @@ from course_pp.parallel.mesh import (
     get_dp_mesh,
     get_dp_rank,
     get_dp_size,
+    get_ep_mesh,
     get_pp_mesh,
     get_pp_rank,
     get_pp_size,
@@ -94,6 +97,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "apply_ac",
     "apply_compile",
+    "apply_expert_parallel",
     "apply_float8",
     "apply_fsdp2",
     "apply_tensor_parallel",
@@ -116,6 +120,7 @@ __all__ = [
     "get_dp_mesh",
     "get_dp_rank",
     "get_dp_size",
+    "get_ep_mesh",
     "get_pp_mesh",
     "get_pp_rank",
     "get_pp_size",

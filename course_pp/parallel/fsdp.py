@@ -2,6 +2,7 @@
 
     root group    what is left: embedding, final norm, head
     group 0 …     one a block, as :func:`find_blocks` finds them
+    experts       of a layer, if they are shared out over ``ep``: over the ranks that hold the same ones
 
 A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh (``dp_replicate``,
 ``dp_shard``) it is sharded over the second dimension and its reduced gradients are averaged over the first (HSDP).
@@ -10,17 +11,19 @@ Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
 from course_pp.parallel.blocks import Blocks, find_blocks, listed
-from course_pp.parallel.mesh import get_dp_mesh, has_dp_mesh, size_of
+from course_pp.parallel.experts import is_shared_out
+from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, size_of
 from course_pp.parallel.replaced_forward import check_order
 
 ReshardPolicy = bool | int | Literal["auto"]
@@ -31,7 +34,9 @@ def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisi
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
 
 
-def resolve_reshard_after_forward(policy: ReshardPolicy, *, pp: int = 1, dp_shard: int = 1, tp: int = 1) -> bool | int:
+def resolve_reshard_after_forward(
+    policy: ReshardPolicy, *, pp: int = 1, dp_shard: int = 1, tp: int = 1, ep: int = 1
+) -> bool | int:
     """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
 
     ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the forward of every
@@ -41,7 +46,7 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, *, pp: int = 1, dp_shar
 
     Args:
         policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
-            the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp`` and ``tp``.
+            the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp``, ``tp`` and ``ep``.
     """
     if policy == "auto":
         return pp == 1
@@ -53,17 +58,18 @@ def resolve_reshard_after_forward(policy: ReshardPolicy, *, pp: int = 1, dp_shar
     proper = [k for k in range(2, dp_shard) if dp_shard % k == 0]
     if policy not in proper:
         meant = {1: "False (keep everything)", dp_shard: "True (free everything)"}.get(policy)
-        use = meant or " or ".join([*(map(str, proper) if pp * tp == 1 else ()), words])
+        use = meant or " or ".join([*(map(str, proper) if pp * tp * ep == 1 else ()), words])
         raise ValueError(
             f"policy reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither 1 nor {dp_shard}: "
             f"say {use}"
         )
-    if pp * tp > 1:
+    if pp * tp * ep > 1:
+        sizes = " and ".join(f"{name}={n}" for name, n in (("pp", pp), ("tp", tp), ("ep", ep)) if n > 1)
         # fully_shard makes the smaller groups of the ranks it shards over, where all ranks of the world would have to
         # make them together: it would wait for ever.
         raise ValueError(
-            f"reshard_after_forward={policy} with pp={pp} and tp={tp}: torch reshards to fewer ranks only where all "
-            f"hold shards of the same parameters: say {words}, or set pp and tp to 1"
+            f"reshard_after_forward={policy} with {sizes}: torch reshards to fewer ranks only where all hold shards of "
+            f"the same parameters: say {words}, or set these to 1"
         )
     return policy
 
@@ -104,6 +110,8 @@ def apply_fsdp2(
         found = find_blocks(model, blocks)
         _check_sharing(model, found)
         sizes = {name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")}
+        ep_mesh = get_ep_mesh(device_mesh)
+        sizes["ep"] = 1 if ep_mesh is None else ep_mesh.size()
         return resolve_reshard_after_forward(reshard_after_forward, **sizes), found
 
     policy, found = on_every_rank(device_mesh, look)
@@ -111,8 +119,12 @@ def apply_fsdp2(
         return ()
     mesh = get_dp_mesh(device_mesh)
     mixed = mp_policy if mp_policy is not None else policy_of_dtypes({p.dtype for p in model.parameters()})
+    options: dict[str, Any] = {"mp_policy": mixed, "reshard_after_forward": policy}
+    for experts in filter(is_shared_out, model.modules()):
+        # By columns: rows are cut over ep, and a rank may hold a single expert.
+        fully_shard(experts, mesh=get_efsdp_mesh(device_mesh), shard_placement_fn=lambda _: Shard(1), **options)
     for module in dict.fromkeys((*found.values(), model)):
-        fully_shard(module, mesh=mesh, mp_policy=mixed, reshard_after_forward=policy)
+        fully_shard(module, mesh=mesh, **options)
     return tuple(found)
 
 

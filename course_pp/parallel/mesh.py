@@ -2,6 +2,7 @@
 
     ranks    torchrun's variables, else Slurm's, else a single process
     mesh     ``pp`` outermost, then ``dp_replicate``, ``dp_shard``, ``tp``
+    experts  the same ranks, with ``dp_shard`` cut into ``efsdp`` × ``ep``: neighbours share the experts out
 
 The outermost dimension has the largest stride between neighbours, so with ranks numbered node by node the
 tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which talk least, the farthest.
@@ -32,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.arguments import checked, refuse_bad_timeout
 from course_pp.collective import Ranks
-from course_pp.parallel._torch import set_timeout
+from course_pp.parallel._torch import set_timeout, unflattened
 
 Backend = Literal["gloo", "nccl"]
 
@@ -43,6 +44,7 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 # Which process has been bound to its cores: a second call finds only its part, and must not divide it again.
 _DONE = "COURSE_PP_PINNED_PID"
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+_OF_EXPERTS = "_course_pp_experts"  # under which a mesh keeps the one of experts: torch's has no place for another
 # What others call the same dimensions: a mesh with these would pass for one without any, and nothing would be cut.
 _MISNAMED = frozenset(
     ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "batch", "pipe", "pipeline", "stage", "tensor", "model")
@@ -310,6 +312,8 @@ class DistributedConfig:
         dp_replicate: copies of the sharded model (HSDP); 1 for none.
         dp_shard: ranks a parameter is sharded over (FSDP2); -1 takes what the other factors leave.
         tp: tensor-parallel ranks.
+        ep: expert-parallel ranks, neighbours among the ``dp_shard`` ones: each has data of its own, and a part of the
+            experts; it divides ``dp_shard``.
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else gloo.
         timeout_s: seconds a collective may wait for its peers.
         share_gpus: where a host has fewer GPUs than ranks, several ranks compute on one, and what they send goes
@@ -321,12 +325,13 @@ class DistributedConfig:
     dp_replicate: int = 1
     dp_shard: int = -1
     tp: int = 1
+    ep: int = 1
     backend: Backend | None = None
     timeout_s: float = 300
     share_gpus: bool = False
 
     def __post_init__(self) -> None:
-        for name in _DIMENSIONS:
+        for name in (*_DIMENSIONS, "ep"):
             size = getattr(self, name)
             if size < 1 and not (name == "dp_shard" and size == -1):
                 or_left = ", or -1 for what the other factors leave" if name == "dp_shard" else ""
@@ -337,6 +342,16 @@ class DistributedConfig:
                 "the CPU. Leave backend at None"
             )
         refuse_bad_timeout("DistributedConfig", self.timeout_s)
+        if self.dp_shard != -1:
+            self._check_ep(self.dp_shard)
+
+    def _check_ep(self, dp_shard: int) -> None:
+        if dp_shard % self.ep:
+            works = [k for k in range(1, dp_shard + 1) if dp_shard % k == 0]
+            raise ValueError(
+                f"ep={self.ep} must divide dp_shard={dp_shard}, whose ranks share the experts out: use ep="
+                f"{' or '.join(map(str, works))}, or change dp_shard"
+            )
 
     def sizes(self, world_size: int) -> dict[str, int]:
         """Return the sizes of all four dimensions, outermost first, with -1 resolved; refuse another ``world_size``."""
@@ -349,6 +364,7 @@ class DistributedConfig:
                     f"start a multiple of {prod(others.values())} ranks, or change a factor"
                 )
             sizes["dp_shard"] = world_size // prod(others.values())
+            self._check_ep(sizes["dp_shard"])
         n_ranks = prod(sizes.values())
         if n_ranks != world_size:
             raise ValueError(
@@ -398,8 +414,11 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     if not kept:
         return None
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    for name in kept:
-        set_timeout(mesh.get_group(name), timedelta(seconds=config.timeout_s))
+    if config.ep > 1:
+        parts = {"efsdp": sizes["dp_shard"] // config.ep, "ep": config.ep}
+        setattr(mesh, _OF_EXPERTS, unflattened(mesh, "dp_shard", parts))
+    for group in _groups_of(mesh):
+        set_timeout(group, timedelta(seconds=config.timeout_s))
     if config.tp > 1:
         _warn_if_tp_leaves_a_node(config.tp)
     return mesh
@@ -422,10 +441,15 @@ def _warn_if_tp_leaves_a_node(tp: int) -> None:
 
 def limit_waiting(device_mesh: DeviceMesh | None, timeout_s: float) -> None:
     """Limit how long a rank waits for the others from now on: on the default group, and on every group of the mesh."""
-    groups = [] if device_mesh is None else [device_mesh.get_group(name) for name in device_mesh.mesh_dim_names or ()]
-    for group in (dist.group.WORLD, *groups):
+    for group in (dist.group.WORLD, *_groups_of(device_mesh)):
         if group is not None:
             set_timeout(group, timedelta(seconds=timeout_s))
+
+
+def _groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
+    """Return this rank's group along each dimension, those of experts too."""
+    meshes = (mesh for mesh in (device_mesh, _mesh_of_experts(device_mesh)) if mesh is not None)
+    return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
 
 
 def destroy_distributed() -> None:
@@ -495,6 +519,24 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
         )
     replicated = "dp_replicate" in (device_mesh.mesh_dim_names or ())
     return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]
+
+
+def get_ep_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the 1-D expert-parallel mesh this rank is part of; None without expert parallelism."""
+    mesh = _mesh_of_experts(device_mesh)
+    return None if mesh is None else mesh["ep"]
+
+
+def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of the ranks that hold the same experts: ``efsdp``, or ``(dp_replicate, efsdp)``."""
+    mesh = _mesh_of_experts(device_mesh)
+    assert mesh is not None  # only called where there are experts
+    return mesh["dp_replicate", "efsdp"] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh["efsdp"]
+
+
+def _mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    mesh: DeviceMesh | None = getattr(device_mesh, _OF_EXPERTS, None)
+    return mesh
 
 
 def get_dp_size(device_mesh: DeviceMesh | None) -> int:

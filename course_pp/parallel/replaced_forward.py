@@ -362,14 +362,15 @@ def _problem_of(backend: str, device: str) -> str | None:
     return None
 
 
-# The order in which a model is transformed. Tensor parallelism cuts the matrices that FSDP2 then shards once more, and
-# could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them, recomputing a
-# block would gather its parameters a second time. Compilation sees what checkpointing has put in place, and not the
-# hooks that FSDP2 adds.
+# The order in which a model is transformed. Tensor and expert parallelism cut the matrices that FSDP2 then shards once
+# more, and could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them,
+# recomputing a block would gather its parameters a second time. Compilation sees what checkpointing has put in place,
+# and not the hooks that FSDP2 adds.
 
-Step = Literal["tensor parallel", "float8", "activation checkpointing", "compile", "FSDP2"]
+Step = Literal["tensor parallel", "expert parallel", "float8", "activation checkpointing", "compile", "FSDP2"]
 _CALLS: dict[Step, str] = {
     "tensor parallel": "apply_tensor_parallel",
+    "expert parallel": "apply_expert_parallel",
     "float8": "apply_float8",
     "activation checkpointing": "apply_ac",
     "compile": "apply_compile",
@@ -379,10 +380,12 @@ _CALLS: dict[Step, str] = {
 
 def check_order(model: nn.Module, step: Step) -> None:
     """Refuse to take ``step`` a second time, or after a step that must follow it."""
+    cut_over = {
+        name for p in model.parameters() if isinstance(p, DTensor) for name in p.device_mesh.mesh_dim_names or ()
+    }
     found: dict[Step, bool] = {
-        "tensor parallel": any(
-            isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters()
-        ),
+        "tensor parallel": "tp" in cut_over,
+        "expert parallel": "ep" in cut_over,
         "float8": has_replaced(model, EightBits),
         "activation checkpointing": has_replaced(model, Recomputed),
         "compile": has_replaced(model, Compiled),

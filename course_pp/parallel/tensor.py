@@ -289,9 +289,9 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -> Styles:
     """Plan for this package's model, or one stage of it.
 
-    The embedding is replicated. The head is cut over the vocabulary if ``tp`` divides it and it is not tied to the
-    embedding. Norms are sequence-parallel if ``module`` is a whole, untied model; its sequences must then be a multiple
-    of ``tp`` long.
+    The embedding is replicated, and so are routers and experts, which get whole tokens. The head is cut over the
+    vocabulary if ``tp`` divides it and it is not tied to the embedding. Norms are sequence-parallel if ``module`` is a
+    whole, untied model; its sequences must then be a multiple of ``tp`` long.
 
     Raises:
         ValueError: as :func:`check_tensor_parallel`.
@@ -308,15 +308,13 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         "layers.*.attn": PrepareModuleInput(
             input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
-        "layers.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         "layers.*.attn.[qkv]_proj": ColwiseParallel(),
-        "layers.*.mlp.gate_proj": ColwiseParallel(),
-        "layers.*.mlp.up_proj": ColwiseParallel(),
         "layers.*.attn.o_proj": RowwiseParallel(output_layouts=stream),
-        "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=stream),
     }
-    if not config.gated_ffn:
-        del plan["layers.*.mlp.gate_proj"]
+    if config.qk_norm:  # of each head's channels, (batch, heads, seq, channels)
+        plan["layers.*.attn.[qk]_norm"] = SequenceParallel(sequence_dim=1, use_local_output=True)
+    for name in module.layers:
+        plan |= _plan_of_mlp(config, int(name), stream)
     cut_head = shards_head(config, tp)
     if module.head is not None and cut_head:
         plan["head"] = _head(gather_logits, stream)
@@ -327,6 +325,27 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         if not cut_head:
             plan["head"] = _whole_input(stream)
     return plan
+
+
+def _plan_of_mlp(config: ModelConfig, layer: int, stream: Placement) -> Styles:
+    """For a layer's feed-forward block; experts are not cut."""
+    name = f"layers.{layer}.mlp"
+    if not config.has_experts(layer):
+        inner = _FEED_FORWARD if config.gated_ffn else _FEED_FORWARD[1:]
+        plan: Styles = {name: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))}
+        plan |= {f"{name}.{each}": ColwiseParallel() for each in inner[:-1]}
+        return plan | {f"{name}.{inner[-1]}": RowwiseParallel(output_layouts=stream)}
+    if stream == Replicate():
+        return {}
+    return {
+        name: PrepareModuleInputOutput(
+            input_layouts=(stream,),
+            desired_input_layouts=(Replicate(),),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=stream,
+        )
+    }
 
 
 def _whole_input(stream: Placement) -> ParallelStyle:
@@ -342,7 +361,10 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
 
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
     """Refuse a ``tp`` that divides no heads or feed-forward width, or logits that cannot stay cut."""
-    _check_divides(tp, {"n_heads": config.n_heads, "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim})
+    sizes = {"n_heads": config.n_heads, "n_kv_heads": config.kv_heads}
+    if not all(map(config.has_experts, range(config.n_layers))):
+        sizes["ffn_dim"] = config.hidden_dim
+    _check_divides(tp, sizes)
     if not gather_logits and not shards_head(config, tp):
         raise ValueError(
             f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "

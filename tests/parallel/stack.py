@@ -12,6 +12,7 @@ from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
     apply_compile,
+    apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
     build_pipeline_schedule,
@@ -92,6 +93,8 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
     modules = [build_stage_module(config, i, get_pp_size(mesh) * len(indices)).to(device, kept) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
+        if config.n_experts:
+            apply_expert_parallel(module, mesh)
         apply_ac(module, recipe.ac)
         if recipe.compiler is not None:
             apply_compile(module, backend=recipe.compiler)

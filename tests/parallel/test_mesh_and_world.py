@@ -181,6 +181,7 @@ def test_minus_one_takes_what_is_left(config, world_size, sizes):
         (DistributedConfig(pp=2, tp=2), 6, "^pp × tp = 2 × 2 = 4 does not divide the world size 6"),
         (DistributedConfig(pp=2, dp_shard=1), 4, "^pp = 2, but the world size is 4: start 2 ranks"),
         (DistributedConfig(dp_shard=1), 4, "^pp = 1, but the world size is 4: start 1 ranks"),
+        (DistributedConfig(pp=2, ep=4), 4, "^ep=4 must divide dp_shard=2, .*: use ep=1 or 2, or change dp_shard"),
         (DistributedConfig(pp=2, dp_shard=3), 4, "^pp × dp_shard = 2 × 3 = 6, but the world size is 4: start 6 ranks"),
     ],
 )
@@ -194,6 +195,8 @@ def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, worl
     [
         ({"pp": 0}, "pp=0 must be"),
         ({"tp": 1.5}, "tp is 1.5 .*: pass an integer"),
+        ({"ep": 0}, "ep=0 must be"),
+        ({"dp_shard": 6, "ep": 4}, "ep=4 must divide dp_shard=6, .*: use ep=1 or 2 or 3 or 6"),
         ({"dp_shard": -2}, "dp_shard=-2 must be .* or -1"),
         ({"backend": "mpi"}, "backend is 'mpi' .*: pass one of 'gloo', 'nccl'"),
         ({"timeout_s": 0}, "timeout_s is 0 .*: give seconds above 0"),
@@ -375,7 +378,7 @@ def test_ranks_that_share_a_gpu_talk_through_host_memory(launcher, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: made.append(device))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     monkeypatch.setattr("course_pp.parallel.mesh.share_cores", lambda: None)
-    mesh = SimpleNamespace(get_group=lambda name: None)
+    mesh = SimpleNamespace(get_group=lambda name: None, mesh_dim_names=("pp",))
     monkeypatch.setattr("course_pp.parallel.mesh.init_device_mesh", lambda *_, **__: mesh)
     monkeypatch.setattr("course_pp.parallel.mesh.set_timeout", lambda *_: None)
     launcher(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(n_ranks), LOCAL_WORLD_SIZE=str(n_ranks))

@@ -1,4 +1,4 @@
-"""Stage → tensor parallel → activation checkpointing → compile → FSDP2: any other order is refused, on every rank."""
+"""Tensor → expert parallel → activation checkpointing → compile → FSDP2: any other order is refused, on every rank."""
 
 from collections.abc import Callable
 
@@ -57,7 +57,7 @@ def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
     assert second == first
     for message, (_, _, applied) in zip(first, WRONG, strict=True):
         assert f"was called on a model that already has {applied}, but the order is stage → tensor parallel" in message
-        calls = "apply_tensor_parallel, apply_float8, apply_ac, apply_compile, apply_fsdp2"
+        calls = "apply_tensor_parallel, apply_expert_parallel, apply_float8, apply_ac, apply_compile, apply_fsdp2"
         assert message.endswith(f"build the stage anew and call {calls}")
 
 

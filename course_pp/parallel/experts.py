@@ -1,0 +1,252 @@
+"""Expert parallelism: the experts of each layer shared out over the ranks of ``ep``; tokens travel to theirs and back.
+
+    rank 0   x, by expert ─┐ counts ┌─► experts 0, 1 ─┐         ┌─► one row for each of x
+                           ├─► rows ┤                 ├─► rows ─┤
+    rank 1   x, by expert ─┘        └─► experts 2, 3 ─┘         └─► one row for each of x
+
+Ranks of ``ep`` hold different data and one part of the experts each: expert e is on rank e // (n_experts / ep). Each
+call of a layer's experts is three exchanges, all to all: of the counts of rows, of the rows, of what the experts made
+of them. Backward exchanges the rows' gradients twice. A rank enters every one of them, whether or not it has a row to
+send or gets one: an exchange waits for all.
+
+The gradient of an expert adds up over the tokens of all ranks of ``ep``. Everybody's gradients are averaged over all
+data ranks, so the owner divides it by ``ep`` at once, and FSDP2 averages over the ranks that hold the same expert.
+
+Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from course_pp.arguments import check_arguments
+from course_pp.collective import Ranks, on_every_rank
+from course_pp.module_extras import problem_of_wrappers
+from course_pp.parallel._torch import all_to_all
+from course_pp.parallel.blocks import Blocks, wanted_modules
+from course_pp.parallel.mesh import get_ep_mesh
+from course_pp.parallel.replaced_forward import Replaced, check_order, replaced_forwards
+
+
+def apply_expert_parallel(
+    model: nn.Module | Sequence[nn.Module], device_mesh: DeviceMesh | None, experts: Blocks = None
+) -> tuple[str, ...]:
+    """Share the experts of ``model`` out over ``ep``, in place; a no-op where the mesh was made without.
+
+    Apply it after tensor parallelism, under which every rank of ``tp`` gets whole tokens and computes whole experts.
+
+    Args:
+        model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``ep`` must hold the same
+            weights. Call this on all ranks of the mesh at once.
+        experts: which modules hold the experts of a layer: a class, a name pattern, or several. Their parameters have
+            one expert in each row, and they are called with ``(x, counts)``: rows (n, dim) sorted by expert, and how
+            many each has, as :class:`course_pp.model.Experts`; or as Mixtral's and Qwen3-MoE's of transformers with
+            ``(hidden_states, top_k_index, top_k_weights)``. None finds every module that is called so.
+
+    Returns:
+        The names of these modules.
+
+    Raises:
+        ValueError: on every rank of the mesh, if there are none in any stage, or some cannot be shared out; or after
+            checkpointing, compilation or FSDP2.
+    """
+    given = locals()
+
+    def look() -> tuple[DeviceMesh | None, list[dict[str, nn.Module]]]:
+        check_arguments(apply_expert_parallel, given)
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        for each in models:
+            check_order(each, "expert parallel")
+        mesh = get_ep_mesh(device_mesh)
+        return mesh, [_experts_of(each, experts, mesh.size()) for each in models] if mesh is not None else []
+
+    mesh, found = on_every_rank(device_mesh, look)
+    if mesh is None:
+        return ()
+    if not any(Ranks().gather(bool(any(found)))):
+        raise ValueError(
+            "apply_expert_parallel finds no experts on any stage: name them with experts=, a class or a name pattern "
+            f"of modules that {_CALLED}; or leave ep at 1"
+        )
+    shared: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (part for parts in found for part in parts.values()):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in shared:
+                shared[parameter] = _own_part(parameter, mesh)
+            module.register_parameter(name, shared[parameter])
+        kind = _kind_of(module)
+        assert kind is not None  # looked at before
+        kind(module, mesh.get_group()).put_on(module)
+    return tuple(name for parts in found for name in parts)
+
+
+def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
+    """Return the modules to share out, by name; refuse one that cannot be."""
+    if problem := problem_of_wrappers(model, "the model"):
+        raise ValueError(problem)
+    if experts is None:
+        found = {name: part for name, part in model.named_modules() if _kind_of(part) is not None and _rows(part)}
+    else:
+        wanted = [experts] if isinstance(experts, str | type) else list(experts)
+        found = {name: part for each in wanted for name, part in wanted_modules(model, each, "experts").items()}
+    for name, part in found.items():
+        _check(name, part, ep)
+    return found
+
+
+def _check(name: str, module: nn.Module, ep: int) -> None:
+    what = f"{name!r} ({type(module).__name__})"
+    if _kind_of(module) is None:
+        raise ValueError(f"{what} is called with ({', '.join(_arguments(module))}): experts {_CALLED}")
+    cut = [own for own, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if cut:
+        raise ValueError(
+            f"{what} holds {cut[0]!r}, which tensor parallelism has cut: leave experts out of its plan; each rank of "
+            "tp computes whole ones"
+        )
+    rows = _rows(module)
+    if len(set(rows.values())) != 1 or set(rows) != {own for own, _ in module.named_parameters()}:
+        shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
+        raise ValueError(f"{what} holds {shapes or 'no parameters'}: each must have one expert in each row")
+    [n_experts] = set(rows.values())
+    if n_experts % ep:
+        works = [k for k in range(1, n_experts + 1) if n_experts % k == 0]
+        raise ValueError(
+            f"ep={ep} must divide the {n_experts} experts of {what}, so that every rank holds as many: use ep="
+            f"{' or '.join(map(str, works))}"
+        )
+
+
+def _rows(module: nn.Module) -> dict[str, int]:
+    return {name: parameter.shape[0] for name, parameter in module.named_parameters(recurse=False) if parameter.dim()}
+
+
+def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return a parameter whose local tensor is this rank's part of the rows, apart from the whole."""
+    part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    return nn.Parameter(DTensor.from_local(part, mesh, (Shard(0),), run_check=False), parameter.requires_grad)
+
+
+class Exchanged(Replaced):
+    """Experts called with x (n, dim), sorted by expert, and counts (n_experts,): they compute where they are."""
+
+    takes: tuple[str, ...] = ("x", "counts")
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(module.forward)
+        self._module, self._group, self._ep = module, group, dist.get_world_size(group)
+
+    @torch.compiler.disable
+    def run(self, x: Tensor, counts: Tensor) -> Tensor:
+        return self._exchange(x, counts, self.forward)
+
+    def _exchange(self, x: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return for each row of ``x`` what its expert makes of it.
+
+        Args:
+            compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may change their dtype.
+        """
+        n_here, per_rank = len(counts) // self._ep, [1] * self._ep
+        sent = counts.view(self._ep, n_here)
+        came = all_to_all(sent, per_rank, per_rank, self._group)  # by rank and expert
+        n_sent, n_came = sent.sum(1).tolist(), came.sum(1).tolist()
+        rows = all_to_all(x, n_sent, n_came, self._group)
+        if len(rows):
+            expert = torch.arange(n_here, device=x.device).repeat(self._ep).repeat_interleave(came.flatten())
+            order = expert.argsort(stable=True)
+            with self._own_experts() as parameters:
+                rows = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
+        else:
+            with self._own_experts() as parameters:
+                rows = _Idle.apply(rows, *parameters)
+        return all_to_all(rows, n_came, n_sent, self._group)
+
+    @contextmanager
+    def _own_experts(self) -> Iterator[list[Tensor]]:
+        """Let the module find the experts of this rank as if there were no others."""
+        own: dict[str, Any] = {
+            name: _Averaged.apply(parameter.to_local(), self._ep)
+            for name, parameter in self._module.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        }
+        with patch.dict(self._module._parameters, own):
+            yield list(own.values())
+
+
+class ExchangedChoices(Exchanged):
+    """Experts of transformers, called with tokens (n, dim), each one's choices (n, top_k), and weights (n, top_k)."""
+
+    takes = ("hidden_states", "top_k_index", "top_k_weights")
+
+    @torch.compiler.disable
+    def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        [n_here] = {len(p.to_local()) for p in self._module.parameters() if isinstance(p, DTensor)}
+
+        def compute(rows: Tensor, counts: Tensor) -> Tensor:
+            """Each row is a token with one choice, of weight 1."""
+            expert = torch.arange(n_here, device=rows.device).repeat_interleave(counts)[:, None]
+            with patch.dict(vars(self._module), {"num_experts": n_here}):
+                return self.forward(rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype))
+
+        chosen = top_k_index.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=n_here * self._ep)
+        rows = self._exchange(hidden_states[order // top_k_index.shape[1]], counts, compute)
+        choices = rows[order.argsort()].view(*top_k_index.shape, -1)
+        return (choices * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+class _Averaged(torch.autograd.Function):
+    """A parameter whose gradient, a sum over the tokens of ``n`` data ranks, becomes a mean."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, n: int) -> Tensor:
+        ctx.n = n
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.n, None
+
+
+class _Idle(torch.autograd.Function):
+    """What experts make of no rows, with a backward that reaches the rows and the experts all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+_KINDS: tuple[type[Exchanged], ...] = (Exchanged, ExchangedChoices)
+_CALLED = "are called with " + " or ".join(f"({', '.join(kind.takes)})" for kind in _KINDS)
+
+
+def _kind_of(module: nn.Module) -> type[Exchanged] | None:
+    arguments = _arguments(module)
+    return next((kind for kind in _KINDS if kind.takes == arguments), None)
+
+
+def _arguments(module: nn.Module) -> tuple[str, ...]:
+    around = list(replaced_forwards(module.forward))
+    return tuple(signature(around[-1].forward if around else module.forward).parameters)
+
+
+def is_shared_out(module: nn.Module) -> bool:
+    """Return whether a module's own parameters are experts shared out over ``ep``."""
+    return any(
+        isinstance(p, DTensor) and "ep" in (p.device_mesh.mesh_dim_names or ())
+        for p in module.parameters(recurse=False)
+    )
