@@ -162,6 +162,49 @@ _MODELS = {
     "gpt-1t": _gpt(25_600, 128, 160),
     # Le Scao et al. 2022, arXiv:2211.05100, table 3; its 250,680 tokens are padded to 250,880 rows.
     "bloom-176b": _gpt(14_336, 70, 112, 250_880),
+    # Jiang et al. 2024, arXiv:2401.04088, table 1: 46.7 billion parameters, 12.9 of them active.
+    "mixtral-8x7b": ModelConfig(
+        4096, 32, 32, 32_000, n_kv_heads=8, ffn_dim=14_336, max_seq_len=32_768, rope_theta=1e6, n_experts=8, top_k=2
+    ),
+    # Yang et al. 2025, arXiv:2505.09388, table 2, and the published config.json: 235 billion, 22 active.
+    "qwen3-235b-a22b": ModelConfig(
+        4096,
+        94,
+        64,
+        151_936,
+        n_kv_heads=4,
+        ffn_dim=12_288,
+        max_seq_len=32_768,
+        rope_theta=1e6,
+        qk_norm=True,
+        head_width=128,
+        n_experts=128,
+        top_k=8,
+        expert_dim=1536,
+    ),
+    # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2: 671 billion, 37 active; without its multi-token prediction. Its
+    # latent attention has 128 heads, queries and keys of 192 channels, values of 128, and 187.1 million parameters a
+    # layer. Grouped-query attention of 128 heads of 96 channels with 8 for keys and values has 187.2, so weights,
+    # gradients and products are right; the scores, 60 % as wide, are counted too low.
+    "deepseek-v3": ModelConfig(
+        7168,
+        61,
+        128,
+        129_280,
+        n_kv_heads=8,
+        ffn_dim=18_432,
+        max_seq_len=4096,
+        head_width=96,
+        n_experts=256,
+        top_k=8,
+        n_shared_experts=1,
+        expert_dim=2048,
+        n_dense_layers=3,
+        router="sigmoid",
+        router_scale=2.5,
+        balance="bias",
+        balance_coef=0.001,
+    ),
 }
 
 

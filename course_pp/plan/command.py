@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, required=True, help="sequences in a step, of all ranks together")
     parser.add_argument("--seq-len", type=int, required=True, help="tokens in a sequence")
     parser.add_argument("--precision", default="mixed", help=f"{', '.join(PRECISIONS)} (default: mixed)")
+    parser.add_argument("--ep", type=int, help="ranks that share a layer's experts (default: all numbers are tried)")
     parser.add_argument("--rows", type=int, default=10, help="how many layouts to show (default: 10)")
 
 
@@ -26,7 +27,12 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: for unknown names, and where nothing fits.
     """
     model, cluster = model_named(arguments.model), cluster_of(arguments.cluster)
-    found = plan(model, cluster, arguments.batch, arguments.seq_len, arguments.rows, arguments.precision)
+    found = plan(
+        model, cluster, arguments.batch, arguments.seq_len, arguments.rows, arguments.precision, ep=arguments.ep
+    )
+    if model.n_experts:
+        total, active = (n / 1e9 for n in (model.n_parameters, model.n_active_parameters))
+        print(f"{arguments.model}: {total:.4g} billion parameters, {active:.3g} billion active")
     print(table(found))
 
 

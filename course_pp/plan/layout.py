@@ -22,7 +22,8 @@ class Group:
 
     Attributes:
         shapes: of each, as tensor and expert parallelism leave it.
-        ep: how many ranks of ``dp_shard`` hold other experts, so that only ``dp_shard / ep`` share these.
+        ep: how many ranks of ``dp_shard`` hold other experts, so that only ``dp_shard / ep`` share these; above 1 these
+            are experts, and cut by columns.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -119,17 +120,20 @@ def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: 
 
 
 def gathered_elements(group: Group, dp_shard: int) -> int:
-    """Rows are padded to a multiple of the ranks that share the group."""
-    n_shards = dp_shard // group.ep
-    return sum(-(-shape[0] // n_shards) * n_shards * prod(shape[1:]) for shape in group.shapes)
+    """Return the elements of a group once it is gathered: rows are padded to a multiple of ``dp_shard``."""
+    if group.ep > 1:
+        return group.n_elements
+    return sum(-(-shape[0] // dp_shard) * dp_shard * prod(shape[1:]) for shape in group.shapes)
 
 
 def held_elements(group: Group, dp_shard: int, at: int) -> int:
     """Return the elements of a group that rank ``at`` of ``dp_shard`` holds: the last ones may have few, or none."""
-    n_shards, shard, held = dp_shard // group.ep, at // group.ep, 0
+    if group.ep > 1:
+        return group.n_elements // (dp_shard // group.ep)
+    held = 0
     for shape in group.shapes:
-        rows = -(-shape[0] // n_shards)
-        held += max(0, min(rows, shape[0] - shard * rows)) * prod(shape[1:])
+        rows = -(-shape[0] // dp_shard)
+        held += max(0, min(rows, shape[0] - at * rows)) * prod(shape[1:])
     return held
 
 
@@ -286,10 +290,9 @@ class Layout:
         if self.precision not in PRECISIONS:
             raise ValueError(f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
         if self.dp_shard % self.ep:
-            below = max(k for k in range(1, self.ep) if self.dp_shard % k == 0)
             raise ValueError(
                 f"ep={self.ep} must divide dp_shard={self.dp_shard}, whose ranks share the experts: the largest below "
-                f"that works is ep={below}"
+                f"that works is ep={_largest_divisor(self.ep, self.dp_shard)}"
             )
         if not 1 <= self.imbalance < math.inf:
             raise ValueError(f"imbalance={self.imbalance}: give the fullest expert's load over the mean, at least 1")
@@ -344,6 +347,17 @@ class Layout:
             return self.tp > 1 and self.pp == 1 and not model.tie_embeddings
         return self.sequence_parallel and self.tp > 1
 
+    def expert_load(self, model: ModelConfig) -> float:
+        """Return how much work the experts of the fullest rank have over the mean of ``ep`` ranks.
+
+        One of its experts has ``imbalance`` times the mean load, and all others share the rest; none takes more than
+        the capacity.
+        """
+        most = model.n_experts if model.capacity_factor is None else model.capacity_factor
+        others = (model.n_experts - self.imbalance) / max(1, model.n_experts - 1)
+        n_here = model.n_experts // self.ep
+        return (min(self.imbalance, most) + (n_here - 1) * min(others, most)) / n_here
+
     def place(self, rank: int) -> Coordinates:
         return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
 
@@ -384,17 +398,22 @@ class Layout:
                 f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} × "
                 f"{cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
             )
-        if self.ep > 1 and not model.n_experts:
-            raise ValueError(f"ep={self.ep} shares experts, but the model has n_experts=0: leave ep at 1")
-        if self.ep > 1 and model.n_experts % self.ep:
-            works = max(k for k in range(1, self.ep) if gcd(model.n_experts, self.dp_shard) % k == 0)
+        check_ep(model, self.ep, self.dp_shard)
+        columns = gcd(model.dim, model.expert_hidden_dim)
+        if self.ep > 1 and columns % (self.dp_shard // self.ep):
             raise ValueError(
-                f"ep={self.ep} must divide n_experts={model.n_experts}: the largest below that works is ep={works}"
+                f"dp_shard / ep = {self.dp_shard // self.ep} ranks hold the same experts and must divide their "
+                f"columns, dim={model.dim} and expert_dim={model.expert_hidden_dim}: change dp_shard or ep"
+            )
+        if model.n_experts and self.imbalance > model.n_experts / model.top_k:
+            raise ValueError(
+                f"imbalance={self.imbalance} is more than n_experts / top_k = {model.n_experts / model.top_k:g}, where "
+                "every token goes to the fullest expert"
             )
         divided = {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}
         for name, size in divided.items():
             if size % self.tp:
-                works = max(k for k in range(1, self.tp) if gcd(*divided.values()) % k == 0)
+                works = _largest_divisor(self.tp, gcd(*divided.values()))
                 raise ValueError(f"tp={self.tp} must divide {name}={size}: the largest below that works is tp={works}")
         if self.n_stages > model.n_layers:
             raise ValueError(
@@ -411,6 +430,21 @@ class Layout:
         mesh = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
         order = f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "") if self.pp > 1 else ""
         return f"{mesh}{order} mb={self.microbatch_size} ac={self.ac}"
+
+
+def check_ep(model: ModelConfig, ep: int, n_ranks: int) -> None:
+    """Refuse expert parallelism without experts, and what does not divide them; ``n_ranks`` is what ``ep`` divides."""
+    if ep > 1 and not model.n_experts:
+        raise ValueError(f"ep={ep} shares experts, but the model has n_experts=0: leave ep at 1")
+    if ep < 1 or (ep > 1 and model.n_experts % ep):
+        raise ValueError(
+            f"ep={ep} must divide n_experts={model.n_experts}: the largest below that works is "
+            f"ep={_largest_divisor(ep, gcd(model.n_experts, n_ranks))}"
+        )
+
+
+def _largest_divisor(below: int, n: int) -> int:
+    return max((k for k in range(1, below) if n % k == 0), default=1)
 
 
 @lru_cache(maxsize=16)  # a search asks for the same orders again and again

@@ -1,6 +1,7 @@
 """What each rank holds at its fullest, by kind, as the stack of :mod:`course_pp.parallel` holds it.
 
-    parameters   kept shards of what tensor parallelism leaves
+    parameters   kept shards of what tensor and expert parallelism leave: of experts over dp_shard / ep ranks, of the
+                 rest over dp_shard
     gradients    as large, after the step's last backward
     unreduced    what gradients are more before: with a pipeline or several microbatches FSDP2 keeps a stage's whole
                  until its last microbatch
@@ -11,13 +12,16 @@
     buffers      rotary tables; one receive buffer a microbatch and boundary, which torch posts beforehand
 
 A layer of T = batch · seq tokens keeps, with width h, feed-forward width f, key and value width k, a heads, elements
-of e bytes and norms that compute in w = max(4, e)::
+of e bytes and norms and routers that compute in w = max(4, e)::
 
     norms         2 (2 h w + w), a norm's input and what it normalised; fused 2 (h e + w)
     attention     q, k, v, their input, the result as it left attention and as o_proj takes it: (4 h + 2 k) e; a w
     feed-forward  input, and 4 f with a gate or 2 f without: (h + 4 f) e
+    experts       instead, E of them: the router's input and scores (h + E) w; for each of a token's choices indices and
+                  weights, what an expert of width f takes, keeps and returns, and the same in order: (3 h + 4 f) e
 
-all times T. Tensor parallelism divides all but the norms and the two inputs; sequence parallelism the norms, too.
+all times T. Tensor parallelism divides all but the norms, the two inputs and experts; sequence parallelism the norms,
+too. The rank of a hot expert takes and keeps more of them (``Layout.imbalance``).
 Where products cast their weights (``Layout.casts_weights``, so mixed precision without FSDP2), what enters a
 checkpointed part is in float32, queries, keys, values, gate and up each keep a copy of their input, and each
 microbatch its copies of the matrices.
@@ -35,8 +39,10 @@ from course_pp.sizes import ModelConfig
 _COUNTER = 4  # bytes of AdamW's ``step``
 
 
-def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | None = None) -> float:
-    """Return the bytes that the forward of one layer keeps for one microbatch."""
+def kept_by_layer(
+    model: ModelConfig, layout: Layout, seq_len: int, ac: str | None = None, *, sparse: bool = False
+) -> float:
+    """Return the bytes that the forward of one layer, with experts if ``sparse``, keeps for one microbatch."""
     e, tokens, tp = layout.bytes_of.computed, layout.microbatch_size * seq_len, layout.tp
     ac = layout.ac if ac is None else ac
     h = model.dim
@@ -44,13 +50,15 @@ def kept_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str | No
     stream = 1 / tp if layout.splits_sequence(model) else 1.0
     if ac == "full":
         return tokens * h * _between(layout) * stream
-    norms = 2 * (_kept_by_norm(model, layout) + w) * stream
+    norms = 2 * (_kept_by_norm(h, layout) + w) * stream
     kv = model.kv_heads * model.head_dim
-    attention = ((3 * h + 2 * kv) * e + w * model.n_heads) / tp if ac == "none" else 0.0
+    attention = ((3 * model.q_dim + 2 * kv) * e + w * model.n_heads) / tp if ac == "none" else 0.0
+    if model.qk_norm and ac == "none":
+        attention += (_kept_by_norm(model.q_dim + kv, layout) + w * (model.n_heads + model.kv_heads)) / tp
     if not layout.flash and ac == "none":
         attention += 2.5 * e * model.n_heads * seq_len / tp
-    kept = tokens * (norms + attention + _kept_inside_ffn(model, layout) + 2 * h * e)
-    return kept + (_cast_by_layer(model, layout, seq_len, ac) if layout.casts_weights else 0.0)
+    kept = tokens * (norms + attention + h * e + _kept_inside_ffn(model, layout, sparse))
+    return kept + (_cast_by_layer(model, layout, seq_len, ac, sparse) if layout.casts_weights else 0.0)
 
 
 def _between(layout: Layout) -> int:
@@ -59,31 +67,49 @@ def _between(layout: Layout) -> int:
     return max(4, e) if layout.casts_weights else e
 
 
-def _kept_by_norm(model: ModelConfig, layout: Layout) -> float:
+def _kept_by_norm(width: int, layout: Layout) -> float:
     """Return the bytes that a norm keeps of its input, for one token."""
-    return model.dim * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
+    return width * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
 
 
-def _kept_inside_ffn(model: ModelConfig, layout: Layout) -> float:
-    """Of one token, between the matrices of a feed-forward block."""
-    return (4 if model.gated_ffn else 2) * model.hidden_dim * layout.bytes_of.computed / layout.tp
+def _kept_inside_ffn(model: ModelConfig, layout: Layout, sparse: bool) -> float:
+    """Of one token, the input of a feed-forward block or of experts, and what is between their matrices."""
+    e, h, inner = layout.bytes_of.computed, model.dim, 4 if model.gated_ffn else 2
+    if not sparse:
+        return h * e + inner * model.hidden_dim * e / layout.tp
+    w, k, shared = max(4, e), model.top_k, model.n_shared_experts * model.expert_hidden_dim
+    router = (h + model.n_experts * (1 + (model.z_coef > 0))) * w + k * (8 + 2 * w)
+    row = (2 * h + inner * model.expert_hidden_dim) * e + (16 if layout.ep == 1 else 32)
+    kept = router + k * (layout.expert_load(model) * row + h * e) + inner * shared * e
+    return kept + (h * e if shared and w > e else 0.0)
 
 
-def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str) -> float:
+def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str, sparse: bool) -> float:
     """Return what one layer keeps in addition where products cast: copies of matrices, inputs and rotary tables."""
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
-    feed_forward = model.n_ffn_matrices * h * model.hidden_dim
-    copies = h * (model.n_ffn_matrices - 2) * e
+    feed_forward = _ffn_matrices(model, layout, sparse)
+    inputs = model.top_k * layout.expert_load(model) + (model.n_shared_experts > 0) if sparse else 1
+    copies = h * (model.n_ffn_matrices - 2) * inputs * e
     if ac == "selective":
-        return feed_forward * e / layout.tp + tokens * (copies + h * (4 - e))
+        return feed_forward * e + tokens * (copies + h * (4 - e))
     tables = 2 * model.head_dim * seq_len * e
-    return model.n_layer_matrices * e / layout.tp + tokens * (copies + 2 * h * e) + tables
+    return (model.n_attention_matrices / layout.tp + feed_forward) * e + tokens * (copies + 2 * h * e) + tables
+
+
+def _ffn_matrices(model: ModelConfig, layout: Layout, sparse: bool) -> float:
+    """Return the parameters of a feed-forward block, or of all experts of a layer, on one tensor-parallel rank."""
+    if sparse:
+        return (model.n_experts / layout.ep + model.n_shared_experts) * model.n_expert_parameters
+    return model.n_ffn_matrices * model.dim * model.hidden_dim / layout.tp
 
 
 def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
     """Return the bytes that the forward of one stage keeps for one microbatch, and its output."""
     tokens, e = layout.microbatch_size * seq_len, layout.bytes_of.computed
-    kept = stage.n_layers * kept_by_layer(model, layout, seq_len)
+    n_dense = stage.n_layers - stage.n_sparse
+    kept = n_dense * kept_by_layer(model, layout, seq_len)
+    if stage.n_sparse:
+        kept += stage.n_sparse * kept_by_layer(model, layout, seq_len, sparse=True)
     if stage.is_first:
         kept += 8 * tokens  # token ids
     if stage.is_last:
@@ -95,7 +121,7 @@ def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
     """Return the bytes kept by final norm, head and loss, which keeps the logarithms of probabilities."""
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
     w = max(4, e)
-    norm = _kept_by_norm(model, layout) + w
+    norm = _kept_by_norm(h, layout) + w
     kept = tokens * (norm + h * e + w * _n_logits(model, layout) + 8)
     parts = layout.tp if shards_head(model, layout.tp) else 1
     return kept + (model.vocab_size * h * e / parts if layout.casts_weights else 0.0)
@@ -106,26 +132,36 @@ def _n_logits(model: ModelConfig, layout: Layout) -> float:
 
 
 def kept_again(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
-    """Return the bytes that a backward keeps in addition once it has recomputed its first layer or attention.
+    """Return the most bytes that a backward keeps in addition once it has recomputed a layer or its attention.
 
-    By then it has freed what lies behind: final norm, head and loss; with ``selective`` the layer's feed-forward block,
-    too, which is larger than attention in every published model.
+    By then it has freed what lies behind: final norm, head and loss, and later layers; with ``selective`` the layer's
+    feed-forward block or experts, too, which are larger than attention in every published model.
     """
     if layout.ac == "none":
         return 0.0
+    freed = _kept_by_end(model, layout, seq_len) if stage.is_last else 0.0
+    most = 0.0
+    kinds = set(stage.has_experts)
+    again = {sparse: _again_by_layer(model, layout, seq_len, sparse) for sparse in kinds}
+    kept = {sparse: kept_by_layer(model, layout, seq_len, sparse=sparse) for sparse in kinds}
+    for sparse in reversed(stage.has_experts):
+        most = max(most, again[sparse] - freed)
+        freed += kept[sparse]
+    return most
+
+
+def _again_by_layer(model: ModelConfig, layout: Layout, seq_len: int, sparse: bool) -> float:
     e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
-    again = kept_by_layer(model, layout, seq_len, "none")
+    again = kept_by_layer(model, layout, seq_len, "none", sparse=sparse)
     stream = 1 / layout.tp if layout.splits_sequence(model) else 1.0
     if layout.ac == "selective":
-        again -= kept_by_layer(model, layout, seq_len, "selective")
-        again -= tokens * (_kept_by_norm(model, layout) * stream + h * e + _kept_inside_ffn(model, layout))
+        again -= kept_by_layer(model, layout, seq_len, "selective", sparse=sparse)
+        again -= tokens * (_kept_by_norm(h, layout) * stream + _kept_inside_ffn(model, layout, sparse))
         if layout.casts_weights:
-            again -= model.n_ffn_matrices * h * model.hidden_dim * e / layout.tp
+            again -= _ffn_matrices(model, layout, sparse) * e
     elif layout.fused_norms or _between(layout) >= 4:  # the layer's input, kept already, is what its first norm keeps
         again -= tokens * h * _between(layout) * stream
-    if stage.is_last:
-        again -= _kept_by_end(model, layout, seq_len)
-    return max(0.0, again)
+    return again
 
 
 def memory_of_rank(
@@ -220,6 +256,6 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
     return tables + received * message * (n_microbatches if layout.receives_ahead else 1)
 
 
-def numel(stages: Sequence[StagePlan]) -> int:
-    """Return the elements of the stages' parameters on one tensor-parallel rank."""
-    return sum(s.total(lambda group: group.n_elements) for s in stages)
+def numel(stages: Sequence[StagePlan], ep: int | None = None) -> int:
+    """Return the elements of the stages' parameters on one tensor-parallel rank; with ``ep`` of such groups alone."""
+    return sum(s.total(lambda group: group.n_elements if ep in (None, group.ep) else 0) for s in stages)

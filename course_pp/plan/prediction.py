@@ -21,7 +21,7 @@ from course_pp.plan.timing import (
 from course_pp.schedule import Costs, Span, Timeline, simulate
 from course_pp.sizes import ModelConfig
 
-PARTS = ("compute", "recompute", "tensor", "bubble", "point-to-point", "data", "optimizer")
+PARTS = ("compute", "recompute", "tensor", "expert exchange", "bubble", "point-to-point", "data", "optimizer")
 USABLE_MEMORY = 0.92
 """Of a GPU's memory; the driver, the libraries' buffers and fragments take the rest."""
 
@@ -207,14 +207,16 @@ def _ending(
             work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
             tensor = sum(t.tensor for t in here)
             again = sum(t.recomputed for t in here)
-            again_tensor = sum(t.tensor_again for t in here)
+            exchange = sum(t.exchange for t in here)
+            waits_again = sum(t.waits_again for t in here)
             busy = float(timeline.busy[rank])
             idle = float(row[-1].end) - busy
             ramps = min(idle, 2.0 * sum(hops[: len(timeline.by_rank) - 1]))
             parts = {
-                "compute": work - tensor - again + again_tensor,
-                "recompute": again - again_tensor,
+                "compute": work - tensor - exchange - again + waits_again,
+                "recompute": again - waits_again,
                 "tensor": tensor,
+                "expert exchange": exchange,
                 "bubble": idle - ramps,
                 "point-to-point": ramps,
                 "data": data + busy - work,
@@ -305,7 +307,7 @@ def reason(quicker: Prediction, slower: Prediction) -> str:
     ours, theirs = str(quicker.layout), str(slower.layout)
     if ours != theirs:
         what.append(f"{ours} instead of {theirs}")
-    told = {"pp", "tp", "dp_shard", "dp_replicate", "schedule", "n_chunks", "microbatch_size", "ac"}
+    told = {"pp", "tp", "dp_shard", "dp_replicate", "ep", "schedule", "n_chunks", "microbatch_size", "ac"}
     unsaid = (each for each in _differing(quicker.layout, slower.layout) if each[0] not in told)
     what += [f"{name}={a}, not {b}" for name, a, b in unsaid]
     saved = {part: slower.parts[part] - quicker.parts[part] for part in PARTS}

@@ -5,8 +5,13 @@
     other work  norms, activations, softmax move bytes instead. A forward moves ``memory_passes`` times what
                 Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, counts as kept. Bytes grow with the width,
                 operations with its square: so narrow matrices look inefficient, and this is that curve.
+    experts     of a token's ``top_k``, or while their weights are read, whichever takes longer. The rank with the
+                fullest expert keeps all others waiting; the router multiplies in float32.
     casts       where products cast their weights, each microbatch reads and writes them once a forward, and as many
                 bytes of their gradients.
+    exchange    a layer with experts sends each (token, choice) pair to its expert's rank and back, in forward and in
+                backward, and waits: two all-to-alls each, and one of the counts in forward. Of ``ep`` ranks those in
+                the node are reached over its links, the others at the same time over a GPU's share of the network.
     links       rings at ``link_efficiency`` of the bandwidth; a ring of n takes n − 1 messages one after another, each
                 the cluster's latency.
 
@@ -14,7 +19,7 @@ Backward does the products twice, and moves twice the bytes. Two constants are f
 2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; ``link_efficiency`` is set.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from course_pp.plan.cluster import Cluster
@@ -44,26 +49,35 @@ class StageTime:
 
     Attributes:
         tensor: the part of all three that waits for tensor-parallel sums.
+        exchange: the part of all three that waits for experts of other ranks.
         recomputed: the part that runs forwards again.
-        tensor_again: the part of ``recomputed`` that waits for such sums.
+        waits_again: the part of ``recomputed`` that waits for either.
     """
 
-    forward: float
-    input_grad: float
-    weight_grad: float
-    tensor: float
-    recomputed: float
-    tensor_again: float
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    tensor: float = 0.0
+    exchange: float = 0.0
+    recomputed: float = 0.0
+    waits_again: float = 0.0
+
+    def __add__(self, other: "StageTime") -> "StageTime":
+        return StageTime(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> "StageTime":
+        return StageTime(*(each * times for each in astuple(self)))
 
 
 def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
     """Return the operations that one step's products need, forward and backward, nothing recomputed.
 
-    Attention is counted whole, as published utilisations count it, also where a kernel skips the masked half.
+    Attention is counted whole, as published utilisations count it, also where a kernel skips the masked half. Of
+    experts those count that a token goes to.
     """
     tokens = global_batch * seq_len
-    matrices = model.n_layers * model.n_layer_matrices + model.vocab_size * model.dim
-    attention = 2 * model.n_layers * model.dim * seq_len
+    matrices = sum(model.layer_matrices) + model.vocab_size * model.dim
+    attention = 2 * model.n_layers * model.q_dim * seq_len
     return 6.0 * tokens * (matrices + attention)
 
 
@@ -72,37 +86,88 @@ def recomputed_by_selective(model: ModelConfig) -> int:
 
     The product that ends a recomputed part is not repeated: only its input is needed.
     """
-    return model.dim * model.dim + 2 * model.dim * model.kv_heads * model.head_dim
+    return model.n_attention_matrices - model.dim * model.q_dim
 
 
 def stage_time(
     model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, stage: StagePlan
 ) -> StageTime:
     tokens, tp = layout.microbatch_size * seq_len, layout.tp
+    n_dense = stage.n_layers - stage.n_sparse
+    times = _layer_time(model, layout, cluster, constants, seq_len, False) * n_dense if n_dense else StageTime()
+    if stage.n_sparse:
+        times += _layer_time(model, layout, cluster, constants, seq_len, True) * stage.n_sparse
+    if not stage.is_last:
+        return times
     speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
-    matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
-    attention = 4.0 * tokens * seq_len * model.dim / tp / speed * (0.5 if layout.flash else 1.0)
-    moved = _moved(model, layout, seq_len) * constants.memory_passes / cluster.gpu.memory_bandwidth
-    cast = _cast(layout, cluster, model.n_layer_matrices / tp)
-    summed, summed_back = _tensor_sums(model, layout, cluster, constants, tokens)
-    forward = matrices + attention + moved + cast + summed
-    selective = attention + 2.0 * tokens * recomputed_by_selective(model) / tp / speed
-    selective += _cast(layout, cluster, (model.dim**2 + recomputed_by_selective(model)) / tp)
-    again = {"none": 0.0, "full": forward, "selective": selective}[layout.ac]
-    n = stage.n_layers
     parts = tp if shards_head(model, tp) else 1
-    head = 2.0 * tokens * model.vocab_size * model.dim / parts / speed if stage.is_last else 0.0
+    head = 2.0 * tokens * model.vocab_size * model.dim / parts / speed
     # The loss reads and writes the logits once, in float32.
-    logits = tokens * model.vocab_size / parts * 8 / cluster.gpu.memory_bandwidth if stage.is_last else 0.0
-    cast_head = _cast(layout, cluster, model.vocab_size * model.dim / parts) if stage.is_last else 0.0
+    logits = tokens * model.vocab_size / parts * 8 / cluster.gpu.memory_bandwidth
+    cast = _cast(layout, cluster, model.vocab_size * model.dim / parts)
+    return times + StageTime(head + logits + cast, head + logits, head + cast)
+
+
+def _layer_time(
+    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, sparse: bool
+) -> StageTime:
+    tokens, tp = layout.microbatch_size * seq_len, layout.tp
+    speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
+    if sparse:
+        matrices = 2.0 * tokens * model.n_attention_matrices / tp / speed
+        matrices += _experts_time(model, layout, cluster, constants, tokens)
+        n_matrices = model.n_attention_matrices / tp + model.n_experts * model.dim
+        n_matrices += (model.n_experts / layout.ep + model.n_shared_experts) * model.n_expert_parameters
+    else:
+        matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
+        n_matrices = model.n_layer_matrices / tp
+    attention = 4.0 * tokens * seq_len * model.q_dim / tp / speed * (0.5 if layout.flash else 1.0)
+    moved = _moved(model, layout, seq_len, sparse) * constants.memory_passes / cluster.gpu.memory_bandwidth
+    cast = _cast(layout, cluster, n_matrices)
+    summed, summed_back = _tensor_sums(model, layout, cluster, constants, tokens, sparse)
+    sent, sent_back = _exchanges(model, layout, cluster, constants, tokens) if sparse else (0.0, 0.0)
+    forward = matrices + attention + moved + cast + summed + sent
+    selective = attention + 2.0 * tokens * recomputed_by_selective(model) / tp / speed
+    selective += _cast(layout, cluster, model.n_attention_matrices / tp)
+    again = {"none": 0.0, "full": forward, "selective": selective}[layout.ac]
+    repeats = layout.ac == "full"
     return StageTime(
-        forward=n * forward + head + logits + cast_head,
-        input_grad=n * (matrices + 2 * attention + 2 * moved + summed_back + again) + head + logits,
-        weight_grad=n * (matrices + cast) + head + cast_head,
-        tensor=n * (summed * (2 if layout.ac == "full" else 1) + summed_back),
-        recomputed=n * again,
-        tensor_again=n * summed if layout.ac == "full" else 0.0,
+        forward=forward,
+        input_grad=matrices + 2 * attention + 2 * moved + summed_back + sent_back + again,
+        weight_grad=matrices + cast,
+        tensor=summed * (1 + repeats) + summed_back,
+        exchange=sent * (1 + repeats) + sent_back,
+        recomputed=again,
+        waits_again=(summed + sent) * repeats,
     )
+
+
+def _experts_time(model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int) -> float:
+    """Return the seconds that one forward of a layer's router, experts and shared experts multiplies."""
+    size, gpu = layout.bytes_of.computed, cluster.gpu
+    speed = gpu.peak_of(size) * constants.matmul_efficiency
+    rows = tokens * model.top_k * layout.expert_load(model)
+    weights = model.n_experts / layout.ep * model.n_expert_parameters * size
+    experts = max(2.0 * rows * model.n_expert_parameters / speed, weights / gpu.memory_bandwidth)
+    shared = 2.0 * tokens * model.n_shared_experts * model.n_expert_parameters / speed
+    router = 2.0 * tokens * model.n_experts * model.dim / (gpu.peak_of(max(4, size)) * constants.matmul_efficiency)
+    return experts + shared + router
+
+
+def _exchanges(
+    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int
+) -> tuple[float, float]:
+    """Return the seconds in which one layer's tokens go to their experts and back: forward, backward."""
+    ep, inside = layout.ep, float(cluster.intra_bandwidth or 0)
+    if ep == 1:
+        return 0.0, 0.0
+    # What the fullest rank gets, as everybody waits for it.
+    n_bytes = tokens * model.top_k * layout.expert_load(model) * model.dim * layout.bytes_of.computed
+    near = min(ep, max(1, cluster.gpus_per_node // layout.tp))
+    in_node = (near - 1) / ep * n_bytes / inside
+    between = (ep - near) / ep * n_bytes / min(inside, cluster.inter_bandwidth)
+    once = cluster.latency + max(in_node, between) / constants.link_efficiency
+    return 2 * once + cluster.latency, 2 * once
 
 
 def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
@@ -113,12 +178,13 @@ def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
 
 
 def _tensor_sums(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int
+    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int, sparse: bool
 ) -> tuple[float, float]:
     """Return the seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
 
-    There are two each, of two halves. If products cast their inputs, sums before the cast are wider: those of backward,
-    and with sequence parallelism one half of each, forward and backward.
+    There are two each, of two halves. Experts get whole tokens and need no sum, only a gather if norms see parts. If
+    products cast their inputs, sums before the cast are wider: those of backward, and with sequence parallelism one
+    half of each, forward and backward.
     """
     size, tp = layout.bytes_of, layout.tp
     widths: tuple[float, float] = (size.computed, size.computed)
@@ -126,8 +192,10 @@ def _tensor_sums(
         both = (size.computed + size.kept) / 2
         widths = (both, both) if layout.splits_sequence(model) else (size.computed, size.kept)
     waits = 4 * (tp - 1) * cluster.latency
+    share = 1.0 if not sparse else 0.75 if layout.splits_sequence(model) else 0.5
     forward, backward = (
-        2 * _ring(tp, 2 * tokens * model.dim * width, cluster.bandwidth(tp), constants) + waits for width in widths
+        share * (2 * _ring(tp, 2 * tokens * model.dim * width, cluster.bandwidth(tp), constants) + waits)
+        for width in widths
     )
     return forward, backward
 
@@ -167,33 +235,41 @@ def data_parallel_times(
     layout: Layout, cluster: Cluster, constants: Constants, stages: list[StagePlan]
 ) -> tuple[float, float]:
     """Return the seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped."""
-    n_elements, size = numel(stages), layout.bytes_of
-    wait = cluster.latency * sum(len(stage.groups) for stage in stages)
-    shard, replicate = layout.dp_shard, layout.dp_replicate
-    to_shards = cluster.bandwidth(layout.tp * shard, layout.tp)
-    to_replicas = cluster.bandwidth(layout.tp * shard * replicate, layout.tp * shard)
-    gathered = _ring(shard, n_elements * size.computed, to_shards, constants) + (shard - 1) * wait
-    reduced = _ring(shard, n_elements * size.reduced, to_shards, constants) + (shard - 1) * wait
-    reduced += _ring(replicate, 2 * n_elements / shard * size.reduced, to_replicas, constants)
-    reduced += 2 * (replicate - 1) * wait
+    size, tp, replicate = layout.bytes_of, layout.tp, layout.dp_replicate
+    gathered = reduced = 0.0
+    to_replicas = cluster.bandwidth(tp * layout.dp_shard * replicate, tp * layout.dp_shard)
+    for ep in {1, layout.ep}:
+        n_elements, shard = numel(stages, ep), layout.dp_shard // ep
+        wait = cluster.latency * sum(group.ep == ep for stage in stages for group in stage.groups)
+        to_shards = cluster.bandwidth(tp * layout.dp_shard, tp * ep)
+        gathered += _ring(shard, n_elements * size.computed, to_shards, constants) + (shard - 1) * wait
+        reduced += _ring(shard, n_elements * size.reduced, to_shards, constants) + (shard - 1) * wait
+        reduced += _ring(replicate, 2 * n_elements / shard * size.reduced, to_replicas, constants)
+        reduced += 2 * (replicate - 1) * wait
     return gathered, reduced
 
 
 def optimizer_time(layout: Layout, cluster: Cluster, stages: list[StagePlan]) -> float:
     """Return the seconds to read gradients and to read and write parameters and optimizer state, at memory speed."""
     size = layout.bytes_of
-    moved = numel(stages) / layout.dp_shard * (3 * size.kept + 2 * size.optimizer)
+    n_elements = sum(numel(stages, ep) * ep for ep in {1, layout.ep}) / layout.dp_shard
+    moved = n_elements * (3 * size.kept + 2 * size.optimizer)
     return moved / cluster.gpu.memory_bandwidth
 
 
-def _moved(model: ModelConfig, layout: Layout, seq_len: int) -> float:
+def _moved(model: ModelConfig, layout: Layout, seq_len: int, sparse: bool) -> float:
     """Return the bytes of one layer's intermediate values: 34 · dim a token and the scores in the paper's case."""
     tokens, h, tp = layout.microbatch_size * seq_len, model.dim, layout.tp
     kv = model.kv_heads * model.head_dim
     whole = 10 * h / (tp if layout.splits_sequence(model) else 1)
-    cut = 4 * h + 4 * kv + 2 * (4 if model.gated_ffn else 2) * model.hidden_dim
-    scores = 0 if layout.flash else 5 * model.n_heads * seq_len
-    return tokens * (whole + (cut + scores) / tp) * layout.bytes_of.computed / 2
+    attention = 4 * model.q_dim + 4 * kv + (0 if layout.flash else 5 * model.n_heads * seq_len)
+    inner = 2 * (4 if model.gated_ffn else 2)
+    if sparse:  # a pair's input, sorted, and its output, back in order
+        pairs = model.top_k * layout.expert_load(model) * (inner * model.expert_hidden_dim + 4 * h)
+        feed_forward = pairs + inner * model.n_shared_experts * model.expert_hidden_dim
+    else:
+        feed_forward = inner * model.hidden_dim / tp
+    return tokens * (whole + attention / tp + feed_forward) * layout.bytes_of.computed / 2
 
 
 def _ring(n: int, n_bytes: float, bandwidth: float, constants: Constants) -> float:

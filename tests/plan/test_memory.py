@@ -144,13 +144,22 @@ def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tenso
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
 
 
+KINDS = {
+    "gated": {},
+    "plain": {"gated_ffn": False},
+    # The first layer of each stage without experts, the second with some.
+    "experts": {"n_experts": 8, "top_k": 3, "expert_dim": 48, "moe_every": 2, "qk_norm": True, "head_width": 24},
+    "shared": {"n_experts": 4, "n_shared_experts": 2, "router": "sigmoid", "z_coef": 0.1, "balance": "bias"},
+}
+
+
 @pytest.mark.parametrize(
     "dtype", ["float32", "mixed", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float64"))]
 )
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, gated):
-    config = ModelConfig(64, 6, 4, 100, n_kv_heads=2, ffn_dim=160, max_seq_len=32, gated_ffn=gated)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, kind):
+    config = ModelConfig(64, 6, 4, 100, n_kv_heads=2, ffn_dim=160, max_seq_len=32, **KINDS[kind])
     layout = Layout(pp=3, microbatch_size=2, ac=ac, precision=dtype, fused_norms=False)
     batch, s = 2, 32
     for stage in layout.stages_of_all(config):

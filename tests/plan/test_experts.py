@@ -1,0 +1,131 @@
+"""Experts on paper: what they weigh, what their exchanges cost, and what a hot one does."""
+
+from dataclasses import replace
+
+import pytest
+
+from course_pp.__main__ import main
+from course_pp.plan import Layout, cluster_of, model_named, plan, predict
+from course_pp.plan.timing import Constants, model_flops, stage_time
+
+MIXTRAL = model_named("mixtral-8x7b")
+SIXTEEN = cluster_of("2x8xH100")
+SEQ_LEN = 1024
+
+
+def predicted(layout, model=MIXTRAL, cluster=SIXTEEN, batch=64):
+    return predict(model, layout, cluster, batch, SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("mixtral-8x7b", 46.7, 12.9), ("qwen3-235b-a22b", 235, 22), ("deepseek-v3", 671, 37)],
+)
+def test_models_have_the_published_sizes_and_compute_with_the_active_part(name, total, active):
+    model = model_named(name)
+    assert model.n_parameters / 1e9 == pytest.approx(total, rel=0.01)
+    assert model.n_active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+    # Six a token and parameter; looking up a token multiplies nothing, and attention is counted beside it.
+    attention = 12 * model.n_layers * model.q_dim * SEQ_LEN
+    each = model_flops(model, 1, SEQ_LEN) / SEQ_LEN - attention
+    assert each == pytest.approx(6 * (model.n_active_parameters - model.n_embedding_parameters), rel=1e-3)
+
+
+def exchange(layout, cluster=SIXTEEN):
+    """The seconds that one microbatch's exchanges take in one layer."""
+    stage = replace(layout.stages_of_all(MIXTRAL)[0], has_experts=(True,))
+    return stage_time(MIXTRAL, layout, cluster, Constants(), SEQ_LEN, stage).exchange
+
+
+def test_each_layer_exchanges_twice_forward_and_twice_backward_inside_and_between_nodes():
+    cluster, speed = replace(SIXTEEN, latency=0.0), Constants().link_efficiency
+    pairs = 2 * SEQ_LEN * MIXTRAL.dim * 2  # bytes of what one exchange carries, some of it to the rank itself
+    inside = pairs / (cluster.intra_bandwidth * speed)
+    between = pairs / (cluster.inter_bandwidth * speed)
+    assert exchange(Layout(dp_shard=16)) == 0
+    assert exchange(Layout(dp_shard=16, ep=8), cluster) == pytest.approx(4 * 7 / 8 * inside)
+    # Four ranks of eight are in the node of each, where a tensor-parallel group takes two GPUs.
+    assert exchange(Layout(dp_shard=8, tp=2, ep=8), cluster) == pytest.approx(4 * 4 / 8 * between)
+    whole_again = exchange(Layout(dp_shard=16, ep=8, ac="full"), cluster)
+    assert whole_again == pytest.approx(6 * 7 / 8 * inside)
+    # Forward tells first how many rows will come.
+    slow = replace(cluster, latency=1.0)
+    assert exchange(Layout(dp_shard=16, ep=8), slow) == pytest.approx(5, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=16, ep=8, ac="full"), Layout(4, 1, 4, ep=2), Layout(2, 2, 4, ep=4)])
+def test_parts_add_up_and_more_of_a_resource_never_hurts(layout):
+    found = predicted(layout)
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert min(found.parts.values()) >= -1e-12
+    assert found.parts["expert exchange"] > 0
+    assert all(left <= 1 + 1e-9 for left in found.gains().values())
+
+
+def test_a_slow_network_is_what_bounds_experts_on_other_nodes():
+    far = Layout(tp=8, dp_shard=2, ep=2)
+    assert predicted(far, cluster=replace(SIXTEEN, inter_bandwidth=1e9)).bound_by == "expert exchange"
+
+
+def test_experts_are_shared_by_the_ranks_of_ep_and_the_rest_by_all():
+    spread, grouped = (predicted(Layout(pp=2, dp_shard=8, ep=ep)).peak_memory[0] for ep in (1, 8))
+    # Eight experts on eight ranks: as many a rank either way, but only gathered where ep leaves them in shards.
+    assert spread["parameters"] == pytest.approx(grouped["parameters"], rel=1e-3)
+    experts = 16 * 8 * MIXTRAL.n_expert_parameters * 2
+    assert spread["gathered"] - grouped["gathered"] == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+
+def test_a_hot_expert_slows_its_rank_unless_all_ranks_have_it():
+    even, hot = Layout(dp_shard=16, ep=8), Layout(dp_shard=16, ep=8, imbalance=2.0)
+    assert even.expert_load(MIXTRAL) == 1
+    assert hot.expert_load(MIXTRAL) == 2
+    # Of two experts a rank one is hot, and the other seven of the model share the remaining six loads.
+    assert hot.with_(ep=4).expert_load(MIXTRAL) == pytest.approx((2 + 6 / 7) / 2)
+    assert hot.with_(ep=1).expert_load(MIXTRAL) == pytest.approx(1)
+    assert hot.expert_load(replace(MIXTRAL, capacity_factor=1.25)) == 1.25
+    a, b = (predicted(layout, cluster=replace(SIXTEEN, latency=0.0)) for layout in (even, hot))
+    assert b.parts["expert exchange"] == pytest.approx(2 * a.parts["expert exchange"])
+    assert b.parts["compute"] > 1.5 * a.parts["compute"]
+    assert b.memory(0)["activations"] > 1.5 * a.memory(0)["activations"]
+    assert predicted(hot.with_(ep=1)).step_s == pytest.approx(predicted(even.with_(ep=1)).step_s)
+
+
+def test_a_stage_with_more_experts_takes_longer():
+    model = replace(MIXTRAL, n_dense_layers=16, ffn_dim=1024, expert_dim=14_336)
+    first, second = predicted(Layout(pp=2, dp_shard=8, ep=8), model).timeline.busy
+    assert second > 2 * first
+
+
+def test_the_search_takes_experts_to_ranks_of_a_node_and_keeps_to_a_given_ep():
+    cluster = cluster_of("8x8xH100")
+    found = plan(MIXTRAL, cluster, 256, 4096, n_best=5)
+    assert all(each.fits for each in found)
+    assert found[0].layout.ep > 1
+    assert {each.layout.ep for each in plan(MIXTRAL, cluster, 256, 4096, n_best=5, ep=2)} == {2}
+
+
+def test_the_command_names_total_and_active_parameters(capsys):
+    asked = "plan --model mixtral-8x7b --cluster 8x8xH100 --batch 64 --seq-len 4096 --ep 8 --rows 2"
+    assert main(asked.split()) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first == "mixtral-8x7b: 46.7 billion parameters, 12.9 billion active"
+    assert all("ep=8" in row for row in rows[1:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: Layout(dp_shard=16, ep=3), "ep=3 must divide dp_shard=16.*ep=2"),
+        (lambda: predicted(Layout(dp_shard=16, ep=16)), "ep=16 must divide n_experts=8.*ep=8"),
+        (lambda: predicted(Layout(dp_shard=16, ep=2), model_named("gpt2")), "ep=2 .*n_experts=0"),
+        (lambda: Layout(imbalance=0.5), "imbalance=0.5.*at least 1"),
+        (lambda: predicted(Layout(dp_shard=16, ep=8, imbalance=5.0)), "imbalance=5.0.*= 4"),
+        (lambda: predicted(Layout(dp_shard=12, ep=4), cluster=cluster_of("3x4xH100"), batch=12), "3 ranks.*dim=4096"),
+        (lambda: plan(MIXTRAL, SIXTEEN, 64, SEQ_LEN, ep=3), "ep=3 must divide n_experts=8.*ep=2"),
+        (lambda: plan(model_named("gpt2"), SIXTEEN, 64, SEQ_LEN, ep=2), "ep=2 .*n_experts=0"),
+        (lambda: plan(MIXTRAL, SIXTEEN, 12, SEQ_LEN, ep=8), "ep=8.*global_batch=12"),
+    ],
+)
+def test_what_cannot_share_experts_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        wrong()
