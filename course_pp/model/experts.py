@@ -76,7 +76,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x (tokens, dim)."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        with torch.autocast(_autocasts_as(x), enabled=False):
+            logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
         chosen_by = scores if self.bias is None else scores + self.bias
         experts = chosen_by.topk(config.top_k, dim=-1).indices
@@ -288,11 +289,18 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Args:
         counts: (groups,) int64, how many of the rows each group has, in order; with the sum ``rows``.
     """
+    if torch.is_autocast_enabled(_autocasts_as(x)):  # which casts for ordinary products only
+        dtype = torch.get_autocast_dtype(_autocasts_as(x))
+        x, weights = x.to(dtype), weights.to(dtype)
     if _has_kernel(x, weights):
         return F.grouped_mm(x, weights, offs=counts.cumsum(0, dtype=torch.int32))
     if x.is_meta:  # where nobody knows the counts
         return x @ weights[0]
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weights.unbind(), strict=True)])
+
+
+def _autocasts_as(x: Tensor) -> str:
+    return "cpu" if x.is_meta else x.device.type
 
 
 def _has_kernel(x: Tensor, weights: Tensor) -> bool:

@@ -109,6 +109,20 @@ def test_a_layer_is_what_a_loop_over_tokens_says(config: ModelConfig) -> None:
     assert (sum(load[1]) > 0) == (config.capacity_factor is not None and config.capacity_factor < 4)
 
 
+def test_in_half_precision_experts_compute_so_and_the_router_does_not() -> None:
+    layer = layer_of(replace(SMALL, z_coef=0.1)).float()
+    dtypes: set[tuple[torch.dtype, int]] = set()
+
+    def keep(saved: Tensor) -> Tensor:
+        dtypes.add((saved.dtype, saved.shape[-1]))
+        return saved
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        layer(torch.randn(BATCH, SEQ, SMALL.dim))
+    assert {(torch.float32, SMALL.n_experts), (torch.bfloat16, SMALL.expert_hidden_dim)} <= dtypes
+    assert not {(torch.bfloat16, SMALL.n_experts), (torch.float32, SMALL.expert_hidden_dim)} & dtypes
+
+
 def test_an_expert_that_nobody_chose_has_a_gradient_of_zeros() -> None:
     layer = layer_of(replace(SMALL, top_k=1))
     x = layer.router.weight[2].detach().expand(1, SEQ, -1) * 5
