@@ -428,7 +428,7 @@ def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
         else:  # forward sums the outputs of attention and feed-forward, backward the gradients of their inputs
             block = rank.over("tp", "all_reduce", 4 + again, rank.activation)
         counts += (block * stage.n_layers + _ends(rank, stage)) * rank.n_microbatches
-    if rank.sequence_parallel and rank.sharded:
+    if rank.sharded:
         counts += _norm_weights(rank, rank.computed)  # before FSDP2 reduces them
     return counts
 
@@ -468,8 +468,13 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
 
 
 def _norm_weights(rank: _Rank, dtype: torch.dtype) -> CollectiveCounts:
-    """Gradients of norms that saw parts of the sequence: two a layer, and the final one."""
-    return rank.over("tp", "all_reduce", 2 * rank.config.n_layers + 1, rank.config.dim * dtype.itemsize)
+    """Gradients of norms: those that saw parts of the sequence, two a layer and the final one; those of heads."""
+    counts, n_layers = _NOTHING, sum(stage.n_layers for stage in rank.stages)
+    if rank.sequence_parallel:
+        counts += rank.over("tp", "all_reduce", 2 * n_layers + 1, rank.config.dim * dtype.itemsize)
+    if rank.config.qk_norm:
+        counts += rank.over("tp", "all_reduce", 2 * n_layers, rank.config.head_dim * dtype.itemsize)
+    return counts
 
 
 def _pipeline(rank: _Rank) -> CollectiveCounts:
@@ -507,7 +512,7 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
     counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
     counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
-    if rank.sequence_parallel and not rank.sharded:
+    if not rank.sharded:
         counts += _norm_weights(rank, rank.kept)
     return counts
 

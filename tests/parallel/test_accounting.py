@@ -134,21 +134,24 @@ def test_predicted_collectives_are_counted_on_every_rank(case, variants):
 
 
 CHANGED = [
-    (Case(tp=2), 72, {"gather_logits": False}, ()),
-    (Case(pp=2, schedule="1f1b", tp=2), 72, {"gather_logits": False}, pytest.mark.full),
-    (Case(pp=2, schedule="1f1b", tp=2), 61, {}, pytest.mark.long),  # tp does not divide the vocabulary
-    (Case(tp=2), 61, {}, pytest.mark.full),
-    (Case(dp_shard=2, tp=2), 61, {}, pytest.mark.full),
-    (Case(pp=2, schedule="1f1b", dp_shard=2), 72, {"mp_policy": default_mp_policy()}, pytest.mark.long),
-    (Case(dp_shard=2, tp=2), 72, {"mp_policy": default_mp_policy()}, pytest.mark.full),
+    (Case(tp=2), {"vocab_size": 72}, {"gather_logits": False}, ()),
+    (Case(pp=2, schedule="1f1b", tp=2), {"vocab_size": 72}, {"gather_logits": False}, pytest.mark.full),
+    (Case(pp=2, schedule="1f1b", tp=2), {"vocab_size": 61}, {}, pytest.mark.long),  # tp does not divide the vocabulary
+    (Case(tp=2), {"vocab_size": 61}, {}, pytest.mark.full),
+    (Case(dp_shard=2, tp=2), {"vocab_size": 61}, {}, pytest.mark.full),
+    (Case(pp=2, schedule="1f1b", dp_shard=2), {"vocab_size": 72}, {"mp_policy": default_mp_policy()}, pytest.mark.long),
+    (Case(dp_shard=2, tp=2), {"vocab_size": 72}, {"mp_policy": default_mp_policy()}, pytest.mark.full),
+    (Case(tp=2), {"qk_norm": True, "head_width": 6}, {}, ()),
+    (Case(pp=2, schedule="1f1b", tp=2), {"qk_norm": True}, {}, pytest.mark.long),
+    (Case(pp=2, schedule="1f1b", dp_shard=2, tp=2), {"qk_norm": True}, {}, pytest.mark.full),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "vocab_size", "options"), [pytest.param(*changed, marks=marks) for *changed, marks in CHANGED]
+    ("case", "sizes", "options"), [pytest.param(*changed, marks=marks) for *changed, marks in CHANGED]
 )
-def test_vocabularies_losses_and_precisions_are_predicted_too(case, vocab_size, options):
-    config = replace(model_config(case, tied=False), vocab_size=vocab_size)
+def test_vocabularies_losses_precisions_and_norms_are_predicted_too(case, sizes, options):
+    config = replace(model_config(case, tied=False), **sizes)
     jobs = [(PLAIN, config, *data_of(config, case.batch, padded=False))]
     ranks = on_ranks(case.n_ranks, partial(count_on_rank, **options), case, jobs, timeout_s=60)
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, config, **options))

@@ -16,6 +16,7 @@ from course_pp.parallel import (
     init_distributed,
 )
 from tests.parallel.layouts import (
+    PLAIN,
     SELECTIVE,
     Case,
     assert_runs_equal,
@@ -126,6 +127,16 @@ def test_training_with_logits_left_in_parts_equals_one_process(case: Case) -> No
     data, kwargs = data_of(config, case.batch, padded=True)
     runs = on_ranks(case.n_ranks, train_in_parts_on_rank, case, config, data, kwargs)
     assert_runs_equal(runs, reference(config, case.batch, True), config)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)], ids=str
+)
+def test_norms_of_queries_and_keys_get_the_gradients_of_all_heads(case: Case) -> None:
+    config = replace(model_config(case, tied=False), qk_norm=True, head_width=6)
+    data, kwargs = data_of(config, case.batch, padded=False)
+    runs = on_ranks(case.n_ranks, train_on_rank, case, PLAIN, config, data, kwargs)
+    assert_runs_equal(runs, reference(config, case.batch, False), config)
 
 
 def train_in_parts_on_rank(rank, case, config, data, kwargs):
