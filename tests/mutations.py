@@ -28,6 +28,7 @@ class Fault(NamedTuple):
 
 
 BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equals_one_process", "random_schedules"))
+READY = "runtime/test_ready_microbatches.py"
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
 ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
 GRADIENTS = "weight_gradients.py"
@@ -68,7 +69,7 @@ FAULTS = [
     Fault("runtime/mailbox.py", "notice[-_WEIGHT:] = weight", "pass", ATTACHED),
     Fault("runtime/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
     Fault(
-        "runtime/pipeline.py", "for group in self._sharded.data_groups if sums else ():", "for group in ():", ATTACHED
+        "runtime/pipeline.py", "for group in self._agreement.data_groups if sums else ():", "for group in ():", ATTACHED
     ),
     Fault("parallel/pipeline.py", "value / pipelines", "value", ATTACHED),
     Fault("parallel/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
@@ -81,6 +82,10 @@ FAULTS = [
     ),
     Fault("runtime/executor.py", "            worker.backward_weight(microbatch)\n", "", RANDOM),
     Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
+    Fault("runtime/executor.py", "batch.kwargs[microbatch] if", "batch.kwargs[0] if", READY),
+    Fault("runtime/batch.py", "kind != other_kind", "False", READY),
+    Fault("runtime/batch.py", "rows != other_rows", "False", READY),
+    Fault("runtime/agreement.py", "dist.get_global_rank(group, rank)] for", "rank] for", "runtime/test_sharded.py"),
     Fault("tied.py", "sum(there[1:], start=there[0])", "there[0]", EQUAL),
     Fault("runtime/agreement.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", EQUAL),
     Fault(GRADIENTS, "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),

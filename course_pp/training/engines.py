@@ -248,50 +248,32 @@ class RuntimeEngine:
         self._device = device
         schedule = Ranks().collectively(schedule_here)
         self.copies = len(schedule.placement[0])
-        last, ties = schedule.n_stages - 1, held.all_ties
-        stages = dict(held.modules)
-        if masked:
-            stages = {index: _MaskPassedOn(module, index == last) for index, module in stages.items()}
-            ties = ties and [{index: f"module.{name}" for index, name in tie.items()} for tie in ties]
         self._updates, self._loss = config.versions is not None, counted(loss_fn)
-        optimizers = dict.fromkeys(stages, optimizer) if self._updates else None
+        optimizers = dict.fromkeys(held.modules, optimizer) if self._updates else None
         self._pipeline = Pipeline(
             schedule,
-            stages,
+            held.modules,
             loss_fn,
             device=device,
-            tied=ties,
+            tied=held.all_ties,
             optimizers=optimizers,
             versions=config.versions,
             scaler=scaler,
         )
-        self._forward = Pipeline(schedule.forward_only(), stages, loss_fn, device=device)
+        self._forward = Pipeline(schedule.forward_only(), held.modules, loss_fn, device=device)
 
     def step(self, batch: Sequences, divisor: float) -> float:
         if not self._updates:
-            return sum(self._pipeline.step(*self._arguments(batch), divisor=divisor))
-        losses = self._pipeline.step(*self._arguments(batch))
+            return sum(self._pipeline.step(**self._arguments(batch), divisor=divisor))
+        losses = self._pipeline.step(**self._arguments(batch))
         counts = [float(self._loss.count(each)) for each in split("targets", batch.targets, len(losses))]
         return sum(map(mul, losses, counts)) / max(1.0, sum(counts))
 
     def evaluate(self, batch: Sequences) -> float:
         with torch.no_grad():
-            return sum(self._forward.step(*self._arguments(batch)))
+            return sum(self._forward.step(**self._arguments(batch)))
 
-    def _arguments(self, batch: Sequences) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
-        inputs, targets = batch.inputs.to(self._device), batch.targets.to(self._device)
-        if batch.attention_mask is None:
-            return inputs, targets
-        return (inputs, batch.attention_mask.to(self._device)), targets
-
-
-class _MaskPassedOn(nn.Module):
-    """A stage that sends the mask on with its output: under the runtime it gets only what the stage before sent."""
-
-    def __init__(self, module: nn.Module, is_last: bool) -> None:
-        super().__init__()
-        self.module, self._is_last = module, is_last
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        output = self.module(x, attention_mask=mask)
-        return output if self._is_last else (output, mask)
+    def _arguments(self, batch: Sequences) -> dict[str, Any]:
+        """Return the whole batch by name; every stage gets the mask of padded sequences."""
+        named = {"inputs": batch.inputs, "targets": batch.targets, "attention_mask": batch.attention_mask}
+        return {name: value.to(self._device) for name, value in named.items() if value is not None}

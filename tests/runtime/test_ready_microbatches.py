@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from course_pp.runtime import Pipeline, PipelineError, Recorder
 from course_pp.schedule import Schedule, build
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
-from tests.runtime.stepping import TOLERANCE, gradients
+from tests.runtime.stepping import TOLERANCE, gradients, through
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -95,7 +96,7 @@ class Case:
 
 
 class Found(NamedTuple):
-    """Of two steps, whose gradients add up."""
+    """Of two steps, whose gradients add up; outputs are the second batch's, by microbatch, where they are."""
 
     losses: list[float]
     outputs: list[Tensor] | None
@@ -150,11 +151,12 @@ def document_by_document(case: Case) -> Found:
                 loss.backward()
                 total += loss.item()
         losses.append(total)
+    outputs = [through([partial(stage, packed=each.packed) for stage in stages], each.tokens) for each in batch]
     gradients = {f"{i}.{name}": p.grad for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
     for tie in case.ties:
         names = [f"{stage}.{name}" for stage, name in tie.items()]
         gradients.update(dict.fromkeys(names, sum(gradients[name] for name in names)))
-    return Found(losses, None, gradients)
+    return Found(losses, outputs, gradients)
 
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
@@ -174,6 +176,10 @@ def test_packed_documents_are_as_good_as_alone(cases: Sequence[Case], subtests: 
         with subtests.test(str(case)):
             expected = document_by_document(case)
             assert {name for rank in found for name in rank.gradients} == set(expected.gradients)
+            outputs = [output for rank in found for output in rank.outputs or ()]
+            assert len(outputs) == M * case.data * len(build(case.schedule, 2, M).placement[-1])
+            for output, known in zip(outputs, 2 * expected.outputs, strict=False):
+                torch.testing.assert_close(output, known, rtol=0, atol=TOLERANCE)
             for rank in found:
                 assert rank.losses == pytest.approx(expected.losses, rel=TOLERANCE)
                 for name, gradient in rank.gradients.items():

@@ -20,14 +20,16 @@ from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
 
 WIDTH, M, STEPS = 6, 8, 2
-MESH = ("pp", "dp_replicate", "dp_shard")
 # Of a stage by what is wrapped: each is reduced once a step.
 GROUPS = {"both": 3, "root": 1, "blocks": 3}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after forward."""
+    """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after forward.
+
+    If the last stage is ``bare``, it has no weights that would tell who the other data ranks are.
+    """
 
     schedule: str
     pp: int = 2
@@ -37,6 +39,7 @@ class Layout:
     resharded: bool = True
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     recompute: bool = False
+    bare: bool = False
     tolerance: float = 1e-12
 
     @property
@@ -56,9 +59,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
-def make_stages(n: int) -> list[nn.Module]:
+def make_stages(n: int, bare: bool = False) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n)]
+    stages = [nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n - bare)]
+    return [*stages, nn.Sequential(nn.Softplus())] if bare else stages
 
 
 def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -113,10 +117,10 @@ def replica_of(mesh: Any) -> int:
 
 def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
     sizes = layout.pp, layout.replicate, layout.shard
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=MESH)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
     schedule = build(layout.schedule, layout.pp, M)
-    stages = make_stages(schedule.n_stages)
+    stages = make_stages(schedule.n_stages, layout.bare)
     here = stages_of(mesh.get_local_rank("pp"), schedule)
     modules = {stage: wrap(stages[stage], data_mesh, layout) for stage in here}
     options = {"group": mesh.get_group("pp"), "recompute": layout.recompute, "timeout_s": 20}
@@ -213,44 +217,27 @@ def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tup
     return loss, whole_gradients(modules)
 
 
-@pytest.mark.parametrize("layout", [Layout("1f1b"), Layout("gpipe", pp=1, replicate=2)], ids=["pp x shard", "hsdp"])
+UNEQUAL = {
+    "pp x shard": Layout("1f1b"),
+    "hsdp": Layout("gpipe", pp=1, replicate=2),
+    "no weights in the last stage": Layout("1f1b", bare=True),
+    "nor under hsdp": Layout("1f1b", replicate=2, bare=True),
+}
+
+
+@pytest.mark.parametrize("layout", UNEQUAL.values(), ids=UNEQUAL)
 @pytest.mark.parametrize("told", [False, True], ids=["counted", "divisor given"])
 def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) -> None:
     x, labels = map(torch.cat, zip(*map(unequal, range(layout.data)), strict=True))
-    stages = make_stages(layout.pp)
+    stages = make_stages(layout.pp, layout.bare)
     loss = F.cross_entropy(nn.Sequential(*stages)(x).flatten(0, 1), labels.flatten())
     loss.backward()
     n_counted = float((labels != -100).sum()) if told else None
-    for found, gradients in on_ranks(4, with_unequal_tokens, layout, n_counted, timeout_s=60.0):
+    for found, gradients in on_ranks(layout.pp * layout.data, with_unequal_tokens, layout, n_counted, timeout_s=60.0):
         assert found == pytest.approx(loss.item(), rel=1e-12)
         for name, gradient in gradients.items():
             expected = nn.ModuleList(stages).get_parameter(name).grad
             torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
-
-
-def without_weights_at_the_end(rank: int, layout: Layout, divisor: float | None) -> tuple[float, dict[str, Tensor]]:
-    """The last stage, which has the loss, cannot tell from its weights who the other data ranks are."""
-    mesh = init_device_mesh("cpu", (2, layout.replicate, layout.shard), mesh_dim_names=MESH)
-    stage = mesh.get_local_rank("pp")
-    data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
-    module = wrap([make_stages(1)[0], nn.Sequential(nn.Softplus())][stage], data_mesh, layout)
-    pipe = Pipeline(build("1f1b", 2, M), module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
-    loss = sum(pipe.step(*unequal(replica_of(mesh)), divisor=divisor))
-    return loss, whole_gradients({stage: module})
-
-
-@pytest.mark.parametrize("told", [False, True], ids=["counted", "divisor given"])
-@pytest.mark.parametrize("layout", [Layout("1f1b"), Layout("1f1b", replicate=2)], ids=["fsdp", "hsdp"])
-def test_unequal_tokens_weigh_alike_where_the_last_stage_has_no_weights(layout: Layout, told: bool) -> None:
-    x, labels = map(torch.cat, zip(*map(unequal, range(layout.data)), strict=True))
-    stages = make_stages(1)
-    loss = F.cross_entropy(F.softplus(stages[0](x)).flatten(0, 1), labels.flatten())
-    loss.backward()
-    n_counted = float((labels != -100).sum()) if told else None
-    for found, gradients in on_ranks(2 * layout.data, without_weights_at_the_end, layout, n_counted, timeout_s=60.0):
-        assert found == pytest.approx(loss.item(), rel=1e-12)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, stages[0].get_parameter(name[2:]).grad, rtol=0, atol=1e-12)
 
 
 def after_others(rank: int) -> list[tuple[float, float]]:
