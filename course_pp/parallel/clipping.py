@@ -54,7 +54,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients by the same factor so that the norm of the whole model's gradient is at most ``max_norm``.
 
-    A collective: call it on every rank, after the step and before the optimizer's.
+    A collective: call it on every rank, after the step and before the optimizer's. Clip gradients as a step of either
+    engine leaves them: they are of the mean over the global batch, FSDP2's data ranks included.
 
     Args:
         model_or_stages: a model, a stage, or all of this rank's stages: modules, or stages of torch's pipelining such
