@@ -43,6 +43,10 @@ STREAM_BEGINNING_BYTES = 20_000_000
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 32, "layers": 2, "heads": 4, "seq_len": 32, "tokenizer_size": 300},
     "small": {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "tokenizer_size": 1024},
+    "small-moe": {
+        **{"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "tokenizer_size": 1024},
+        **{"experts": 8, "top_k": 2, "expert_dim": 176},
+    },
     "article-179m": {
         **{"dim": 768, "layers": 12, "heads": 12, "kv_heads": 3, "ffn_dim": 3072},
         **{"vocab_size": 50_000, "tokenizer_size": 50_000, "seq_len": 512},
@@ -59,6 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Sizes that go by a name, each the values of several flags. All are this package's decoder.
 
     tiny          for trying things out: seconds
+    small-moe     8 experts a layer, of which each token uses two that are half as wide as small's feed-forward block
     article-179m  179,448,576 parameters: those of the article that the course began with
     gpt2          123,551,232, the sizes of GPT-2 (Radford et al. 2019) with SwiGLU of 2,048, which has as many
                   parameters as its feed-forward of 3,072
@@ -113,7 +118,7 @@ class ModelOptions:
     """The sizes of the model."""
 
     model: str = "small"
-    """sizes that go by a name, which the flags below change: tiny, small, article-179m, gpt2 or llama-1b"""
+    """sizes that go by a name, which the flags below change: tiny, small, small-moe, article-179m, gpt2 or llama-1b"""
     dim: int = 128
     """model width"""
     layers: int = 4
@@ -132,6 +137,26 @@ class ModelOptions:
     """tokens a sequence"""
     vocab_size: int | None = None
     """rows of the model's embedding (default: the tokenizer's size)"""
+    experts: int = 0
+    """experts in place of a feed-forward block; 0 for none. What follows needs some, and course_pp.model explains it"""
+    top_k: int = 2
+    """experts that each token goes to"""
+    shared_experts: int = 0
+    """experts that every token goes to besides"""
+    expert_dim: int | None = None
+    """inner width of an expert (default: as the feed-forward block's)"""
+    moe_every: int = 1
+    """every how many layers one has experts"""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """how the router makes scores"""
+    capacity_factor: float | None = None
+    """an expert takes at most this many times the mean load of a microbatch (default: all tokens)"""
+    balance: Literal["loss", "sequence", "bias", "none"] = "loss"
+    """what keeps the experts' load even"""
+    balance_coef: float = 0.01
+    """the factor of its loss, or a bias's step"""
+    z_coef: float = 0.0
+    """the factor of the router's z-loss"""
 
     def config(self, vocab_size: int) -> ModelConfig:
         """Return the model of these sizes, with ``vocab_size`` rows where none was asked for."""
@@ -142,7 +167,13 @@ class ModelOptions:
             max_seq_len=self.seq_len,
             rope_theta=self.rope_theta,
             tie_embeddings=self.tie_embeddings,
+            n_experts=self.experts,
+            n_shared_experts=self.shared_experts,
+            **{name: getattr(self, name) for name in _SAME_IN_CONFIG},
         )
+
+
+_SAME_IN_CONFIG = ("top_k", "expert_dim", "moe_every", "router", "capacity_factor", "balance", "balance_coef", "z_coef")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from course_pp.collective import Ranks
+from course_pp.model.experts import ExpertLoad
 from course_pp.training.config import SettingError, TrainConfig
 
 METRICS = "metrics.jsonl"
@@ -40,6 +41,7 @@ class StepResult:
         seconds: wall time.
         skipped: the gradient was not finite, and nothing was updated.
         loss_scale: by what the loss was multiplied.
+        loads: how each layer with experts used them, by names such as ``layers.3``.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepResult:
     seconds: float
     skipped: bool = False
     loss_scale: float = 1.0
+    loads: Mapping[str, ExpertLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -169,14 +172,14 @@ class Progress:
         self._shown, self._in_terminal = is_logging_rank, sys.stderr.isatty()
         self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (is_logging_rank and self._in_terminal))
 
-    def advance(self, loss: float, epoch: int) -> None:
-        """Show one more step, with its loss and the pass over the data that it is in."""
+    def advance(self, loss: float, epoch: int, more: str = "") -> None:
+        """Show one more step: its loss, the pass over the data that it is in, and what more a line has to say."""
         self._step += 1
         self._bar.set_description(f"epoch {epoch}", refresh=False)
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self._bar.update()
         if not self._in_terminal and self._step % self._every == 0:
-            self.say(f"step {self._step}/{self._steps}  loss {loss:.3f}")
+            self.say(f"step {self._step}/{self._steps}  loss {loss:.3f}{more}")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -218,7 +221,7 @@ class Reporter:
         self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
         if self._profiler is not None:
             self._profiler.step()
-        self._progress.advance(result.loss, epoch)
+        self._progress.advance(result.loss, epoch, _load_in_words(result.loads))
         if result.skipped:
             why = f"the norm of its gradient is {result.grad_norm}"
             scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
@@ -234,6 +237,10 @@ class Reporter:
                 "mfu": self._window.utilisation,
                 "loss_scale": result.loss_scale if self._config.precision == "fp16" else None,
             }
+            if result.loads:
+                values["imbalance"] = max(load.imbalance for load in result.loads.values())
+                values["dropped"] = sum(load.dropped for load in result.loads.values())
+                values["tokens_by_expert"] = {name: load.tokens for name, load in result.loads.items()}
             self._write("train", result.step, {name: value for name, value in values.items() if value is not None})
             self._window = self._nothing_yet
 
@@ -248,6 +255,15 @@ class Reporter:
             # JSON has neither infinity nor NaN; in words they survive every parser.
             is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
             self._logs.write(event, step, {name: str(v) if is_odd[name] else v for name, v in values.items()})
+
+
+def _load_in_words(loads: Mapping[str, ExpertLoad]) -> str:
+    if not loads:
+        return ""
+    name, load = max(loads.items(), key=lambda item: item[1].imbalance)
+    dropped = sum(load.dropped for load in loads.values())
+    lost = f", {dropped} dropped" if dropped else ""
+    return f"  busiest expert ({name}) {load.imbalance:.2f} × the mean{lost}"
 
 
 def _open(folder: Any, step: int) -> Logs:

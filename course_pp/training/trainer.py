@@ -26,6 +26,7 @@ from course_pp.collective import Ranks
 from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, TokenLoss, counted
 from course_pp.model import CrossEntropy
+from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.model.stages import Tie
 from course_pp.module_extras import called_once
 from course_pp.parallel import clip_grad_norm_, get_pp_size
@@ -172,8 +173,9 @@ class Trainer:
         if is_good:
             self._scaler.step(self.optimizer)
         self._scaler.update()
+        loads = self._use_loads(is_good)
         lr = self._end_step()
-        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale)
+        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale, loads)
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
         """Take a step with stages that update their own weights."""
@@ -182,8 +184,18 @@ class Trainer:
         except PipelineError as error:
             error.add_note(f"It was in step {self.step + 1}, which counts its updates from 0: go on from a checkpoint.")
             raise
+        loads = self._use_loads(True)
         lr = self._end_step()
-        return StepResult(self.step, loss, None, lr, time.perf_counter() - begin)
+        return StepResult(self.step, loss, None, lr, time.perf_counter() - begin, loads=loads)
+
+    def _use_loads(self, updated: bool) -> Mapping[str, ExpertLoad]:
+        """Return how the step used the experts, if there are any; move the routers' biases unless it was skipped."""
+        if not (ours := self.held.ours) or not ours[0].config.n_experts:
+            return {}
+        loads = expert_loads(ours, self._mesh)
+        if updated:
+            update_router_bias(ours, loads)
+        return loads
 
     def _end_step(self) -> float:
         """Count the step, set the next learning rate, and return this one."""
