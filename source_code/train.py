@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b --microbatches 8
     torchrun --standalone --nproc-per-node=8 source_code/train.py --pp 2 --tp 2 --dp-shard 2 --reshard auto
     torchrun --nproc-per-node 2 source_code/train.py --engine runtime --schedule pipedream --versions 2bw --max-norm inf
+    torchrun --standalone --nproc-per-node=4 source_code/train.py --pp 2 --dp-shard 2 --ep 2 --experts 8 --top-k 2
     torchrun --standalone --nproc-per-node=2 source_code/train.py --schedule own.csv --microbatches 4
     torchrun --standalone --nproc-per-node=2 source_code/train.py --config run.toml --lr 1e-3
     torchrun --standalone --nproc-per-node=2 source_code/train.py --checkpoint-dir runs/mine --save-every 50
@@ -25,6 +26,7 @@ with imports_that_stay():
     from course_pp.parallel import (
         apply_ac,
         apply_compile,
+        apply_expert_parallel,
         apply_fsdp2,
         apply_tensor_parallel,
         compute_in,
@@ -59,6 +61,8 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
     modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh)
+    apply_expert_parallel(modules, mesh)
+    for module in modules:
         apply_ac(module, asked.layout.ac, device_mesh=mesh)
         if asked.layout.compile:
             apply_compile(module)

@@ -83,6 +83,8 @@ class LayoutOptions:
     """ranks that FSDP2 shards over; -1 takes what is left"""
     dp_replicate: int = 1
     """copies of the sharded model"""
+    ep: int = 1
+    """ranks of dp_shard that share the experts out"""
     reshard: str = "auto"
     """after forward: auto, true, false or a number of ranks"""
     share_gpus: bool = False
@@ -100,7 +102,7 @@ class LayoutOptions:
         taken = prod(others)
         left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
         pp = left if self.pp is None else self.pp
-        return DistributedConfig(pp, *others, share_gpus=self.share_gpus, timeout_s=self.timeout)
+        return DistributedConfig(pp, *others, ep=self.ep, share_gpus=self.share_gpus, timeout_s=self.timeout)
 
     @property
     def reshard_policy(self) -> ReshardPolicy:
@@ -302,6 +304,13 @@ class Options:
         if self.writing.sample and self.layout.share_gpus:
             why = "torch's pipeline writes text, and cannot share GPUs. Leave --sample out"
             raise ValueError(f"--sample {self.writing.sample} with --share-gpus: {why}")
+        if not self.model.experts:
+            usual = ModelOptions()
+            lost = [n for n in ("shared_experts", *_SAME_IN_CONFIG) if getattr(self.model, n) != getattr(usual, n)]
+            if lost:
+                raise ValueError(
+                    f"--{_flag(lost[0])} {getattr(self.model, lost[0])} is of experts: give --experts, too"
+                )
 
 
 # Where the flag is not the field's name.

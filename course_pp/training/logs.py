@@ -227,7 +227,7 @@ class Reporter:
             scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
             self._progress.say(f"step {result.step}/{self._config.steps}  skipped: {why}{scaled}")
         if result.step % self._config.log_every == 0 or result.step == self._config.steps:
-            values = {
+            values: dict[str, Any] = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
                 "lr": result.lr,
