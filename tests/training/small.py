@@ -1,6 +1,7 @@
 """A model and data small enough to train in a moment, by the trainer and in one process."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, build_stage_module
-from course_pp.parallel import DistributedConfig, apply_fsdp2, get_pp_rank, get_pp_size, init_distributed
+from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_expert_parallel,
+    apply_fsdp2,
+    get_pp_rank,
+    get_pp_size,
+    init_distributed,
+)
 from course_pp.training import TrainConfig, Trainer, stages_of_rank
 from course_pp.training.data import IGNORE_INDEX, Batches, Sequences
 from tests.equality import snapshot_gradients
@@ -57,7 +66,8 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # and routers' biases
+    loads: list[Mapping[str, ExpertLoad]] = field(default_factory=list)
     validation: float = math.nan
 
 
@@ -73,6 +83,7 @@ def trainer(
     mesh = init_distributed(layout, seed=0)
     indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
     modules = [build_stage_module(model, i, n_stages).double() for i in indices]
+    apply_expert_parallel(modules, mesh)
     for module in modules:
         apply_fsdp2(module, mesh)
     validation = rows(17, padded, seed=1)
@@ -86,8 +97,9 @@ def train(rank: int, config: TrainConfig, *args: Any) -> Trained:
         result = run.train_step()
         trained.losses.append(result.loss)
         trained.norms.append(result.grad_norm)
+        trained.loads.append(result.loads)
         trained.gradients = trained.gradients or _whole(snapshot_gradients(run.modules))
-    trained.parameters = _whole({n: p.detach() for m in run.modules for n, p in m.named_parameters()})
+    trained.parameters = _whole({n: p for m in run.modules for n, p in m.state_dict().items()})
     trained.validation = run.evaluate()
     return trained
 
@@ -96,9 +108,8 @@ def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool
     """The reference: plain PyTorch, the whole batch at once."""
     torch.manual_seed(0)
     module, loss_fn, trained = Transformer(model).double(), CrossEntropy(), Trained()
-    matrices = [p for name, p in module.named_parameters() if "proj" in name or name == "head.weight"]
     others = [p for name, p in module.named_parameters() if "norm" in name or name == "embed.weight"]
-    assert len(matrices) + len(others) == len(list(module.parameters()))
+    matrices = [p for p in module.parameters() if not any(p is other for other in others)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr)
     batches = Batches(rows(24, padded), config.batch, config.seed)
@@ -114,7 +125,9 @@ def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool
         for group in optimizer.param_groups:
             group["lr"] = config.lr * _FACTORS[step]
         optimizer.step()
-    trained.parameters = {name: p.detach() for name, p in module.named_parameters()}
+        trained.loads.append(expert_loads([module], None))
+        update_router_bias([module], trained.loads[-1])
+    trained.parameters = {name: p.detach() for name, p in module.state_dict().items()}
     held_out = rows(17, padded, seed=1)[torch.arange(16) * 17 // 16]
     with torch.no_grad():
         output = module(held_out.inputs, attention_mask=held_out.attention_mask)
@@ -144,5 +157,6 @@ def assert_equals(ranks: list[Trained], reference: Trained, tolerance: float = 1
                 seen.add(source)
         assert seen == set(expected), f"{kind} held by no rank"
     for trained in ranks:
+        assert trained.loads == reference.loads
         for kind in ("losses", "norms", "validation"):
             torch.testing.assert_close(getattr(trained, kind), getattr(reference, kind), rtol=tolerance, atol=0)

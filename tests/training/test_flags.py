@@ -47,7 +47,8 @@ def test_a_flag_given_twice_counts_the_last_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("article-179m", 179.4), ("gpt2", 123.6), ("llama-1b", 1235.8), ("small", 1.1)]
+    ("name", "millions"),
+    [("article-179m", 179.4), ("gpt2", 123.6), ("llama-1b", 1235.8), ("small", 1.1), ("small-moe", 2.7)],
 )
 def test_a_preset_has_as_many_parameters_as_its_name_says(name: str, millions: float) -> None:
     model = parsed("--model", name).model
@@ -79,6 +80,7 @@ def test_the_readmes_run_of_the_article_and_its_file_are_what_it_says(tmp_path: 
         ("--batch-size=8", "", "Did you mean --global-batch-size?"),
         ("stray", "", "Unused Tokens: ['stray']"),
         ("--steps 3 --epochs 3", "", "--steps and --epochs both say how long to train: leave one out"),
+        ("--balance=bias --top-k=3", "", "--top-k 3 is of experts: give --experts, too"),
         ("--model=gpt3", "", "article-179m, gpt2, llama-1b: did you mean 'gpt2'?"),
         (
             "--versions=stach",
