@@ -259,13 +259,17 @@ def problem_between(told: Sequence[Told]) -> str | None:
         problem = each.unfit if ready is None or each.lists else each.missing
         if problem is not None:
             return problem
+    givers: dict[tuple[int, int, str], int] = {}
     for rank, each in enumerate(told):
-        for other, theirs in enumerate(told):
-            for lacking, named in zip(each.lacking, theirs.named, strict=True):
-                if each.pipeline == theirs.pipeline and (names := sorted(lacking & named)):
+        for i, names in enumerate(each.named):
+            givers |= {(each.pipeline, i, name): rank for name in names}
+    for rank, each in enumerate(told):
+        for i, names in enumerate(each.lacking):
+            for name in sorted(names):
+                if (giver := givers.get((each.pipeline, i, name))) is not None:
                     return (
-                        f"rank {other} was given the keyword argument {names[0]}, and rank {rank}, whose stage takes "
-                        "it, not: give it to both, or None"
+                        f"rank {giver} was given the keyword argument {name}, and rank {rank}, whose stage takes it, "
+                        "was not: give it to both; None will do"
                     )
     return None
 

@@ -255,13 +255,17 @@ class PipelineSchedule:
             # Over so much less, the loss and attached ones are larger by the scale.
             self._divisor = torch.as_tensor(self._divisor, dtype=torch.float64) / scale
         self._weigh(microbatches)
+        for stage in self.stages:
+            stage.keywords = microbatches.keywords
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed():
                 run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
             loss = self._tell_everyone(losses) / scale
             self._tell_attached(scale)
-            return loss
+        for stage in self.stages:
+            stage.keywords = ()
+        return loss
 
     def eval(
         self,
@@ -350,8 +354,6 @@ class PipelineSchedule:
                 problem or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
             )
         mine = self._agreed(given, problem, needs_target)
-        for stage in self.stages:
-            stage.keywords = mine.keywords
         if mine.targets is not None:
             # Data-parallel ranks have equally many samples of a whole batch, and need not ask one another.
             groups = self._dp_groups if self._counts_tokens or mine.ready or divisor is not None else []

@@ -25,7 +25,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from tests.equality import Trained, assert_same_training, sharded_adamw, train
+from tests.equality import Trained, assert_same_training, sharded_adamw, snapshot_gradients, snapshot_parameters, train
 
 N_MICROBATCHES, VOCAB, DIM, N_DOCUMENTS = 4, 13, 8, 3
 
@@ -222,3 +222,87 @@ def test_packed_sequences_equal_their_documents_one_by_one(
             assert_same_training([rank[i][0] for rank in ranks], reference, tied=find_ties(model()))
             for rank in ranks:
                 assert rank[i][1] == pytest.approx(rank[i][0].losses, rel=1e-12)
+
+
+class Noted(nn.Linear):
+    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, unread: Tensor | None = None, *, keep: int | None = None) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        assert x.detach().numpy().ndim == 3
+        return super().forward(x)[:, :keep].tanh(), x.sum(-1)
+
+
+class First(Noted):
+    def forward(self, x: Tensor, *, keep: int | None = None) -> Any:
+        return super().forward(x, keep=keep)
+
+
+class Last(Noted):
+    def forward(self, x: Tensor, unread: Tensor, *, keep: int | None = None) -> Any:
+        return super().forward(x, unread, keep=keep)[0]
+
+
+KEPT = [[(2, 5, 3), (1, 4, 4), (3, 6, 2), (1, 4, 4)], [(1, 7, 7), (2, 5, 3), (2, 5, 4), (4, 2, 1)]]
+"""Rows, length and what stages keep of it for each microbatch of two data ranks."""
+
+
+def noted_stages(n: int) -> list[Noted]:
+    torch.manual_seed(0)
+    return [(First if i == 0 else Last if i == n - 1 else Noted)().double() for i in range(n)]
+
+
+def noted_data(rank: int) -> list[tuple[Tensor, Tensor, int]]:
+    torch.manual_seed(rank)
+    sizes = [((rows, length, DIM), (rows, keep, DIM), keep) for rows, length, keep in KEPT[rank]]
+    return [(torch.randn(x).double(), torch.randn(y).double(), keep) for x, y, keep in sizes]
+
+
+def noted_in_one_process(n: int) -> Trained:
+    stages, data = noted_stages(n), [each for rank in range(2) for each in noted_data(rank)]
+    n_rows, loss = sum(len(x) for x, _, _ in data), torch.zeros(())
+    for x, y, keep in data:
+        value: Any = (x,)
+        for stage in stages[:-1]:
+            value = stage(*value, keep=keep)
+        loss = loss + nn.functional.mse_loss(stages[-1](*value, keep=keep), y) * len(x) / n_rows
+    loss.backward()
+    module = nn.ModuleDict({str(i): stage for i, stage in enumerate(stages)})
+    return Trained([loss.item()], snapshot_gradients([module]), snapshot_parameters([module]))
+
+
+def noted_on_rank(rank: int, schedule: str) -> tuple[Trained, list[float], Any]:
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
+    indices = get_stage_indices(schedule, get_pp_rank(mesh), 2)
+    held, stages = {}, []
+    for i in indices:
+        module = held[str(i)] = noted_stages(2 * len(indices))[i]
+        apply_fsdp2(module, mesh, blocks=())
+        shapes = torch.zeros(1, 3, DIM).double(), torch.zeros(1, 3).double()
+        options = {"inputs": shapes[0], "outputs": shapes, "stage": i, "n_stages": 2 * len(indices)}
+        stages.append(build_pipeline_stage(module, mesh, "cpu", **options))
+    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, nn.functional.mse_loss, schedule, tied=[])
+    data = noted_data(get_dp_rank(mesh))
+    lists: dict[str, Any] = {"kwarg_mbs": [{"keep": keep} for _, _, keep in data]}
+    lists["arg_mbs"] = [(x,) for x, _, _ in data]  # ignored but on the first rank
+    loss = pipeline.step(**lists, target_mbs=[y for _, y, _ in data])
+    named = nn.ModuleDict(held)
+    calls = [module.calls.item() for module in held.values()]
+    trained = Trained([loss.item()], snapshot_gradients([named]), snapshot_parameters([named]))
+    return trained, calls, pipeline.evaluate(**lists, on="all")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(schedule: str) -> None:
+    """Under FSDP2, whose replicas have microbatches of other shapes; a plain loss weighs them by their rows."""
+    ranks = on_ranks(4, noted_on_rank, schedule, timeout_s=60)
+    n_stages = 2 * len(ranks[0][1])
+    assert_same_training([trained for trained, _, _ in ranks], noted_in_one_process(n_stages))
+    for rank, (_, calls, outputs) in enumerate(ranks):
+        assert calls == [N_MICROBATCHES] * len(calls)
+        sizes = KEPT[rank % 2]
+        assert [tuple(output.shape) for output in outputs] == [(rows, keep, DIM) for rows, _, keep in sizes]
