@@ -70,7 +70,8 @@ class Crossings:
         found: dict[Kind, list[Crossing]] = {kind: [] for kind in new}
         for index in range(self._n_stages):
             questions: dict[Kind, _Question] = {}
-            for i, kind in enumerate(here if index in self._stages else ()):
+            for kind in dict.fromkeys(here if index in self._stages else ()):
+                i = here.index(kind)
                 before = found[kind][-1:] if kind in found else self._known[kind][index - 1 : index]
                 takes = before[0][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
                 questions[kind] = _Question(self._stages[index], takes, mine.arguments[i], mine.keywords[i])

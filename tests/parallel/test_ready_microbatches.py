@@ -1,7 +1,7 @@
 """Ready-made microbatches of any shape, and objects that go with them, equal one process."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy
+from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
@@ -25,7 +25,17 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from tests.equality import Trained, assert_same_training, sharded_adamw, snapshot_gradients, snapshot_parameters, train
+from tests.equality import (
+    Trained,
+    assert_equals_one_process,
+    assert_same_training,
+    batches,
+    sharded_adamw,
+    snapshot_gradients,
+    snapshot_parameters,
+    train,
+)
+from tests.parallel.small import build, model_config
 
 N_MICROBATCHES, VOCAB, DIM, N_DOCUMENTS = 4, 13, 8, 3
 
@@ -306,3 +316,209 @@ def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(sch
         assert calls == [N_MICROBATCHES] * len(calls)
         sizes = KEPT[rank % 2]
         assert [tuple(output.shape) for output in outputs] == [(rows, keep, DIM) for rows, _, keep in sizes]
+
+
+DATA = [packed(2, 8, seed=i) for i in range(N_MICROBATCHES)]
+WHOLE = packed(4, 8, seed=4)
+SAME = replace(WHOLE, offsets=Offsets(torch.tensor([[0, 3, 5, 8]]).expand(4, -1), 3))  # the same documents in each row
+
+
+def replaced(name: str, i: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Put another entry into a list, where it is given."""
+
+    def replace(lists: dict[str, Any]) -> None:
+        if name in lists:
+            lists[name] = [*lists[name][:i], value, *lists[name][i + 1 :]]
+
+    return replace
+
+
+def on(rank: int, change: Callable[[dict[str, Any]], Any]) -> Callable[[int, dict[str, Any]], None]:
+    return lambda here, lists: change(lists) if here == rank else None
+
+
+SHORT = Offsets(DATA[0].offsets.starts, 0)
+
+# What is changed on a rank that has everything that it needs, and what all are told.
+WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
+    "three of four": (on(1, lambda g: g["kwarg_mbs"].pop()), "kwarg_mbs has 3 entries, but the schedule has 4 micro"),
+    "a tuple": (on(0, lambda g: g.update(arg_mbs=tuple(g["arg_mbs"]))), "arg_mbs is a tuple: give a list, one entry"),
+    "a tensor": (on(0, replaced("arg_mbs", 1, DATA[0].tokens)), "arg_mbs[1] is a Tensor: give the tuple of the first"),
+    "whole beside": (
+        on(1, lambda g: g.update(target=WHOLE.targets)),
+        "target is of a whole batch, and kwarg_mbs, target_mbs of ready-made microbatches: give all of them by",
+    ),
+    "whole elsewhere": (
+        on(1, lambda g: (g.clear(), g.update(target=WHOLE.targets, offsets=None))),
+        "rank 0 was given arg_mbs, ready-made microbatches, and rank 1 target, of a whole batch: give every rank",
+    ),
+    "no arguments": (on(0, lambda g: g.pop("arg_mbs")), "arg_mbs is missing on the rank that holds the first stage"),
+    "nothing at the end": (on(1, lambda g: g.clear()), "target_mbs is missing on the rank that holds the last stage"),
+    "an object on one rank": (
+        on(1, lambda g: g.pop("kwarg_mbs")),
+        "rank 0 was given the keyword argument offsets, and rank 1, whose stage takes it, was not: give it to both",
+    ),
+    "another dtype": (
+        on(0, replaced("arg_mbs", 2, (DATA[2].tokens.float(),))),
+        "arg_mbs[2] is float32 (2, 8), but the pipeline was built for microbatches like int64 (1, 8): only",
+    ),
+    "another structure": (
+        on(0, replaced("arg_mbs", 2, (DATA[2].tokens, None))),
+        "arg_mbs[2] is (int64 (2, 8), None), but the pipeline was built for",
+    ),
+    "an object as an argument": (on(0, replaced("arg_mbs", 0, ("text",))), "arg_mbs[0] holds a str: only tensors"),
+    "a target that cannot be counted": (on(1, replaced("target_mbs", 3, "text")), "has no attribute 'sum'"),
+    "a stage that raises": (
+        on(0, lambda g: g.update(kwarg_mbs=[{"offsets": SHORT}] * N_MICROBATCHES)),
+        "stage 0, a Packed called with int64 (2, 8) and offsets on the meta device, does not say what it returns "
+        "(AssertionError: no message): mend the stage, or declare what crosses, build_pipeline_stage(..., "
+        "outputs=...); tried on zeros, it raised AssertionError",
+    ),
+    "nothing to cut": (
+        on(0, lambda g: g.update(kwargs_chunk_spec={"offsets": "rows"})),
+        "kwargs_chunk_spec is of a whole batch, and kwarg_mbs, arg_mbs of ready-made microbatches",
+    ),
+}
+
+# The same for a whole batch of four rows.
+WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
+    "nobody says": (
+        on(1, lambda g: g.pop("kwargs_chunk_spec")),
+        "keyword argument offsets is a Offsets: say kwargs_chunk_spec={'offsets': 'rows'} to cut it by rows, or 'same'",
+    ),
+    "a number for each row, or not": (
+        on(0, lambda g: g.update(offsets=torch.ones(4), kwargs_chunk_spec=None)),
+        "keyword argument offsets is a tensor of shape (4,), a number for each row or offsets: say kwargs_chunk_spec",
+    ),
+    "other rows": (
+        on(0, lambda g: g.update(offsets=torch.ones(5, 2), kwargs_chunk_spec=None)),
+        "offsets is a tensor of shape (5, 2), whose first dimension is not the whole batch, 4: say kwargs_chunk_spec",
+    ),
+    "rows that are none": (
+        on(0, lambda g: g.update(offsets=(torch.ones(4), torch.ones(())))),
+        "keyword argument offsets is, or holds, a tensor of shape (), and kwargs_chunk_spec cuts it by rows",
+    ),
+    "no such argument": (
+        on(1, lambda g: g.update(kwargs_chunk_spec={"ofsets": "same"})),
+        "kwargs_chunk_spec names 'ofsets', but the keyword arguments are offsets: leave it out",
+    ),
+    "another word": (
+        on(1, lambda g: g.update(kwargs_chunk_spec={"offsets": 0})),
+        "kwargs_chunk_spec['offsets'] is 0: give 'rows' or 'same'",
+    ),
+    "an object on one rank": (
+        on(0, lambda g: (g.pop("offsets"), g.pop("kwargs_chunk_spec"))),
+        "rank 1 was given the keyword argument offsets, and rank 0, whose stage takes it, was not: give it to both",
+    ),
+}
+
+
+def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
+    """What is said of each mistake, and then the losses of right steps."""
+    mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), {}
+    example, sent = torch.zeros(1, 8).long(), torch.zeros(1, 8, DIM).double()
+    stage = build_pipeline_stage(model().cut(2)[rank], mesh, "cpu", inputs=example, outputs=sent)
+    pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), "1f1b", tied=find_ties(model()))
+    whole = {"offsets": WHOLE.offsets, "target": WHOLE.targets, "kwargs_chunk_spec": {"offsets": "rows"}}
+    for changes, inputs, right in (WRONG, (), given(DATA, pipeline)), (WRONG_WHOLE, (WHOLE.tokens,), whole):
+        for name, (change, _) in changes.items():
+            lists = {key: list(value) if isinstance(value, list) else value for key, value in right.items()}
+            change(rank, lists)
+            wrong = inputs if "target" in lists else ()
+            with pytest.raises((ValueError, TypeError), match=r".") as refusal:
+                pipeline.step(*wrong, **lists)
+            said[f"{name}, {len(inputs)}"] = str(refusal.value)
+    losses = [pipeline.step(**given(DATA, pipeline)), pipeline.step(WHOLE.tokens, **whole)]
+    same = {
+        "offsets": None,
+        "mask": Mask(Offsets(SAME.offsets.starts[:1], 3), 8),
+        "kwargs_chunk_spec": {"mask": "same"},
+    }
+    losses.append(pipeline.eval(SAME.tokens, target=SAME.targets, **same))
+    return said, [loss.item() for loss in losses]
+
+
+def test_what_does_not_go_together_is_refused_on_every_rank_and_right_steps_go_on() -> None:
+    ranks = on_ranks(2, refusals_on_rank, timeout_s=60)
+    assert ranks[0] == ranks[1]
+    said, losses = ranks[0]
+    for n, changes in enumerate((WRONG, WRONG_WHOLE)):
+        for name, (_, words) in changes.items():
+            assert words in said[f"{name}, {n}"], name
+    expected = [one_process([data]).losses[0] for data in (DATA, [WHOLE], [SAME])]
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Cutting(nn.Linear):
+    """Returns as many positions as an object says, which ranks do not compare."""
+
+    def forward(self, x: Tensor, sizes: Any) -> Tensor:
+        return super().forward(x)[:, : sizes["keep"]]
+
+
+def cutting_on_rank(rank: int) -> None:
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    stage = build_pipeline_stage(Cutting(4, 4), mesh, "cpu", inputs=torch.zeros(1, 3, 4), outputs=torch.zeros(1, 3, 4))
+    pipeline = build_pipeline_schedule(stage, 2, nn.functional.mse_loss, "gpipe")
+    lists = {"arg_mbs": [(torch.zeros(2, 5, 4),)] * 2, "target_mbs": [torch.zeros(2, 5, 4)] * 2}
+    pipeline.step(**lists, kwarg_mbs=[{"sizes": {"keep": keep}} for keep in (5, 4)])
+
+
+def test_a_shape_that_depends_on_what_is_in_an_object_is_named() -> None:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        on_ranks(2, cutting_on_rank, timeout_s=60)
+    words = "stage 0 returned float32 (2, 4, 4) where float32 (2, 5, 4) was declared: what crosses may depend on the"
+    assert words in str(caught.value.__cause__)
+
+
+LENGTHS = [(2, 8), (1, 16), (3, 5), (1, 2)]
+
+
+def own_on_rank(rank: int, tied: bool) -> tuple[Trained, list[str], Any]:
+    """The course's own model, whose sizes are known: gradients, what is refused, and outputs."""
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    modules, pipeline = build(model_config(tied), mesh, 2, rank, "zb_v", CrossEntropy())
+    said = []
+    for i, change in enumerate(
+        (lambda t: t[:, :1].repeat(1, 17), lambda t: t + 61, lambda t: t.T, lambda t: t.float())
+    ):
+        data = own_data()
+        name = ("arg_mbs", "target_mbs")[i // 2]
+        lists: dict[str, Any] = {"arg_mbs": [(x,) for x, _ in data], "target_mbs": [y for _, y in data]}
+        entry = lists[name][2]
+        lists[name][2] = (change(entry[0]),) if name == "arg_mbs" else change(entry)
+        with pytest.raises(ValueError, match=r".") as refusal:
+            pipeline.step(**lists)
+        said.append(str(refusal.value))
+    lists = {"arg_mbs": [(x,) for x, _ in own_data()], "target_mbs": [y for _, y in own_data()]}
+    loss = pipeline.step(**lists).item()
+    trained = Trained([loss], snapshot_gradients(modules), snapshot_parameters(modules))
+    return trained, said, pipeline.evaluate(arg_mbs=lists["arg_mbs"], on="all")
+
+
+def own_data() -> list[tuple[Tensor, Tensor]]:
+    return [batches(model_config(False), *size, 1, seed=i)[0] for i, size in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_this_packages_model_takes_microbatches_of_any_size(tied: bool) -> None:
+    config, loss_fn = model_config(tied), CrossEntropy()
+    torch.manual_seed(0)
+    whole = Transformer(config).double()
+    losses = [loss_fn.total(whole(x), y) / sum(y.numel() for _, y in own_data()) for x, y in own_data()]
+    sum(losses).backward()
+    expected = Trained([sum(losses).item()], snapshot_gradients([whole]), snapshot_parameters([whole]))
+    ranks = on_ranks(2, own_on_rank, tied, timeout_s=60)
+    assert_equals_one_process([trained for trained, _, _ in ranks], expected, config)
+    words = [
+        "seq_len=17 is over the model's max_seq_len=16: shorten the sequences",
+        "arg_mbs[2] holds token ids from 64 to 119, but vocab_size=61",
+        "target_mbs[2] has shape (5, 3), but its microbatch (3, 5): give a target a token",
+        "target_mbs[2] is torch.float32: pass token ids, int64, of shape (3, 5)",
+    ]
+    for _, said, outputs in ranks:
+        assert said == ranks[0][1]
+        for word, one in zip(words, said, strict=True):
+            assert word in one
+        for output, (x, _) in zip(outputs, own_data(), strict=True):
+            torch.testing.assert_close(output, whole(x), rtol=1e-9, atol=1e-9)
