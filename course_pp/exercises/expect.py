@@ -48,8 +48,8 @@ def expect_int(value: Any, what: str, remedy: str = "Divide with `//`.") -> int:
 
 
 def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """A list or tuple, of ``length`` entries unless that is None."""
-    if not isinstance(value, list | tuple):
+    """A list, tuple or range, of ``length`` entries unless that is None."""
+    if not isinstance(value, list | tuple | range):
         raise _wrong_kind(value, what, "a list")
     if length is not None and len(value) != length:
         raise Mistake(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same, scaled
@@ -33,6 +32,7 @@ from course_pp.model import (
     partition_by_cost,
 )
 from course_pp.runtime import Link, Recorder
+from course_pp.runtime.memory import Meter
 from course_pp.schedule import Timeline
 
 
@@ -442,38 +442,40 @@ def measured_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> Byt
 
 
 def _bytes_of(model: nn.Module, forward_and_backward: Callable[[], Any]) -> Bytes:
-    """Bytes of a step: tensors that can be walked over, and what autograd hands to ``saved_tensors_hooks``."""
-    kept: list[Tensor] = []
-    optimizer = torch.optim.AdamW(model.parameters())
-    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    """Bytes of a step: tensors that can be walked over, and what autograd keeps."""
+    optimizer, meter = torch.optim.AdamW(model.parameters()), _meter(model)
+    with meter.saving(0, 0):
         forward_and_backward()
     optimizer.step()
-    return {**_state_bytes(model, optimizer), "activations": _storage_bytes(kept, but_not=_own(model))}
+    return {**_state_bytes(model, optimizer), "activations": meter.log().seen_from(0, 0).peaks["activation"]}
+
+
+def _meter(model: nn.Module) -> Meter:
+    """Counts what is kept for backward, but for the model's own."""
+    meter = Meter()
+    meter.ignore([*model.parameters(), *model.buffers()])
+    return meter
 
 
 def second_forward(config: ModelConfig, budget: int) -> None:
-    """Run a step, and a second forward that stops at the first activation over ``budget`` bytes.
+    """Run a step, and a second forward that stops behind the first layer with activations over ``budget`` bytes.
 
     Raises:
         MemoryError: names the layer, as an accelerator's allocator would not.
     """
     model, (tokens, targets) = Transformer(config), _tokens()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer, meter = torch.optim.AdamW(model.parameters()), _meter(model)
     loss_fn(model(tokens), targets).backward()
     optimizer.step()
     room = budget - sum(_state_bytes(model, optimizer).values())
-    kept: list[Tensor] = []
-    reached: list[str] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
-        if _storage_bytes(kept, but_not=_own(model)) > room:
-            raise MemoryError(f"out of memory in layer {reached[-1]}, with {room / 2**20:.1f} MiB for activations")
-        return tensor
+    def look(name: str) -> None:
+        if meter.kept["activation"] > room:
+            raise MemoryError(f"out of memory in layer {name}, with {room / 2**20:.1f} MiB for activations")
 
     for name, layer in model.layers.items():
-        layer.register_forward_pre_hook(lambda *_, name=name: reached.append(name))
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer.register_forward_hook(lambda *_, name=name: look(name))
+    with meter.saving(0, 0):
         loss_fn(model(tokens), targets)
 
 
@@ -548,15 +550,9 @@ def _tokens(rows: int = 4, seq_len: int = 64) -> tuple[Tensor, Tensor]:
     return replace(_BESIDE_ONE, seq_len=seq_len).batch(rows)
 
 
-def _own(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _storage_bytes(tensors: Iterable[Tensor], but_not: Sequence[Tensor] = ()) -> int:
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Each storage once: several tensors may be views of one."""
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    own = {tensor.untyped_storage().data_ptr() for tensor in but_not}
-    return sum(size for address, size in sizes.items() if address not in own)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:

@@ -20,7 +20,7 @@ from course_pp.exercises.exercise import Exercise, exercises
 from course_pp.files import locked, state_folder, write_atomically
 
 _VERSION = 1
-_EXPORT_VERSION = 2
+EXPORT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Progress(Shown):
         No name of a person is in it; ``python -m course_pp report`` reads a folder of such files.
         """
         exercises = [asdict(row) for row in self.rows]
-        written = {"course_pp_export": _EXPORT_VERSION, "exercises": exercises, "quiz": self.quiz}
+        written = {"course_pp_export": EXPORT_VERSION, "exercises": exercises, "quiz": self.quiz}
         return _exported(Path(path), json.dumps(written, indent=1) + "\n")
 
     def __repr__(self) -> str:

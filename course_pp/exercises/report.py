@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 from collections.abc import Iterable, Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.exercises.exercise import exercises
-from course_pp.exercises.inventory import TIMES, Answers, Question, parse_answers, questions
+from course_pp.exercises.inventory import Answers, Question, parse_answers, questions
+from course_pp.exercises.progress import EXPORT_VERSION
 
 HELP = "say what a class has learned, from a folder of progress().to_json(...) files"
 
-_VERSIONS = (1, 2)
 _MOST_BYTES = 10_000_000
 _STATES = ("open", "not yet", "correct")
 # Longer than anybody works on one exercise without going home.
@@ -25,7 +24,7 @@ _HARD = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with one file a person, .json or .csv")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with one .json file a person")
     parser.add_argument("--json", action="store_true", help="print the report as one object")
 
 
@@ -71,48 +70,28 @@ class Export:
 
 def read_export(path: Path) -> Export:
     """Read one file. Raises Damaged, or OSError if it cannot be read."""
+    if path.suffix == ".csv":
+        raise Damaged("is for a spreadsheet; ask for progress().to_json(...)")
     if path.stat().st_size > _MOST_BYTES:
         raise Damaged("is too large for an export")
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
         raise Damaged("is no text") from None
-    if path.suffix == ".csv":
-        return Export(_solved(_rows_of_csv(text)), {when: {} for when in TIMES})
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
         raise Damaged("is no JSON, or not all of it") from None
-    if isinstance(data, list):  # version 1: the exercises alone
-        return Export(_solved(data), {when: {} for when in TIMES})
     if not isinstance(data, dict) or "course_pp_export" not in data:
         raise Damaged("is no export of progress()")
     version = data["course_pp_export"]
-    if version not in _VERSIONS:
-        raise Damaged(
-            f"is an export of version {str(version)[:20]}; this course reads {_VERSIONS[0]} and {_VERSIONS[-1]}"
-        )
+    if version != EXPORT_VERSION:
+        raise Damaged(f"is an export of version {str(version)[:20]}; this course reads {EXPORT_VERSION}")
     try:
         quiz = parse_answers(data.get("quiz", {}))
     except ValueError as error:
         raise Damaged(f"is damaged: {error}") from None
     return Export(_solved(data.get("exercises")), quiz)
-
-
-def _rows_of_csv(text: str) -> list[dict[str, Any]]:
-    rows = list(csv.DictReader(text.splitlines()))
-    if not rows:
-        raise Damaged("has no line of an exercise")
-    kept = []
-    for row in rows:
-        seen = {"True": True, "False": False}.get(str(row.get("solution_seen")))
-        try:
-            numbers = {name: int(row[name] or "") for name in ("attempts", "hints")}
-            took = float(row.get("took_minutes") or 0)
-        except (KeyError, TypeError, ValueError):
-            raise Damaged("is no export of progress()") from None
-        kept.append({**row, **numbers, "solution_seen": seen, "took_minutes": took})
-    return kept
 
 
 def _solved(rows: Any) -> dict[str, Solved]:
@@ -225,7 +204,7 @@ class ClassReport:
 
 
 def class_report(folder: Path) -> ClassReport:
-    """Read every ``.json`` and ``.csv`` in ``folder``. What is no export is left out, and said.
+    """Read every ``.json`` in ``folder``. What is no such export is left out, and said.
 
     Raises:
         ValueError: ``folder`` is none, or nothing in it could be read.

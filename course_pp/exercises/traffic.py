@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import patch
@@ -12,61 +12,44 @@ import torch.distributed as dist
 
 from course_pp.exercises.mistakes import Mistake
 
-_COLLECTIVES = (
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "_allgather_base",
-    "_reduce_scatter_base",
-)
-
 
 @dataclass
 class Traffic:
-    """What this rank has begun to send.
+    """What this rank has begun to send: bytes of messages, and the collectives that it called, barriers left out."""
 
-    Attributes:
-        sent: (rank it goes to, bytes) for each message, in the order in which they were begun.
-        collectives: the collectives it called, by their names in ``ProcessGroup``.
-    """
-
-    sent: list[tuple[int, int]] = field(default_factory=list)
+    n_bytes: int = 0
     collectives: list[str] = field(default_factory=list)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(n_bytes for _, n_bytes in self.sent)
 
 
 @contextmanager
 def watched_traffic() -> Iterator[Traffic]:
     """Note every message and collective that this process begins in the block, over any process group."""
-    traffic, group = Traffic(), dist.ProcessGroup
-    send = group.send
+    traffic, send = Traffic(), dist.ProcessGroup.send
 
-    def noted_send(self: Any, tensors: list[Any], to: int, *args: Any, **kwargs: Any) -> Any:
-        traffic.sent.append((to, sum(tensor.nbytes for tensor in tensors)))
-        return send(self, tensors, to, *args, **kwargs)
+    def noted_send(self: Any, tensors: list[Any], *args: Any, **kwargs: Any) -> Any:
+        traffic.n_bytes += sum(tensor.nbytes for tensor in tensors)
+        return send(self, tensors, *args, **kwargs)
 
-    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
-            traffic.collectives.append(name)
-            return method(self, *args, **kwargs)
+    def noted(_: Any, call: Any) -> None:
+        if call.collective and call.operation != "barrier":
+            traffic.collectives.append(call.operation)
 
-        return collective
-
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(group, "send", noted_send))
-        for name in _COLLECTIVES:
-            if (method := getattr(group, name, None)) is not None:
-                patches.enter_context(patch.object(group, name, noted(name, method)))
+    with patch.object(dist.ProcessGroup, "send", noted_send), _begun(noted):
         yield traffic
+
+
+@contextmanager
+def _begun(note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``note(handle, call)`` for each call that the launcher notes: where a rank blocks, nothing is in its way."""
+    calls = cast(Any, dist.ProcessGroup).course_pp_calls
+    begin = calls.begin
+
+    def noted(handle: Any, call: Any) -> None:
+        begin(handle, call)
+        note(handle, call)
+
+    with patch.object(calls, "begin", noted):
+        yield
 
 
 @contextmanager
@@ -79,13 +62,10 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     Raises:
         Mistake: at the end of the block.
     """
-    # Of the launcher's own notes, so that none of these functions is in the way where a rank blocks.
     calls = cast(Any, dist.ProcessGroup).course_pp_calls
-    begin, of = calls.begin, calls.of
-    pending: set[int] = set()
+    of, pending = calls.of, set[int]()
 
-    def noted_begin(handle: Any, call: Any) -> None:
-        begin(handle, call)
+    def noted(handle: Any, call: Any) -> None:
         if call.collective:
             pending.clear()
         elif (call.operation, call.peer) == ("send", to):
@@ -97,7 +77,7 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
         pending.discard(id(handle))
         return of(handle)
 
-    with patch.object(calls, "begin", noted_begin), patch.object(calls, "of", noted_of):
+    with _begun(noted), patch.object(calls, "of", noted_of):
         yield
     if pending:
         raise Mistake(

@@ -455,9 +455,12 @@ def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
             symptom = f"{where} the gradients are right, but rank {rank} has done a W before its forward {p - 1}."
             cause = f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as before."
             raise Mistake(symptom, cause)
-        # One more is let pass: a name may keep an input until it names the next one.
-        if rank and (places := max(outcome.places, outcome.returned[1])) > p + 1:
-            symptom = f"{where} the gradients are right, but rank {rank} has memory for {places} inputs"
+        # Of those in use at once one more is let pass: a name may keep an input until it names the next one.
+        slots = outcome.returned[1]
+        if rank and (slots > p or outcome.places > p + 1):
+            symptom = (
+                f"{where} the gradients are right, but rank {rank} has memory for {max(slots, outcome.places)} inputs"
+            )
             cause = (
                 "A slot is free again after the W of its microbatch: give it back, and p slots are enough. Count the "
                 "slots, used or not, and copies of inputs as well."

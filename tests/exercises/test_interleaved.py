@@ -1,6 +1,7 @@
 """The graders of notebook 04, by what learners hand in."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import sqrt
 from typing import Any
 
@@ -142,6 +143,12 @@ def by_kind(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: A
     healed_chunks_step(chunks, forwards_first, microbatches, targets, loss_fn, ring)
 
 
+def last_first(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+    """As given, but for which microbatch is which: on all ranks alike."""
+    turned = [replace(action, microbatch=len(microbatches) - 1 - action.microbatch) for action in order]
+    healed_chunks_step(chunks, turned, microbatches, targets, loss_fn, ring)
+
+
 WRONG = {
     "warm_up_forwards": [
         (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
@@ -213,6 +220,7 @@ WRONG = {
             "the last stage sends none",
         ),
         (by_kind, "the gradients are right, but rank 0 works in another order", "Go through `order`"),
+        (last_first, "rank 0 was given 0F0 0F1", "and did 0F7 0F6", "Go through `order`"),
     ],
 }
 RIGHT = {
@@ -222,7 +230,11 @@ RIGHT = {
     ],
     "best_chunks": [by_formula],
     "order_in_rounds": [by_counter, changed()],
-    "stages_of_rank": [by_search, lambda rank, p, v, shape: [*by_search(rank, p, v, shape)]],
+    "stages_of_rank": [
+        by_search,
+        lambda rank, p, v, shape: range(rank, p * v, p) if shape == "loop" else by_search(rank, p, v, shape),
+        lambda rank, p, v, shape: [*by_search(rank, p, v, shape)],
+    ],
     "healed_chunks_step": [in_halves],
 }
 

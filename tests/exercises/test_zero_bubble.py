@@ -258,6 +258,7 @@ WRONG_STEPS = [
     (PATIENTS["B"], "which `y` meets which `dy`"),
     (PATIENTS["C"], "the gradients are right, but the norm", "after the last W"),
     (step((SLOTS, "range(link.n_ranks - link.rank)")), "pop from an empty deque", "If it is `free` that is empty"),
+    (step((SLOTS, "range(link.n_ranks + 1)")), "memory for 5 inputs", "p slots are enough"),
     (step((SLOTS, "range(m)"), *FREED_BY_I), "memory for 8 inputs", "1F1B lets a rank hold 4"),
     (
         step((SLOTS, "range(link.n_ranks + 2)"), ("slot.detach()", "slot.clone()"), *FREED_BY_I),
