@@ -252,23 +252,15 @@ def _why_slower(case: _Case, found: Prediction, best: Prediction) -> str:
     of_pp = [each.step_s for each in every if each.layout.pp == got.pp]
     rules = (
         (got == replace(fastest, pp=fastest.tp, tp=fastest.pp), "`pp` and `tp` have changed places."),
-        (
-            found.step_s == max(each.step_s for each in every),
-            "That is the slowest one that fits: take the least `step_s`.",
-        ),
-        (
-            max(found.total_memory) == min(max(each.total_memory) for each in every),
-            "That is the one that holds least. All that fit are good enough; of those take the least `step_s`.",
-        ),
-        (
-            (got.pp, got.tp) == (fastest.pp, fastest.tp),
-            f"With `ac={fastest.ac!r}` it is faster and fits: try every `ac`, and compare `step_s`.",
-        ),
-        (
-            found.step_s == min(of_pp),
-            f"It is the fastest with pp={got.pp}. Was every pp that divides the GPUs tried? The best has {fastest.pp}.",
-        ),
-    )
+        (found.step_s == max(each.step_s for each in every),
+         "That is the slowest one that fits: take the least `step_s`."),
+        (max(found.total_memory) == min(max(each.total_memory) for each in every),
+         "That is the one that holds least. All that fit are good enough; of those take the least `step_s`."),
+        ((got.pp, got.tp) == (fastest.pp, fastest.tp),
+         f"With `ac={fastest.ac!r}` it is faster and fits: try every `ac`, and compare `step_s`."),
+        (found.step_s == min(of_pp),
+         f"It is the fastest with pp={got.pp}. Was every pp that divides the GPUs tried? The best has {fastest.pp}."),
+    )  # fmt: skip
     return why(rules, "Compare the `step_s` of every pp, tp and ac; the data-parallel ranks are what is left.")
 
 

@@ -112,24 +112,16 @@ def _why_tied(case: tuple[list[dict[str, int]]], got: list[dict[Any, Any]], righ
     tied = {_weight(stages, row): row for row in right}
     missed = next((weight for weight in tied if weight not in about), None)
     rules = (
-        (
-            any(len(row) < 2 for row in got),
-            "A weight on one stage, under however many names, is there once: nothing has to be added up.",
-        ),
-        (
-            len(set(about)) < len(about),
-            "One entry for each weight, with all its stages; of two names on a stage the first.",
-        ),
-        (
-            any(weight not in tied for weight in about) or len(about) < len(got),
-            "Two entries are one weight if their number is the same, whatever they are called.",
-        ),
-        (
-            missed is not None,
-            f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))} hold: two entries "
-            "are one weight if their number is the same, whatever the names, and on whichever stages they are.",
-        ),
-    )
+        (any(len(row) < 2 for row in got),
+         "A weight on one stage, under however many names, is there once: nothing has to be added up."),
+        (len(set(about)) < len(about),
+         "One entry for each weight, with all its stages; of two names on a stage the first."),
+        (any(weight not in tied for weight in about) or len(about) < len(got),
+         "Two entries are one weight if their number is the same, whatever they are called."),
+        (missed is not None,
+         f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))} hold: two entries "
+         "are one weight if their number is the same, whatever the names, and on whichever stages they are."),
+    )  # fmt: skip
     return why(rules, "One entry for each stage that holds it, whichever they are; of two names on a stage the first.")
 
 
@@ -287,29 +279,19 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
 
     n_real, n_all = mask[:, 1:].sum().item(), mask[:, 1:].numel()
     rules = (
-        (
-            close(loss, right, 1e-5),
-            "It is right but for rounding: keep the sum a tensor of float64, without `.item()`.",
-        ),
-        (
-            gives(1 - mask, n_real, n_all, n_all - n_real),
-            "Only padding counts: the mask is 1 where a token is real, and -100 belongs where it is 0.",
-        ),
-        (
-            name != "no padding" and gives(torch.ones_like(mask), n_real, n_all),
-            "Padding is guessed like everything else: as a target it has to be left out, with -100.",
-        ),
-        (
-            gives(mask, n_all, n_real / m, n_real * m, 1, len(mask), mask.sum().item(), mask[:, :-1].sum().item()),
-            "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`, once.",
-        ),
-        (
-            m > 1,
-            "With one microbatch it is right. Does each microbatch go with its own rows of the mask, and is the sum "
-            "divided by the tokens counted in the whole batch?",
-        ),
+        (close(loss, right, 1e-5),
+         "It is right but for rounding: keep the sum a tensor of float64, without `.item()`."),
+        (gives(1 - mask, n_real, n_all, n_all - n_real),
+         "Only padding counts: the mask is 1 where a token is real, and -100 belongs where it is 0."),
+        (name != "no padding" and gives(torch.ones_like(mask), n_real, n_all),
+         "Padding is guessed like everything else: as a target it has to be left out, with -100."),
+        (gives(mask, n_all, n_real / m, n_real * m, 1, len(mask), mask.sum().item(), mask[:, :-1].sum().item()),
+         "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`, once."),
+        (m > 1,
+         "With one microbatch it is right. Does each microbatch go with its own rows of the mask, and is the sum "
+         "divided by the tokens counted in the whole batch?"),
         (name == "no padding", "Each position guesses the next token: `x[:, :-1]` against `rows[:, 1:]`."),
-    )
+    )  # fmt: skip
     return why(rules, "Every stage attends, so each has to know what is padding. What does `stage(x)` know?")
 
 
