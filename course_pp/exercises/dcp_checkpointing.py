@@ -498,50 +498,30 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        "rectangle", "09", "what a rank holds", 2, 7,
-        (
-            "First the cut of tensor parallelism, if there is one: it says how many rows are left.",
-            "FSDP cuts those rows into parts of rows / dp, rounded up. With which row does part `dp_rank` begin?",
-            "FSDP's part begins at `min(dp_rank * most, rows)` and has `min(most, rows - begin)` rows; the offset of "
-            "tensor parallelism comes on top.",
-        ),
-        rectangle, _grade_rectangle,
-    ),
-    Exercise(
-        "overlaps", "09", "which old files a new rank reads", 2, 7,
-        (
-            "In one dimension: where do two intervals begin to overlap, and where do they end?",
-            "The overlap begins at the larger of the beginnings and ends at the smaller of the ends.",
-            "Do it in each dimension. Leave the file out unless the end is beyond the beginning in all of them.",
-        ),
-        overlaps, _grade_overlaps,
-    ),
-    Exercise(
-        "newest_whole", "09", "latest, by looking", 1, 5,
-        (
-            "Three questions to each directory: is it named as a checkpoint, is there a manifest, does it agree?",
-            "`files.get(file) == size` for every file of the manifest.",
-            "Of those that are whole take the highest number, compared as an int: `max(…, default=None)`.",
-        ),
-        newest_whole, _grade_newest_whole,
-    ),
-    Exercise(
-        "save_together", "09", "two barriers", 2, 5,
-        (
-            "What must rank 0 know before it publishes? And what must the others know before they go on?",
-            "`dist.barrier()` returns when all ranks have called it, so every rank has to call it.",
-            "Write, barrier, publish on rank 0 alone, barrier.",
-        ),
-        save_together, _grade_save_together, limit_s=8.0,
-    ),
-    Exercise(
-        "checkpoint_entries", "09", "bug clinic", 3, 9,
-        (
-            "Which key would a rank of another layout look for? It knows the names of its parameters and where it is.",
-            "`stage.named_parameters()` gives the name, `optimizer.state[parameter]` the moments that belong to it.",
-            "Keys: `model.NAME`, `optimizer.NAME.SLOT`, `rng.COORDINATES` with every rank's own state, and the step.",
-        ),
-        checkpoint_entries, _grade_checkpoint_entries, limit_s=20.0,
-    ),
+    Exercise(rectangle, _grade_rectangle, "09", "what a rank holds", 2, 7, (
+        "First the cut of tensor parallelism, if there is one: it says how many rows are left.",
+        "FSDP cuts those rows into parts of rows / dp, rounded up. With which row does part `dp_rank` begin?",
+        "FSDP's part begins at `min(dp_rank * most, rows)` and has `min(most, rows - begin)` rows; the offset of "
+        "tensor parallelism comes on top.",
+    )),
+    Exercise(overlaps, _grade_overlaps, "09", "which old files a new rank reads", 2, 7, (
+        "In one dimension: where do two intervals begin to overlap, and where do they end?",
+        "The overlap begins at the larger of the beginnings and ends at the smaller of the ends.",
+        "Do it in each dimension. Leave the file out unless the end is beyond the beginning in all of them.",
+    )),
+    Exercise(newest_whole, _grade_newest_whole, "09", "latest, by looking", 1, 5, (
+        "Three questions to each directory: is it named as a checkpoint, is there a manifest, does it agree?",
+        "`files.get(file) == size` for every file of the manifest.",
+        "Of those that are whole take the highest number, compared as an int: `max(…, default=None)`.",
+    )),
+    Exercise(save_together, _grade_save_together, "09", "two barriers", 2, 5, (
+        "What must rank 0 know before it publishes? And what must the others know before they go on?",
+        "`dist.barrier()` returns when all ranks have called it, so every rank has to call it.",
+        "Write, barrier, publish on rank 0 alone, barrier.",
+    ), limit_s=8.0),
+    Exercise(checkpoint_entries, _grade_checkpoint_entries, "09", "bug clinic", 3, 9, (
+        "Which key would a rank of another layout look for? It knows the names of its parameters and where it is.",
+        "`stage.named_parameters()` gives the name, `optimizer.state[parameter]` the moments that belong to it.",
+        "Keys: `model.NAME`, `optimizer.NAME.SLOT`, `rng.COORDINATES` with every rank's own state, and the step.",
+    ), limit_s=20.0),
 )  # fmt: skip

@@ -25,26 +25,29 @@ class Exercise:
     """A function that the learner completes.
 
     Attributes:
-        name: of the function.
+        solution: a function that passes; its name is the exercise's. Runs in the notebook as its source stands here.
+        grade: returns if the answer is right and raises `Mistake` if not.
         notebook: the number at the beginning of the notebook's name, ``"02"``.
         title: what is to be done, a few words.
         difficulty: 1 to 3.
         minutes: how long it takes someone who has read the notebook so far.
         hints: one step each; the last all but says it.
-        solution: of the same name; runs in the notebook as its source stands here.
-        grade: returns if the answer is right and raises `Mistake` if not.
         limit_s: seconds that one call of the answer may take.
     """
 
-    name: str
+    solution: Callable[..., Any]
+    grade: Callable[[Answer], None]
     notebook: str
     title: str
     difficulty: int
     minutes: int
     hints: tuple[str, ...]
-    solution: Callable[..., Any]
-    grade: Callable[[Answer], None]
     limit_s: float = 5.0
+
+    @property
+    def name(self) -> str:
+        """Of the function that the learner writes."""
+        return self.solution.__name__
 
     @property
     def stars(self) -> str:

@@ -50,6 +50,7 @@ _WRONG_GATHERS = (
 
 _EITHER = (True, False)
 _GATHERS = [(again, *size, pp) for size, again, pp in product(((8, 4), (1, 7), (3, 1), (5, 2)), _EITHER, _EITHER)]
+_GRADE_GATHERS = Formula(gathers, _GATHERS, _WRONG_GATHERS)
 
 
 def rank_bytes(layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool) -> float:
@@ -90,6 +91,7 @@ _WRONG_BYTES = (
 
 _MODELS = ((6, 1000, 300, 4), (1, 512, 64, 2), (12, 4096, 0, 8), (2, 10, 4, 2), (5, 7, 3, 4))
 _RANK_BYTES = [(*model, again, pp) for model, again, pp in product(_MODELS, _EITHER, _EITHER)]
+_GRADE_RANK_BYTES = Formula(rank_bytes, _RANK_BYTES, _WRONG_BYTES)
 
 
 def choose_reshard(
@@ -145,6 +147,9 @@ def _sizes_of_choice(case: tuple[Any, ...], got: Any, right: Any) -> str:
     return f"{sizes}; a forward takes {forward}, a gather {gather}"
 
 
+_GRADE_CHOOSE_RESHARD = Formula(choose_reshard, _CHOICES, _WRONG_CHOICES, read=_read_choice, example=_sizes_of_choice)
+
+
 def hsdp_bytes(model: float, replicate: int, shard: int, reshard: bool) -> tuple[float, float]:
     """Bytes that a rank sends over dp_shard and over dp_replicate in one step, with rings."""
     rounds = 3 if reshard else 2
@@ -180,6 +185,9 @@ _HSDP_BYTES = [(*mesh, again) for mesh, again in product(_MESHES, _EITHER)]
 
 def _read_pair(value: Any, call: str) -> list[float]:
     return [expect_number(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))]
+
+
+_GRADE_HSDP_BYTES = Formula(hsdp_bytes, _HSDP_BYTES, _WRONG_HSDP, read=_read_pair)
 
 
 def accumulate_sharded(
@@ -322,54 +330,33 @@ def _why_factor(ratio: float, m: int) -> str:
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        "gathers", "08", "gathers by policy", 2, 6,
-        (
-            "Count for one group: in which state does each action find it, and in which does it leave it?",
-            "Without a pipeline a backward always frees the group. In a pipeline it does not.",
-            "With True each of the m forwards frees. In the loop every forward and every backward gathers, 2m; in the "
-            "pipeline the first forward, and whatever comes after a forward, m + 1.",
-        ),
-        gathers, Formula(gathers, _GATHERS, _WRONG_GATHERS),
-    ),
-    Exercise(
-        "rank_bytes", "08", "bytes a rank keeps", 2, 7,
-        (
-            "Parameters and two moments are shards, P/n each. What is whole at the peak comes on top.",
-            "Without a pipeline: gradients are shards; gathered are the root and two layers with True, all with False.",
-            "Under a pipeline: 3P/n of shards, P of gathered parameters, P of whole gradients, whatever the policy.",
-        ),
-        rank_bytes, Formula(rank_bytes, _RANK_BYTES, _WRONG_BYTES),
-    ),
-    Exercise(
-        "choose_reshard", "08", "memory and bandwidth are given", 3, 8,
-        (
-            "Decide first what fits. False keeps all layers. What does True keep, without a pipeline and with one?",
-            "True is as fast as False if the gathers are hidden: a gather behind a forward, and in backward a gather "
-            "and a reduction behind two forwards.",
-            "Pipeline: False if layers * layer fits, else None. Otherwise: False if it fits and gather > forward; else "
-            "True if 2 * layer fits; else None.",
-        ),
-        choose_reshard,
-        Formula(choose_reshard, _CHOICES, _WRONG_CHOICES, read=_read_choice, example=_sizes_of_choice),
-    ),
-    Exercise(
-        "hsdp_bytes", "08", "what HSDP sends where", 2, 5,
-        (
-            "Over `dp_shard`: how often is the model gathered with each policy, and how often are gradients reduced?",
-            "All-gather and reduce-scatter send (n - 1)/n of the whole each, an all-reduce twice as much.",
-            "What is all-reduced over `dp_replicate` is model / shard bytes.",
-        ),
-        hsdp_bytes, Formula(hsdp_bytes, _HSDP_BYTES, _WRONG_HSDP, read=_read_pair),
-    ),
-    Exercise(
-        "accumulate_sharded", "08", "bug clinic", 3, 8,
-        (
-            "Who has taken the mean over the ranks when backward returns? And how often was it taken?",
-            "FSDP averages gradients over its ranks. Reductions wait if the model was told so before the backward: "
-            "`model.set_requires_gradient_sync(False)`.",
-            "Before the forward of microbatch i: `model.set_requires_gradient_sync(i == m - 1)`. Drop the division.",
-        ),
-        accumulate_sharded, _grade_accumulate_sharded, limit_s=20.0,
-    ),
+    Exercise(gathers, _GRADE_GATHERS, "08", "gathers by policy", 2, 6, (
+        "Count for one group: in which state does each action find it, and in which does it leave it?",
+        "Without a pipeline a backward always frees the group. In a pipeline it does not.",
+        "With True each of the m forwards frees. In the loop every forward and every backward gathers, 2m; in the "
+        "pipeline the first forward, and whatever comes after a forward, m + 1.",
+    )),
+    Exercise(rank_bytes, _GRADE_RANK_BYTES, "08", "bytes a rank keeps", 2, 7, (
+        "Parameters and two moments are shards, P/n each. What is whole at the peak comes on top.",
+        "Without a pipeline: gradients are shards; gathered are the root and two layers with True, all with False.",
+        "Under a pipeline: 3P/n of shards, P of gathered parameters, P of whole gradients, whatever the policy.",
+    )),
+    Exercise(choose_reshard, _GRADE_CHOOSE_RESHARD, "08", "memory and bandwidth are given", 3, 8, (
+        "Decide first what fits. False keeps all layers. What does True keep, without a pipeline and with one?",
+        "True is as fast as False if the gathers are hidden: a gather behind a forward, and in backward a gather and a "
+        "reduction behind two forwards.",
+        "Pipeline: False if layers * layer fits, else None. Otherwise: False if it fits and gather > forward; else "
+        "True if 2 * layer fits; else None.",
+    )),
+    Exercise(hsdp_bytes, _GRADE_HSDP_BYTES, "08", "what HSDP sends where", 2, 5, (
+        "Over `dp_shard`: how often is the model gathered with each policy, and how often are gradients reduced?",
+        "All-gather and reduce-scatter send (n - 1)/n of the whole each, an all-reduce twice as much.",
+        "What is all-reduced over `dp_replicate` is model / shard bytes.",
+    )),
+    Exercise(accumulate_sharded, _grade_accumulate_sharded, "08", "bug clinic", 3, 8, (
+        "Who has taken the mean over the ranks when backward returns? And how often was it taken?",
+        "FSDP averages gradients over its ranks. Reductions wait if the model was told so before the backward: "
+        "`model.set_requires_gradient_sync(False)`.",
+        "Before the forward of microbatch i: `model.set_requires_gradient_sync(i == m - 1)`. Drop the division.",
+    ), limit_s=20.0),
 )  # fmt: skip

@@ -54,6 +54,12 @@ _WRONG_BUBBLES = (
     (lambda p, m: 100 * (p - 1) / (m + p - 1), "Give a share from 0 to 1, not per cent."),
     (lambda p, m: (p - 1) // (m + p - 1), "`//` drops what comes after the point: divide with `/`."),
 )  # fmt: skip
+_GRADE_BUBBLE = Formula(
+    bubble,
+    [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)],
+    _WRONG_BUBBLES,
+    "Count slots: in how many does a rank work, and how many are there from the first start to the last end?",
+)
 
 
 def afab_order(p: int, m: int) -> list[list[Action]]:
@@ -271,6 +277,12 @@ _WRONG_PEAKS = (
      "All forwards come before the first backward: then m microbatches are in flight."),
     (lambda m, x, a, again: m * (x + a) if again else m * x + a, "The two cases are swapped."),
 )  # fmt: skip
+_GRADE_PEAK_BYTES = Formula(
+    peak_bytes,
+    [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)],
+    _WRONG_PEAKS,
+    "When the first backward begins, what is kept of each of the m microbatches, and what of one of them more?",
+)
 
 
 def mended_step(
@@ -360,66 +372,34 @@ def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> 
 
 
 EXERCISES = (
-    Exercise(
-        "bubble", "02", "the bubble of GPipe", 1, 3,
-        (
-            "Count in slots, each as long as one forward and one backward of one microbatch.",
-            "Every rank works in m slots. How many slots after the first rank does the last one begin?",
-            "A rank idles for p - 1 of the m + p - 1 slots.",
-        ),
-        bubble,
-        Formula(
-            bubble,
-            [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)],
-            _WRONG_BUBBLES,
-            "Count slots: in how many does a rank work, and how many are there from the first start to the last end?",
-        ),
-    ),
-    Exercise(
-        "afab_order", "02", "all forwards, all backwards", 2, 6,
-        (
-            "One list for each rank; rank r holds stage r.",
-            'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every i.',
-            "All ranks take the microbatches in the same order, forward and backward.",
-        ),
-        afab_order, _grade_order,
-    ),
-    Exercise(
-        "accumulate", "02", "unequal microbatches", 2, 6,
-        (
-            "`loss_fn` gives a mean over the rows of a microbatch. Which factor makes it a part of the mean over all?",
-            "Its share: rows of this microbatch / rows of all of them.",
-            "Of each microbatch: `share = loss_fn(model(x), target) * len(x) / rows`, then `share.backward()`. Return "
-            "the sum of the shares.",
-        ),
-        accumulate, _grade_accumulate,
-    ),
-    Exercise(
-        "peak_bytes", "02", "bytes at the peak", 2, 4,
-        (
-            "Before the first backward all m microbatches are in flight. What is kept of each?",
-            "With recomputation only what the stage received is kept, and one microbatch at a time is unfolded again.",
-        ),
-        peak_bytes,
-        Formula(
-            peak_bytes,
-            [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)],
-            _WRONG_PEAKS,
-            "When the first backward begins, what is kept of each of the m microbatches, and what of one of them more?",
-        ),
-    ),
-    Exercise(
-        "mended_step", "02", "bug clinic", 3, 10,
-        (
-            "Take one symptom at a time. A wrong loss cannot come from a backward. A factor of exactly m has to do "
-            "with m. A last rank that is right sends the right gradients.",
-            "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which microbatch "
-            "does each rank take first in its backwards?",
-            "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other ranks take the "
-            "oldest microbatch first: `in_flight.pop(0)`.",
-        ),
-        mended_step, _grade_mended_step, limit_s=10.0,
-    ),
+    Exercise(bubble, _GRADE_BUBBLE, "02", "the bubble of GPipe", 1, 3, (
+        "Count in slots, each as long as one forward and one backward of one microbatch.",
+        "Every rank works in m slots. How many slots after the first rank does the last one begin?",
+        "A rank idles for p - 1 of the m + p - 1 slots.",
+    )),
+    Exercise(afab_order, _grade_order, "02", "all forwards, all backwards", 2, 6, (
+        "One list for each rank; rank r holds stage r.",
+        'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every i.',
+        "All ranks take the microbatches in the same order, forward and backward.",
+    )),
+    Exercise(accumulate, _grade_accumulate, "02", "unequal microbatches", 2, 6, (
+        "`loss_fn` gives a mean over the rows of a microbatch. Which factor makes it a part of the mean over all?",
+        "Its share: rows of this microbatch / rows of all of them.",
+        "Of each microbatch: `share = loss_fn(model(x), target) * len(x) / rows`, then `share.backward()`. Return the "
+        "sum of the shares.",
+    )),
+    Exercise(peak_bytes, _GRADE_PEAK_BYTES, "02", "bytes at the peak", 2, 4, (
+        "Before the first backward all m microbatches are in flight. What is kept of each?",
+        "With recomputation only what the stage received is kept, and one microbatch at a time is unfolded again.",
+    )),
+    Exercise(mended_step, _grade_mended_step, "02", "bug clinic", 3, 10, (
+        "Take one symptom at a time. A wrong loss cannot come from a backward. A factor of exactly m has to do with m. "
+        "A last rank that is right sends the right gradients.",
+        "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which microbatch does "
+        "each rank take first in its backwards?",
+        "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other ranks take the "
+        "oldest microbatch first: `in_flight.pop(0)`.",
+    ), limit_s=10.0),
 )  # fmt: skip
 
 

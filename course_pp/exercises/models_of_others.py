@@ -309,43 +309,27 @@ def _losses(rank: int, fn: Callable[..., Any], cases: list[tuple[str, int]]) -> 
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        "carries", "10", "what a cut carries", 2, 7,
-        (
-            "For one cut: which calls are behind it, and what do they read?",
-            "Collect in a set what the calls `begin`, `begin + 1`, … read. Of that, keep what was made before the cut.",
-            "`source < begin` was made before. Sort the set, and do the same for every cut.",
-        ),
-        carries, _grade_carries,
-    ),
-    Exercise(
-        "tied_across", "10", "one weight, two stages", 1, 5,
-        (
-            "Collect for each weight, by its number, where it lies: a dictionary of dictionaries.",
-            "`places.setdefault(weight, {})` is the entry of a weight; put `stage: name` into it, unless the stage is "
-            "there already.",
-            "Return the entries with more than one stage.",
-        ),
-        tied_across, _grade_tied,
-    ),
-    Exercise(
-        "skip_bytes", "10", "handed on, or straight", 2, 7,
-        (
-            "Handed on, a value crosses each boundary between the stage that makes it and the last that reads it.",
-            "A boundary costs nothing if both stages are on one rank: `rank_of[stage] == rank_of[stage + 1]`.",
-            "Straight, it goes once to each rank in `{rank_of[stage] for stage in readers}`, but not to its own.",
-        ),
-        skip_bytes, _grade_skip_bytes,
-    ),
-    Exercise(
-        "masked_loss", "10", "bug clinic", 2, 6,
-        (
-            "Which stages attend to other positions? What do those know of the padding?",
-            "`stage(x)` attends to every position before: pass `attention_mask=` to each stage.",
-            "Each microbatch has its own rows of the mask: `mask.chunk(m)`.",
-        ),
-        masked_loss, grade_masked_loss, limit_s=10.0,
-    ),
+    Exercise(carries, _grade_carries, "10", "what a cut carries", 2, 7, (
+        "For one cut: which calls are behind it, and what do they read?",
+        "Collect in a set what the calls `begin`, `begin + 1`, … read. Of that, keep what was made before the cut.",
+        "`source < begin` was made before. Sort the set, and do the same for every cut.",
+    )),
+    Exercise(tied_across, _grade_tied, "10", "one weight, two stages", 1, 5, (
+        "Collect for each weight, by its number, where it lies: a dictionary of dictionaries.",
+        "`places.setdefault(weight, {})` is the entry of a weight; put `stage: name` into it, unless the stage is "
+        "there already.",
+        "Return the entries with more than one stage.",
+    )),
+    Exercise(skip_bytes, _grade_skip_bytes, "10", "handed on, or straight", 2, 7, (
+        "Handed on, a value crosses each boundary between the stage that makes it and the last that reads it.",
+        "A boundary costs nothing if both stages are on one rank: `rank_of[stage] == rank_of[stage + 1]`.",
+        "Straight, it goes once to each rank in `{rank_of[stage] for stage in readers}`, but not to its own.",
+    )),
+    Exercise(masked_loss, grade_masked_loss, "10", "bug clinic", 2, 6, (
+        "Which stages attend to other positions? What do those know of the padding?",
+        "`stage(x)` attends to every position before: pass `attention_mask=` to each stage.",
+        "Each microbatch has its own rows of the mask: `mask.chunk(m)`.",
+    ), limit_s=10.0),
 )  # fmt: skip
 
 

@@ -369,47 +369,31 @@ def _grade_untrained(answer: Answer) -> None:
 
 
 EXERCISES = (
-    Exercise(
-        "assign_layers", "01", "which layers go where", 1, 5,
-        (
-            "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left over.",
-            "The first `extras` stages have `share + 1` layers, the others `share`; each starts where the last ended.",
-        ),
-        assign_layers, _grade_assign_layers,
-    ),
-    Exercise(
-        "two_rank_step", "01", "forward and backward across the cut", 2, 15,
-        (
-            "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the gradient last.",
-            "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the tensor it received "
-            "has in `.grad` what rank 0 waits for.",
-            "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from the output that "
-            "still has its graph.",
-        ),
-        two_rank_step, _grade_two_rank_step,
-    ),
-    Exercise(
-        "balanced_cut", "01", "the costliest stage as cheap as can be", 3, 20,
-        (
-            "Solve smaller questions first: what is the best cut of the first `end` layers only, on fewer stages?",
-            "The last stage of such a cut goes from some `start` to `end`. Then the stages before it are the best cut "
-            "of the first `start` layers on one stage less, which you know already: this is dynamic programming.",
-            "Keep a dictionary: `best[end]` is the cost of the costliest stage, and the ranges. Begin with "
-            "`best = {0: (0.0, [])}`, no layer on no stage.",
-            "For each further stage make a new one: `longer[end]` is the smallest, over all `start < end` in `best`, "
-            "of `(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The stages to come need a layer each.",
-        ),
-        balanced_cut, _grade_balanced_cut,
-    ),
-    Exercise(
-        "untrained", "01", "the check that would have caught it", 1, 5,
-        (
-            "`stage.named_parameters()` gives names and parameters; look at `parameter.grad`.",
-            "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`), or zeros only "
-            "(`not grad.any()`).",
-        ),
-        untrained, _grade_untrained,
-    ),
+    Exercise(assign_layers, _grade_assign_layers, "01", "which layers go where", 1, 5, (
+        "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left over.",
+        "The first `extras` stages have `share + 1` layers, the others `share`; each starts where the last ended.",
+    )),
+    Exercise(two_rank_step, _grade_two_rank_step, "01", "forward and backward across the cut", 2, 15, (
+        "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the gradient last.",
+        "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the tensor it received has "
+        "in `.grad` what rank 0 waits for.",
+        "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from the output that still "
+        "has its graph.",
+    )),
+    Exercise(balanced_cut, _grade_balanced_cut, "01", "the costliest stage as cheap as can be", 3, 20, (
+        "Solve smaller questions first: what is the best cut of the first `end` layers only, on fewer stages?",
+        "The last stage of such a cut goes from some `start` to `end`. Then the stages before it are the best cut of "
+        "the first `start` layers on one stage less, which you know already: this is dynamic programming.",
+        "Keep a dictionary: `best[end]` is the cost of the costliest stage, and the ranges. Begin with `best = {0: "
+        "(0.0, [])}`, no layer on no stage.",
+        "For each further stage make a new one: `longer[end]` is the smallest, over all `start < end` in `best`, of "
+        "`(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The stages to come need a layer each.",
+    )),
+    Exercise(untrained, _grade_untrained, "01", "the check that would have caught it", 1, 5, (
+        "`stage.named_parameters()` gives names and parameters; look at `parameter.grad`.",
+        "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`), or zeros only (`not "
+        "grad.any()`).",
+    )),
 )  # fmt: skip
 
 

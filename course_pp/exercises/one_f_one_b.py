@@ -376,6 +376,7 @@ _BUDGETS = [
     (100, 40, 8, 1, 90, 8),
     (400, 10, 16, 1, 85, 4),
 ]
+_GRADE_CHOOSE = Formula(choose, _BUDGETS, _WRONG_CHOICES, _why_other_choice, read=_read_choice, example=_shown_choice)
 
 
 def healed_step(
@@ -444,61 +445,39 @@ is so whenever each message is taken before the next one is written."""
 
 
 EXERCISES = (
-    Exercise(
-        "order_1f1b", "03", "1F1B as an order", 2, 6,
-        (
-            "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
-            "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward is followed by "
-            "the oldest backward that is left: forward i, backward `i - warm_up`.",
-            "The drain has as many backwards as the warm-up had forwards: those of microbatches "
-            "`m - warm_up` to m - 1.",
-        ),
-        order_1f1b, _grade_order,
-    ),
-    Exercise(
-        "step_without_deadlock", "03", "messages that do not block", 2, 8,
-        (
-            "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the sends block.",
-            "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep these, or the "
-            "messages may be lost.",
-            "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last backward: "
-            "`for send in sends: send.wait()`.",
-        ),
-        step_without_deadlock, _grade_step,
-    ),
-    Exercise(
-        "held_with_latency", "03", "room for what is on its way", 3, 8,
-        (
-            "Without latency the answer is `p - rank`: one microbatch for each rank from here to the last. What else "
-            "is there for a microbatch to be on?",
-            "Each link is crossed twice. While one microbatch spends `2 * latency` on it, a new one comes every "
-            "`forward + backward`.",
-            "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward + backward))` of them.",
-        ),
-        held_with_latency, _GRADE_ROOM,
-    ),
-    Exercise(
-        "choose", "03", "a budget of memory", 2, 7,
-        (
-            "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in one stage.",
-            "One microbatch in one stage keeps `activations / (p * m)`.",
-            "Try all p up to `max_ranks` and all m that divide `rows` and leave `min_rows`. Of those that fit, take "
-            "the one with the smallest `(p - 1) / (m + p - 1)`.",
-        ),
-        choose,
-        Formula(choose, _BUDGETS, _WRONG_CHOICES, _why_other_choice, read=_read_choice, example=_shown_choice),
-    ),
-    Exercise(
-        "healed_step", "03", "bug clinic", 3, 8,
-        (
-            "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
-            "gradient need that the others do not?",
-            "`x` is needed from its forward until its backward. How many forwards does rank r do in between, and how "
-            "many slots are there?",
-            "In the steady state the forward comes first: `warm_up + 1` microbatches are in flight.",
-        ),
-        healed_step, partial(_grade_step, places_count=True),
-    ),
+    Exercise(order_1f1b, _grade_order, "03", "1F1B as an order", 2, 6, (
+        "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
+        "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward is followed by the "
+        "oldest backward that is left: forward i, backward `i - warm_up`.",
+        "The drain has as many backwards as the warm-up had forwards: those of microbatches `m - warm_up` to m - 1.",
+    )),
+    Exercise(step_without_deadlock, _grade_step, "03", "messages that do not block", 2, 8, (
+        "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the sends block.",
+        "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep these, or the "
+        "messages may be lost.",
+        "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last backward: `for send "
+        "in sends: send.wait()`.",
+    )),
+    Exercise(held_with_latency, _GRADE_ROOM, "03", "room for what is on its way", 3, 8, (
+        "Without latency the answer is `p - rank`: one microbatch for each rank from here to the last. What else is "
+        "there for a microbatch to be on?",
+        "Each link is crossed twice. While one microbatch spends `2 * latency` on it, a new one comes every `forward + "
+        "backward`.",
+        "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward + backward))` of them.",
+    )),
+    Exercise(choose, _GRADE_CHOOSE, "03", "a budget of memory", 2, 7, (
+        "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in one stage.",
+        "One microbatch in one stage keeps `activations / (p * m)`.",
+        "Try all p up to `max_ranks` and all m that divide `rows` and leave `min_rows`. Of those that fit, take the "
+        "one with the smallest `(p - 1) / (m + p - 1)`.",
+    )),
+    Exercise(healed_step, partial(_grade_step, places_count=True), "03", "bug clinic", 3, 8, (
+        "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
+        "gradient need that the others do not?",
+        "`x` is needed from its forward until its backward. How many forwards does rank r do in between, and how many "
+        "slots are there?",
+        "In the steady state the forward comes first: `warm_up + 1` microbatches are in flight.",
+    )),
 )  # fmt: skip
 
 

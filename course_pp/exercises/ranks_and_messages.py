@@ -283,39 +283,30 @@ def _why_other_seconds(case: tuple[Any, ...], got: float, right: float) -> str:
     return "The rounds follow each other: each pays the latency, and the time of one chunk."
 
 
+_GRADE_RING_SECONDS = Formula(ring_seconds, _RINGS_TIMED, _WRONG_SECONDS, _why_other_seconds)
+
+
 EXERCISES = (
-    Exercise(
-        "shift", "00", "a ring that does not hang", 1, 5,
-        (
-            "If all ranks begin with the same blocking call, all wait. Either the ranks differ, or the call does not "
-            "block.",
-            "`isend` starts to send and returns a handle. Then `recv` from `(rank - 1) % p` into a tensor like `x`, "
-            "and only then `wait()` on the handle.",
-            "`torch.empty_like(x)` has the shape and the dtype of `x`. In a ring of one there is nobody to send to: "
-            "return a copy.",
-        ),
-        shift, _grade_shift,
-    ),
-    Exercise(
-        "all_gather", "00", "the second half of the ring", 2, 10,
-        (
-            "It has the shape of `reduce_scatter`: p - 1 steps, each one `exchange` with the same two neighbours, but "
-            "nothing is added.",
-            "In step 0 a rank sends the only chunk that is complete there, `(rank + 1) % p`. Which one is its left "
-            "neighbour sending at that moment?",
-            "What arrived in one step is sent in the next: the index sent is `(rank + 1 - step) % p`, the index "
-            "received `(rank - step) % p`.",
-        ),
-        all_gather, _grade_all_gather,
-    ),
-    Exercise(
-        "ring_seconds", "00", "what an all-reduce costs", 1, 5,
-        (
-            "How many rounds are there, and how many bytes does a rank send in one of them?",
-            "Each half has p - 1 rounds. A round takes the latency and the time of one chunk of `n_bytes / p`.",
-        ),
-        ring_seconds, Formula(ring_seconds, _RINGS_TIMED, _WRONG_SECONDS, _why_other_seconds),
-    ),
+    Exercise(shift, _grade_shift, "00", "a ring that does not hang", 1, 5, (
+        "If all ranks begin with the same blocking call, all wait. Either the ranks differ, or the call does not "
+        "block.",
+        "`isend` starts to send and returns a handle. Then `recv` from `(rank - 1) % p` into a tensor like `x`, and "
+        "only then `wait()` on the handle.",
+        "`torch.empty_like(x)` has the shape and the dtype of `x`. In a ring of one there is nobody to send to: return "
+        "a copy.",
+    )),
+    Exercise(all_gather, _grade_all_gather, "00", "the second half of the ring", 2, 10, (
+        "It has the shape of `reduce_scatter`: p - 1 steps, each one `exchange` with the same two neighbours, but "
+        "nothing is added.",
+        "In step 0 a rank sends the only chunk that is complete there, `(rank + 1) % p`. Which one is its left "
+        "neighbour sending at that moment?",
+        "What arrived in one step is sent in the next: the index sent is `(rank + 1 - step) % p`, the index received "
+        "`(rank - step) % p`.",
+    )),
+    Exercise(ring_seconds, _GRADE_RING_SECONDS, "00", "what an all-reduce costs", 1, 5, (
+        "How many rounds are there, and how many bytes does a rank send in one of them?",
+        "Each half has p - 1 rounds. A round takes the latency and the time of one chunk of `n_bytes / p`.",
+    )),
 )  # fmt: skip
 
 

@@ -288,6 +288,16 @@ def _read_groups(value: Any, call: str) -> tuple[list[int], ...]:
     return tuple(groups)
 
 
+_GRADE_NEIGHBOURS = Formula(
+    neighbours,
+    [(rank, *size) for size in _MESH_SIZES for rank in range(size[0] * size[1])],
+    _WRONG_GROUPS,
+    "Rank = stage × tp + place: its tensor-parallel group has its stage and every place, its pipeline every "
+    "stage and its place.",
+    read=_read_groups,
+)
+
+
 def whole_norm(cut: list[torch.Tensor], copied: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """The norm of the whole model's gradient, from this rank's: parts, and copies that all ranks of the stage have."""
     total = torch.stack([g.square().sum() for g in cut]).sum()
@@ -376,58 +386,30 @@ def _gradients(stage: int, place: int) -> tuple[list[Tensor], list[Tensor]]:
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        "shard_linear", "07", "two cuts of a layer", 2, 6,
-        (
-            "PyTorch keeps `weight` as (outputs, inputs). Cut by column, a rank makes some of the outputs.",
-            "`weight.chunk(n, dim=0)[rank]` has some outputs, `dim=1` takes some inputs.",
-            "By column the bias is cut like the outputs. By row the outputs are added up over the ranks, so one rank "
-            "has the bias and the others `None`.",
-        ),
-        shard_linear, _grade_shard_linear,
-    ),
-    Exercise(
-        "enter", "07", "the other operator", 2, 8,
-        (
-            "`tensor.register_hook(fn)` calls `fn(gradient)` in backward and goes on with what it returns.",
-            "Put the hook on `x.view_as(x)`: `x` itself is used by the residual, too.",
-            "The hook: clone the gradient, `dist.all_reduce` the clone over `group`, return it.",
-        ),
-        enter, _grade_enter, limit_s=10.0,
-    ),
-    Exercise(
-        "sent_bytes", "07", "bytes of both", 2, 6,
-        (
-            "A layer is attention and feed-forward, each a column and a row cut: how many sums for each microbatch?",
-            "Two in forward and two in backward. In a ring, a rank sends `2 * (tp - 1) / tp` of the bytes of each.",
-            "A middle stage sends one activation down and one gradient up for each microbatch, whole.",
-        ),
-        sent_bytes, _grade_sent_bytes,
-    ),
-    Exercise(
-        "neighbours", "07", "who is next to whom", 1, 4,
-        (
-            "Write the ranks of 2 × 4 as two rows, 0 1 2 3 and 4 5 6 7. What are rows and columns?",
-            "The row of a rank is `rank // tp`, its place there `rank % tp`.",
-        ),
-        neighbours,
-        Formula(
-            neighbours,
-            [(rank, *size) for size in _MESH_SIZES for rank in range(size[0] * size[1])],
-            _WRONG_GROUPS,
-            "Rank = stage × tp + place: its tensor-parallel group has its stage and every place, its pipeline every "
-            "stage and its place.",
-            read=_read_groups,
-        ),
-    ),
-    Exercise(
-        "whole_norm", "07", "bug clinic", 3, 10,
-        (
-            "Squares add up. Of which gradients does a rank of the same stage hold another part, of which the same?",
-            "First the squares of `cut`, summed over the group `mesh.get_group(\"tp\")`.",
-            "Then add the squares of `copied`, which every rank of the stage has; sum this over "
-            "`mesh.get_group(\"pp\")`, and take the root.",
-        ),
-        whole_norm, _grade_whole_norm, limit_s=10.0,
-    ),
+    Exercise(shard_linear, _grade_shard_linear, "07", "two cuts of a layer", 2, 6, (
+        "PyTorch keeps `weight` as (outputs, inputs). Cut by column, a rank makes some of the outputs.",
+        "`weight.chunk(n, dim=0)[rank]` has some outputs, `dim=1` takes some inputs.",
+        "By column the bias is cut like the outputs. By row the outputs are added up over the ranks, so one rank has "
+        "the bias and the others `None`.",
+    )),
+    Exercise(enter, _grade_enter, "07", "the other operator", 2, 8, (
+        "`tensor.register_hook(fn)` calls `fn(gradient)` in backward and goes on with what it returns.",
+        "Put the hook on `x.view_as(x)`: `x` itself is used by the residual, too.",
+        "The hook: clone the gradient, `dist.all_reduce` the clone over `group`, return it.",
+    ), limit_s=10.0),
+    Exercise(sent_bytes, _grade_sent_bytes, "07", "bytes of both", 2, 6, (
+        "A layer is attention and feed-forward, each a column and a row cut: how many sums for each microbatch?",
+        "Two in forward and two in backward. In a ring, a rank sends `2 * (tp - 1) / tp` of the bytes of each.",
+        "A middle stage sends one activation down and one gradient up for each microbatch, whole.",
+    )),
+    Exercise(neighbours, _GRADE_NEIGHBOURS, "07", "who is next to whom", 1, 4, (
+        "Write the ranks of 2 × 4 as two rows, 0 1 2 3 and 4 5 6 7. What are rows and columns?",
+        "The row of a rank is `rank // tp`, its place there `rank % tp`.",
+    )),
+    Exercise(whole_norm, _grade_whole_norm, "07", "bug clinic", 3, 10, (
+        "Squares add up. Of which gradients does a rank of the same stage hold another part, of which the same?",
+        'First the squares of `cut`, summed over the group `mesh.get_group("tp")`.',
+        'Then add the squares of `copied`, which every rank of the stage has; sum this over `mesh.get_group("pp")`, '
+        'and take the root.',
+    ), limit_s=10.0),
 )  # fmt: skip

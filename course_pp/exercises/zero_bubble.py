@@ -493,57 +493,37 @@ def _norm(gradients: dict[str, Tensor]) -> float:
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        "order_zb_h1", "05", "ZB-H1 as an order", 2, 8,
-        (
-            "F and I go as F and B do under 1F1B: `p - 1 - rank` forwards, then F and I in turn, then the I's that are "
-            "left.",
-            "1F1B lets rank 0 hold p activations, and this rank has `p - rank` between F and I. So it may have `rank` "
-            "microbatches waiting for their W.",
-            "After the I of microbatch i comes the W of microbatch `i - rank`, if there is one, also in the drain. The "
-            "last `rank` W's come at the end.",
-        ),
-        order_zb_h1, _grade_order,
-    ),
-    Exercise(
-        "forwards_first", "05", "how far H2 runs ahead", 2, 6,
-        (
-            "Count from this rank's first forward to the arrival of its first gradient. What does microbatch 0 pass?",
-            "It passes `p - rank` forwards, this rank's included, and its gradient `p - 1 - rank` input gradients.",
-            "Meanwhile the rank does forwards: that time over `forward`, rounded up once, with `math.ceil`.",
-        ),
-        forwards_first, _GRADE_FORWARDS,
-    ),
-    Exercise(
-        "place_weights", "05", "which W's may wait", 3, 9,
-        (
-            "Walk through the order and keep two things: how many activations are held, and a list of the W's that "
-            "wait. An F adds an activation, a W gives one back.",
-            "A W may wait as long as there is room. If the next action is an F and `held == room`, the oldest W goes "
-            "first.",
-            "After the last F no place is needed any more, but the rank idles between the I's: let one W follow each. "
-            "Whatever still waits comes at the end.",
-        ),
-        place_weights, _grade_place_weights,
-    ),
-    Exercise(
-        "choose_schedule", "05", "a budget of memory", 1, 5,
-        (
-            "First throw out what does not fit: `state + held * activation` must be at most `budget`.",
-            "Of what is left take the smallest bubble; if two have the same, the one that holds less.",
-            "`min` of tuples `(bubble, held, name)` does both. Mind the case in which nothing is left.",
-        ),
-        choose_schedule, _GRADE_CHOICE,
-    ),
-    Exercise(
-        "healed_split_step", "05", "bug clinic", 3, 9,
-        (
-            "Which gradients are wrong, and what do they need that the others do not?",
-            "`free.append(slot)` says that nobody needs this memory any more. Who does, until when?",
-            "Give the slot back in `weight_backward`. More slots are then in use at once: `min(m, p)` on every rank.",
-        ),
-        healed_split_step, _grade_healed_step, limit_s=10.0,
-    ),
+    Exercise(order_zb_h1, _grade_order, "05", "ZB-H1 as an order", 2, 8, (
+        "F and I go as F and B do under 1F1B: `p - 1 - rank` forwards, then F and I in turn, then the I's that are "
+        "left.",
+        "1F1B lets rank 0 hold p activations, and this rank has `p - rank` between F and I. So it may have `rank` "
+        "microbatches waiting for their W.",
+        "After the I of microbatch i comes the W of microbatch `i - rank`, if there is one, also in the drain. The "
+        "last `rank` W's come at the end.",
+    )),
+    Exercise(forwards_first, _GRADE_FORWARDS, "05", "how far H2 runs ahead", 2, 6, (
+        "Count from this rank's first forward to the arrival of its first gradient. What does microbatch 0 pass?",
+        "It passes `p - rank` forwards, this rank's included, and its gradient `p - 1 - rank` input gradients.",
+        "Meanwhile the rank does forwards: that time over `forward`, rounded up once, with `math.ceil`.",
+    )),
+    Exercise(place_weights, _grade_place_weights, "05", "which W's may wait", 3, 9, (
+        "Walk through the order and keep two things: how many activations are held, and a list of the W's that wait. "
+        "An F adds an activation, a W gives one back.",
+        "A W may wait as long as there is room. If the next action is an F and `held == room`, the oldest W goes "
+        "first.",
+        "After the last F no place is needed any more, but the rank idles between the I's: let one W follow each. "
+        "Whatever still waits comes at the end.",
+    )),
+    Exercise(choose_schedule, _GRADE_CHOICE, "05", "a budget of memory", 1, 5, (
+        "First throw out what does not fit: `state + held * activation` must be at most `budget`.",
+        "Of what is left take the smallest bubble; if two have the same, the one that holds less.",
+        "`min` of tuples `(bubble, held, name)` does both. Mind the case in which nothing is left.",
+    )),
+    Exercise(healed_split_step, _grade_healed_step, "05", "bug clinic", 3, 9, (
+        "Which gradients are wrong, and what do they need that the others do not?",
+        "`free.append(slot)` says that nobody needs this memory any more. Who does, until when?",
+        "Give the slot back in `weight_backward`. More slots are then in use at once: `min(m, p)` on every rank.",
+    ), limit_s=10.0),
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def shape_of_result(rank: int, fn: Callable[..., Any]) -> Any:
     return fn(rank, 2).shape
 
 
-EXERCISE = Exercise("double", "98", "twice as much", 1, 3, ("Think.", "Use `*`."), double, grade, limit_s=30.0)
+EXERCISE = Exercise(double, grade, "98", "twice as much", 1, 3, ("Think.", "Use `*`."), limit_s=30.0)
 
 
 @contextmanager

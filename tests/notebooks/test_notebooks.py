@@ -202,7 +202,7 @@ def toy(name: str) -> Exercise:
         return x / 2
 
     solution.__name__ = name
-    return Exercise(name, "97", name, 2, 5, ("Divide.",), solution, lambda answer: None)
+    return Exercise(solution, lambda answer: None, "97", name, 2, 5, ("Divide.",))
 
 
 @pytest.mark.usefixtures("three_exercises")
