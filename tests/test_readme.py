@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
+from course_pp.model import CrossEntropy
 from tests.documents import PAGES, ROOT, TEXT
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines
 
@@ -55,6 +56,12 @@ def test_scripts_exist(script):
 
 
 PYTHON = sorted(set(re.findall(r"```python\n(.*?)```", TEXT, re.S)))
+
+
+def script(name):
+    """The code that begins with the script's name."""
+    [source] = [text for text in PYTHON if text.startswith(f"# {name}: ")]
+    return source
 
 
 def test_the_example_without_torch_runs(capsys):
@@ -103,9 +110,8 @@ def run_example(rank, source):
 
 
 def test_the_example_runs_on_two_ranks_and_both_know_the_loss():
-    ours, yours = (text for text in PYTHON if "course_pp.parallel" in text)
-    for source, classes in ((ours, 1000), (yours, 10)):
-        first, second = on_ranks(2, run_example, source, backend=None)
+    for name, classes in (("pipeline.py", 1000), ("yours.py", 10)):
+        first, second = on_ranks(2, run_example, script(name), backend=None)
         assert first == second
         assert abs(first - math.log(classes)) < 1, "an untrained model guesses"
 
@@ -118,8 +124,7 @@ def run_measured(rank, source, folder):
 
 
 def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
-    [source] = [text for text in PYTHON if "Recorder" in text]
-    first, second = on_ranks(2, run_measured, source, tmp_path, backend=None)
+    first, second = on_ranks(2, run_measured, script("measured.py"), tmp_path, backend=None)
     assert first == second
     shares, timeline = first
     assert len(shares) == 8
@@ -134,8 +139,7 @@ def run_attached(rank, source):
 
 
 def test_the_example_of_a_loss_in_the_middle_tells_both_ranks_its_sums():
-    [source] = [text for text in PYTHON if "attach_loss" in text]
-    first, second = on_ranks(2, run_attached, source, backend=None)
+    first, second = on_ranks(2, run_attached, script("attached.py"), backend=None)
     assert first == second
     assert {name: 0.005 <= value <= 0.01 for name, value in first.items()} == {"balance 0": True, "balance 1": True}
 
@@ -160,16 +164,72 @@ def run_residuals(rank, source):
 
 
 def test_the_example_of_attention_residuals_equals_one_process_and_sends_each_value_once():
-    [source] = [text for text in PYTHON if "rms_norm" in text]
-    for difference, n_sent in on_ranks(2, run_residuals, source, backend=None):
+    for difference, n_sent in on_ranks(2, run_residuals, script("residuals.py"), backend=None):
         assert abs(difference) <= 1e-12
         assert n_sent == 5 * 4, "of five values and five gradients each rank sends half, for each of four microbatches"
 
 
+def mean_loss(model, texts):
+    """The mean over the tokens of texts that are read one by one."""
+    return sum(CrossEntropy().total(model(text), text) for text in texts) / sum(text.numel() for text in texts)
+
+
+def run_answers(rank, pieces, folder):
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float64)
+    names = {}
+    exec(pieces[0], names)
+    part, whole, tokens = names["part"], names["Part"]("0123"), names["tokens"]
+
+    def ask(number):
+        part.zero_grad()
+        whole.zero_grad()
+        exec(pieces[number], names)
+
+    def answer_is(*steps):
+        losses = [mean_loss(whole, texts) for texts in steps]
+        sum(losses).backward()
+        expected = {"head.weight": whole.embed.weight.grad} | {n: p.grad for n, p in whole.named_parameters()}
+        for name, p in part.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
+        assert names["loss"].item() == pytest.approx(losses[-1].item(), rel=1e-12)
+
+    ask(1)
+    ask(2)
+    answer_is([tokens])
+    exec(pieces[3], names)
+    assert names["norm"].item() == pytest.approx(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0).item(), 1e-12)
+    ask(4)
+    answer_is([*names["batches"]])
+    ask(5)
+    assert names["before"].item() == pytest.approx(mean_loss(whole, [tokens]).item(), rel=1e-12)
+    torch.testing.assert_close(names["logits"], whole(tokens).detach(), rtol=0, atol=1e-12)
+    ask(6)
+    answer_is(names["lengths"])
+    ask(7)
+    one_by_one = [
+        text for row, ends in zip(names["rows"], names["ends"], strict=True) for text in row.tensor_split(ends, 1)
+    ]
+    answer_is(one_by_one, tokens.tensor_split([3, 7], 1))
+    ask(8)
+    assert {n: p.tolist() for n, p in names["whole"].named_parameters()} == {
+        n: p.tolist() for n, p in whole.named_parameters()
+    }
+    ask(9)
+    assert names["gathers"] == {False: 6, True: 46}
+    ask(10)
+    assert 0 < names["timeline"].bubble_fraction < 1
+
+
+def test_ten_questions_have_the_answers_of_one_process(tmp_path):
+    section = PAGES["docs/package.md"].split("## Ten questions")[1]
+    assert re.findall(r"^\*\*(\d+)\. ", section, re.M) == [str(number) for number in range(1, 11)]
+    on_ranks(2, run_answers, re.findall(r"```python\n(.*?)```", section, re.S), tmp_path, backend=None)
+
+
 @pytest.mark.ranks
 def test_the_emulated_example_is_as_predicted(capsys):
-    [source] = [text for text in PYTHON if "EmulatedCluster" in text]
-    exec(source, {"__name__": "__main__"})
+    exec(script("emulated.py"), {"__name__": "__main__"})
     emulated, predicted = capsys.readouterr().out.splitlines()
     assert emulated.startswith("emulated  EmulatedTimeline(1f1b, 8 ranks, 256 spans, ")
     assert predicted.startswith("predicted Timeline(1f1b, 8 ranks, 256 spans, ")
