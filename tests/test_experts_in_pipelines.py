@@ -14,7 +14,7 @@ from torch import nn
 from course_pp.launch import on_ranks
 from course_pp.loss import Attached
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
+from course_pp.model.experts import ExpertLoad, count_over_data_ranks, expert_loads, update_router_bias
 from course_pp.parallel import (
     DistributedConfig,
     build_pipeline_schedule,
@@ -40,6 +40,7 @@ CONFIG = ModelConfig(
 BIAS = replace(CONFIG, balance="bias", z_coef=0.0, router="sigmoid", moe_every=2, n_shared_experts=1)
 TIGHT = replace(CONFIG, balance="sequence", capacity_factor=0.75, moe_every=2)
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v")
+TWO_COPIES = "chimera"  # of each stage, which share the microbatches
 
 
 @dataclass
@@ -52,11 +53,11 @@ class Routed:
     biases: dict[str, list[float]] = field(default_factory=dict)
 
 
-def data(config: ModelConfig, pieces: int, accumulated: int = 1) -> list[Any]:
-    """Two steps of ``accumulated`` batches of at least a row a piece, in which unequally many tokens count."""
+def data(config: ModelConfig, pieces: int, accumulated: int = 1, even: bool = False) -> list[Any]:
+    """Two steps of ``accumulated`` batches of at least a row a piece, of which unequally many tokens count."""
     found = batches(config, max(ROWS, pieces), config.max_seq_len, 2 * accumulated)
     for _, target in found:
-        target[:3, :4] = -100
+        target[: None if even else 3, :4] = -100
     return [found[i : i + accumulated] for i in range(0, len(found), accumulated)]
 
 
@@ -84,13 +85,16 @@ def routed(
     return result
 
 
-def one_process(config: ModelConfig, pieces: int, accumulated: int = 1) -> Routed:
+def one_process(config: ModelConfig, pieces: int, accumulated: int = 1, joined: int = 1) -> Routed:
+    """Each batch in ``pieces``, a microbatch of a data rank each; or those of ``joined`` data ranks in one."""
     torch.manual_seed(0)
     model = Transformer(config).double()
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
         total, sums = 0.0, dict[str, float]()
-        for tokens, target in zip(*(part.chunk(pieces) for part in batch), strict=True):
+        m = pieces // joined
+        pairs = [[torch.cat(part.chunk(pieces)[i::m]) for part in batch] for i in range(m)]
+        for tokens, target in pairs:
             attached = Attached(int(CrossEntropy().count(target)) / divisor)
             with attached:
                 loss = CrossEntropy().total(model(tokens), target) / divisor
@@ -100,7 +104,7 @@ def one_process(config: ModelConfig, pieces: int, accumulated: int = 1) -> Route
                 sums[name] = sums.get(name, 0.0) + value.item()
         return total, sums
 
-    return routed([model], None, adamw([model]), data(config, pieces, accumulated), run)
+    return routed([model], None, adamw([model]), data(config, pieces, accumulated, joined > 1), run)
 
 
 def assert_same(ranks: Sequence[Routed], expected: Routed) -> None:
@@ -127,7 +131,7 @@ def in_runtime(rank: int, name: str, config: ModelConfig, recompute: bool) -> Ro
 @pytest.mark.parametrize(
     ("name", "recompute", "config"),
     crossed(
-        SCHEDULES,
+        [*SCHEDULES, TWO_COPIES],
         [False, True],
         [pytest.param(CONFIG, id="loss"), pytest.param(BIAS, id="bias"), pytest.param(TIGHT, id="sequence, capacity")],
     ),
@@ -145,6 +149,7 @@ class Case:
     ac: Any = "none"
     layout: DistributedConfig = field(default_factory=lambda: DistributedConfig(pp=2, dp_shard=1))
     accumulated: int = 1
+    joined: bool = False  # whether the loss counts over data ranks
 
     @property
     def n_microbatches(self) -> int:
@@ -168,6 +173,7 @@ SHARDED = [
         for config in (CONFIG, BIAS)
     ),
     Case("1f1b", BIAS, "full", DistributedConfig(pp=2, dp_replicate=2, dp_shard=1), accumulated=2),
+    Case("zb_v", CONFIG, "full", DistributedConfig(pp=2, dp_shard=2), joined=True),
 ]
 
 
@@ -176,10 +182,12 @@ def in_parallel(rank: int, cases: Sequence[Case]) -> list[Routed]:
 
 
 def in_one_layout(case: Case) -> Routed:
-    m, steps = case.n_microbatches, data(case.config, case.pieces, case.accumulated)
+    m, steps = case.n_microbatches, data(case.config, case.pieces, case.accumulated, case.joined)
     recipe = stack.Recipe(case.layout, case.schedule, case.ac, n_microbatches=m)
     mesh = stack._mesh(case.layout)
     modules = stack.build_modules(recipe, mesh, case.config)
+    if case.joined:
+        count_over_data_ranks(modules, mesh)
     n_data, rows = get_dp_size(mesh), len(steps[0][0][0]) // case.pieces
     stages = [build_pipeline_stage(module, mesh, "cpu", rows, case.config.max_seq_len) for module in modules]
     pipeline = build_pipeline_schedule(stages, m, CrossEntropy(), case.schedule)
@@ -199,4 +207,5 @@ def test_parallel(n_ranks: int, cases: list[Case], subtests: Any) -> None:
         ranks = on_ranks(n_ranks, in_parallel, cases, timeout_s=110.0)
     for case, found in zip(cases, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(case)):
-            assert_same(found, one_process(case.config, case.pieces, case.accumulated))
+            joined = case.pieces // case.n_microbatches if case.joined else 1
+            assert_same(found, one_process(case.config, case.pieces, case.accumulated, joined))

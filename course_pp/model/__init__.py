@@ -1,6 +1,13 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
-from course_pp.model.experts import ExpertLoad, MoE, Router, expert_loads, update_router_bias
+from course_pp.model.experts import (
+    ExpertLoad,
+    MoE,
+    Router,
+    count_over_data_ranks,
+    expert_loads,
+    update_router_bias,
+)
 from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
 from course_pp.model.stages import (
     ForwardFlops,
@@ -28,6 +35,7 @@ __all__ = [
     "compute_layer_assignment",
     "config_from_hf",
     "config_to_hf",
+    "count_over_data_ranks",
     "drop_other_stages",
     "expert_loads",
     "from_hf",

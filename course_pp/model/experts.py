@@ -59,6 +59,7 @@ class Router(nn.Module):
         weight: (n_experts, dim).
         bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to weigh (Wang et al. 2024,
             arXiv:2408.15664). :func:`update_router_bias` moves it.
+        groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
         load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
             has dropped, in all microbatches that have gone backward since somebody took it; None: in none.
     """
@@ -71,6 +72,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim).normal_(std=config.dim**-0.5))
         biased = config.balance == "bias"
         self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None)
+        self.groups: list[dist.ProcessGroup] = []
         self.load: Tensor | None = None
 
     def forward(self, x: Tensor) -> Routing:
@@ -165,7 +167,7 @@ class MoE(nn.Module):
             scores, experts = (each.unflatten(0, batch_and_seq) for each in (routing.scores, routing.experts))
             if self.config.balance == "loss":
                 scores, experts = scores.flatten(0, 1)[None], experts.flatten(0, 1)[None]
-            losses["balance"] = self.config.balance_coef * balance_loss(scores, experts)
+            losses["balance"] = self.config.balance_coef * balance_loss(scores, experts, self.router.groups)
         if self.config.z_coef:
             losses["z"] = self.config.z_coef * z_loss(routing.logits)
         return losses if routing.scores.requires_grad else {}
@@ -257,7 +259,7 @@ def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
     return flat.new_zeros(*flat.shape[:-1], n_experts).scatter_add(-1, flat, torch.ones_like(flat))
 
 
-def balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
+def balance_loss(scores: Tensor, experts: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> Tensor:
     """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all experts get as many.
 
     n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no gradient, and P its mean
@@ -267,10 +269,35 @@ def balance_loss(scores: Tensor, experts: Tensor) -> Tensor:
     Args:
         scores: (groups, tokens, n_experts), each token's with sum 1.
         experts: (groups, tokens, top_k).
+        groups: of ranks whose choices count, too; then a collective of them.
     """
     n_experts = scores.shape[-1]
-    fractions = pairs_by_expert(experts, n_experts).to(scores.dtype) / experts[0].numel()
+    pairs = pairs_by_expert(experts, n_experts)
+    for group in groups:
+        dist.all_reduce(pairs, group=group)
+    fractions = pairs.to(scores.dtype) / pairs[0].sum()
     return n_experts * (fractions * scores.mean(1)).sum(-1).mean()
+
+
+def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> None:
+    """Let Switch's loss count the choices of the like-numbered microbatches of all data ranks, not of its own alone.
+
+    Then it asks for an even load of these together, and a microbatch may send its tokens to few experts if others send
+    theirs elsewhere, so that experts can specialise in what some data are about (Qiu et al. 2025, arXiv:2501.11873).
+    The usual count asks each microbatch on each rank to be even. One process gets the same gradients from the data
+    ranks' microbatches joined, if equally many tokens count in each.
+
+    Each layer sums n_experts integers over the data ranks, at every microbatch and once more where it is recomputed.
+
+    Raises:
+        ValueError: for another ``balance``.
+    """
+    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
+    groups = [device_mesh.get_group(name) for name in names if device_mesh is not None and name.startswith("dp_")]
+    for mixture in _mixtures(modules):
+        if mixture.config.balance != "loss":
+            raise ValueError(f"balance={mixture.config.balance!r} counts no choices of a microbatch: only 'loss' does")
+        mixture.router.groups = groups
 
 
 def z_loss(logits: Tensor) -> Tensor:

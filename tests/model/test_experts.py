@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_pp.model import ModelConfig, MoE, Transformer
+from course_pp.model import (
+    ExpertLoad,
+    ModelConfig,
+    MoE,
+    Transformer,
+    count_over_data_ranks,
+    update_router_bias,
+)
 from course_pp.model.experts import grouped_product
 
 BATCH, SEQ = 3, 8
@@ -175,3 +182,18 @@ def test_a_seed_means_the_same_experts_whatever_the_cut_and_those_that_end_in_th
     experts = Transformer(replace(SMALL, n_experts=64)).layers["0"].mlp.experts
     assert experts.up_proj.std().item() == pytest.approx(0.02, rel=0.05)
     assert experts.down_proj.std().item() == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("balance", ["sequence", "bias", "none"])
+def test_only_switch_s_loss_counts_over_data_ranks(balance: Any) -> None:
+    model = Transformer(replace(SMALL, balance=balance))
+    with pytest.raises(ValueError, match=f"balance='{balance}' counts no choices of a microbatch: only 'loss' does"):
+        count_over_data_ranks([model], None)
+
+
+def test_a_load_says_how_uneven_it_is_and_a_bias_moves_against_it() -> None:
+    loads = {"layers.0": ExpertLoad((4, 4, 4, 4), 0), "layers.1": ExpertLoad((10, 2, 4, 0), 3)}
+    assert [load.imbalance for load in loads.values()] == [1.0, 2.5]
+    model = Transformer(replace(SMALL, balance="bias", balance_coef=0.25))
+    update_router_bias([model], loads)
+    assert [layer.mlp.router.bias.tolist() for layer in model.layers.values()] == [[0.0] * 4, [-0.25, 0.25, 0.0, 0.25]]
