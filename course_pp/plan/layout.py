@@ -162,6 +162,14 @@ def shards_head(config: ModelConfig, tp: int) -> bool:
     return not config.tie_embeddings and config.vocab_size % tp == 0
 
 
+def cut_by_tp(model: ModelConfig) -> dict[str, int]:
+    """Return the sizes that ``tp`` must divide."""
+    sizes = {"n_heads": model.n_heads, "kv_heads": model.kv_heads}
+    if not all(map(model.has_experts, range(model.n_layers))):
+        sizes["ffn_dim"] = model.hidden_dim
+    return sizes
+
+
 def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:
     matrix: Shape = (config.vocab_size, config.dim)
     root: list[Shape] = [matrix] if index == 0 else []
@@ -410,7 +418,7 @@ class Layout:
                 f"imbalance={self.imbalance} is more than n_experts / top_k = {model.n_experts / model.top_k:g}, where "
                 "every token goes to the fullest expert"
             )
-        divided = {"n_heads": model.n_heads, "kv_heads": model.kv_heads, "ffn_dim": model.hidden_dim}
+        divided = cut_by_tp(model)
         for name, size in divided.items():
             if size % self.tp:
                 works = _largest_divisor(self.tp, gcd(*divided.values()))

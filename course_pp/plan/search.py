@@ -8,7 +8,7 @@ from typing import Literal
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster
-from course_pp.plan.layout import Layout, check_ep
+from course_pp.plan.layout import Layout, check_ep, cut_by_tp
 from course_pp.plan.memory import memory_of_rank
 from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, predict
 from course_pp.plan.timing import Constants, beyond, data_parallel_times, optimizer_time, stage_time, transfers
@@ -20,7 +20,7 @@ _CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "sel
 def meshes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     """(pp, tp, data ranks) that take all GPUs: tensor parallelism stays inside a node, whole layers make stages."""
     n = cluster.n_gpus
-    heads = math.gcd(model.n_heads, model.kv_heads, model.hidden_dim, cluster.gpus_per_node)
+    heads = math.gcd(*cut_by_tp(model).values(), cluster.gpus_per_node)
     for tp in (t for t in _divisors(heads) if n % t == 0):
         for pp in (p for p in _divisors(n // tp) if p <= model.n_layers):
             yield pp, tp, n // tp // pp

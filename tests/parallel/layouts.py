@@ -19,6 +19,7 @@ from course_pp.parallel import (
     DistributedConfig,
     PipelineSchedule,
     apply_ac,
+    apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
     build_pipeline_schedule,
@@ -60,6 +61,7 @@ class Case:
     tp: int = 1
     schedule: str = "none"
     reshard: bool | int | str = "auto"
+    ep: int = 1
 
     @property
     def n_ranks(self) -> int:
@@ -81,10 +83,10 @@ class Case:
 
     @property
     def distributed(self) -> DistributedConfig:
-        return DistributedConfig(self.pp, self.dp_replicate, self.dp_shard, self.tp)
+        return DistributedConfig(self.pp, self.dp_replicate, self.dp_shard, self.tp, self.ep)
 
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp}
+        sizes = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp, "ep": self.ep}
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         parts += [self.schedule] if self.pp > 1 else []
         return "-".join([*parts, *([f"reshard={self.reshard}"] if self.dp_shard > 1 else [])])
@@ -212,6 +214,8 @@ def build_modules(
     modules = [build_stage_module(config, i, case.pp * len(indices)).double() for i in indices]
     for module in modules:
         apply_tensor_parallel(module, mesh, **tp_options)
+        if config.n_experts:
+            apply_expert_parallel(module, mesh)
         apply_ac(module, ac)
         apply_fsdp2(module, mesh, mp_policy, case.reshard)
     return modules

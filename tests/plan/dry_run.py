@@ -27,13 +27,15 @@ from course_pp.parallel import (
     CollectiveCounter,
     Entered,
     apply_ac,
+    apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
     build_pipeline_stage,
     compute_in,
     default_mp_policy,
 )
-from course_pp.parallel.mesh import lone_group
+from course_pp.parallel._torch import unflattened
+from course_pp.parallel.mesh import _OF_EXPERTS, lone_group
 from course_pp.parallel.schedules import torch_schedule
 from course_pp.plan.layout import Layout
 
@@ -76,7 +78,11 @@ def dry_run(
 def mesh_of(layout: Layout) -> DeviceMesh | None:
     sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)}
-    return init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None
+    mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None
+    if mesh is not None and layout.ep > 1:
+        parts = {"efsdp": layout.dp_shard // layout.ep, "ep": layout.ep}
+        setattr(mesh, _OF_EXPERTS, unflattened(mesh, "dp_shard", parts))
+    return mesh
 
 
 def built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: int) -> nn.Module:
@@ -85,6 +91,8 @@ def built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: i
         module = build_stage_module(config, stage, layout.n_stages).to(kept)
     without_values(module)
     apply_tensor_parallel(module, mesh)
+    if config.n_experts:
+        apply_expert_parallel(module, mesh)
     apply_ac(module, layout.ac)
     policy = default_mp_policy(kept) if layout.precision == "float32" else None  # of others FSDP2's own is the one
     apply_fsdp2(module, mesh, policy, reshard_after_forward=layout.reshard)
@@ -122,6 +130,8 @@ def step(
     with fake_tensors():
         ids = torch.zeros(n_microbatches * rows, seq_len, dtype=torch.int64)
         stages = [build_pipeline_stage(module, mesh, "cpu", rows, seq_len) for module in modules]
+        for stage in stages:
+            stage.keywords = [{}] * n_microbatches
         name = layout.schedule if layout.pp > 1 else "gpipe"
         schedule = torch_schedule(name, stages, n_microbatches, share_of_loss)
         begin_without_messages(schedule, stages)

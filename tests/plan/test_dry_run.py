@@ -16,12 +16,16 @@ from tests.plan.dry_run import dry_run
 ROOT = Path(__file__).parents[2]
 LARGE = model_named("llama3-405b")
 SMALL = ModelConfig(64, 9, 16, 61, n_kv_heads=8, ffn_dim=48, tie_embeddings=True, qkv_bias=True)
+SPARSE = ModelConfig(
+    *(64, 9, 16, 61), n_kv_heads=8, qk_norm=True, n_experts=8, expert_dim=32, moe_every=2, n_shared_experts=1
+)
 
 
 CASES = [
     (LARGE, Layout(16, 8, 16, 8, "interleaved_1f1b", 2), 16_383),
     (SMALL, Layout(4, 2, 3, schedule="zb_v", ac="full"), 5),
     (SMALL, Layout(dp_shard=5, precision="bfloat16"), 4),
+    (SPARSE, Layout(2, 2, 4, 2, ep=2), 13),
 ]
 
 

@@ -103,6 +103,29 @@ def test_without_a_pipeline_several_microbatches_keep_weights_and_gradients_whol
         assert held["unreduced"] == held["gradients"] > 0
 
 
+SPARSE = ModelConfig(16, 5, 2, 20, max_seq_len=SEQ_LEN, n_experts=4, expert_dim=8, moe_every=2, n_shared_experts=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp_shard=4, ep=2, reshard=True),
+        pytest.param(Case(dp_shard=2, ep=2, reshard=False), marks=pytest.mark.long),
+        pytest.param(Case(dp_shard=2, reshard=True), marks=pytest.mark.long),
+        pytest.param(Case(pp=2, schedule="1f1b", dp_shard=2, ep=2), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_experts_are_held_and_gathered_as_the_formulas_say(case):
+    ids = torch.zeros(case.batch, SEQ_LEN, dtype=torch.int64)
+    jobs = [(PLAIN, SPARSE, [(ids, ids)], {})]
+    measured = on_ranks(case.n_ranks, held_on_rank, case, jobs, timeout_s=110)
+    layout = Layout(case.pp, dp_shard=case.dp_shard, ep=case.ep, reshard=case.reshard, precision="float64")
+    for rank, [held] in enumerate(measured):
+        predicted = memory_of_rank(SPARSE, layout, SEQ_LEN, case.n_microbatches, rank, [0.0] * case.pp)
+        assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
+
+
 SAMPLE = {Case(pp=2, schedule="zb_v", dp_shard=2, reshard=False): PLAIN}
 LONG = {Case(dp_shard=3, reshard=True): TIED, Case(pp=2, schedule="1f1b", tp=2): TIED}
 
