@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from course_pp.launch import on_ranks
 from course_pp.microbatches import cut_keywords
 from course_pp.model import CrossEntropy
-from course_pp.runtime import Pipeline, PipelineError, Recorder
+from course_pp.runtime import Pipeline, PipelineError, Recorder, run_step
 from course_pp.schedule import Schedule, build
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
@@ -295,6 +295,23 @@ def updated(rank: int, recompute: bool) -> list[list[Tensor]]:
 def test_stages_that_update_their_own_weights_take_keyword_arguments(recompute: bool) -> None:
     for by_keyword, sent_along in on_ranks(2, updated, recompute, timeout_s=30):
         torch.testing.assert_close(by_keyword, sent_along, rtol=0, atol=0)
+
+
+def test_a_recorded_step_takes_lists_and_counts_no_memory_that_is_the_callers() -> None:
+    x, y, kwargs = keyed_batch()
+    parts = [list(each.tensor_split(M)) for each in (x, y, kwargs["mask"])]
+    found = []
+    for by_keyword in (True, False):
+        torch.manual_seed(0)
+        recorder, given = Recorder(memory=True), {"target_mbs": parts[1]}
+        if by_keyword:
+            given |= {"arg_mbs": [(x,) for x in parts[0]], "kwarg_mbs": [{"microbatch": mask} for mask in parts[2]]}
+        else:
+            given |= {"arg_mbs": list(zip(parts[0], parts[2], strict=True))}
+        stage = Scaled(is_last=True).double()
+        losses, _ = run_step(build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given)
+        found.append((losses, recorder.memory()[0].peaks))
+    assert found[0] == found[1]
 
 
 # What is refused, on every rank.
