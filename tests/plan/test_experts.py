@@ -1,6 +1,8 @@
 """Experts on paper: what they weigh, what their exchanges cost, and what a hot one does."""
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +112,15 @@ def test_the_command_names_total_and_active_parameters(capsys):
     first, *rows = capsys.readouterr().out.splitlines()
     assert first == "mixtral-8x7b: 46.7 billion parameters, 12.9 billion active"
     assert all("ep=8" in row for row in rows[1:])
+
+
+@pytest.mark.slow
+def test_published_steps_are_predicted_to_a_factor_of_two_and_links_decide_about_deepseek_s():
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "plan_experts.py"))
+    found = {source: each.predicted().step_s / each.seconds for source, each in script["runs"]().items()}
+    *others, deepseek = found.values()
+    assert all(0.7 < ratio < 1 for ratio in others)
+    assert 1 < deepseek < 2
 
 
 @pytest.mark.parametrize(
