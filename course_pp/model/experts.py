@@ -61,10 +61,11 @@ class Router(nn.Module):
             arXiv:2408.15664). :func:`update_router_bias` moves it.
         groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
         load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
-            has dropped, in all microbatches that have gone backward since somebody took it; None: in none.
+            has dropped, in all microbatches that have gone backward since :func:`expert_loads` took it.
     """
 
     bias: Tensor | None
+    load: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Router(nn.Module):
         biased = config.balance == "bias"
         self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None)
         self.groups: list[dist.ProcessGroup] = []
-        self.load: Tensor | None = None
+        self.register_buffer("load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Routing:
         """x (tokens, dim)."""
@@ -183,8 +184,7 @@ class _Tally(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        before = ctx.router.load
-        ctx.router.load = ctx.load if before is None else before + ctx.load
+        ctx.router.load += ctx.load
         return gradient, None, None
 
 
@@ -221,9 +221,8 @@ def expert_loads(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -
     layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
     loads = torch.zeros(len(layers), 2, config.n_experts, dtype=torch.int64, device=device)
     for mixture in _mixtures(modules):
-        if mixture.router.load is not None:
-            loads[layers.index(mixture.layer)] += mixture.router.load
-        mixture.router.load = None
+        loads[layers.index(mixture.layer)] += mixture.router.load
+        mixture.router.load.zero_()
     if dist.is_initialized():
         dist.all_reduce(loads)
     # The ranks of a tensor-parallel group see the same tokens.

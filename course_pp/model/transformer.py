@@ -340,7 +340,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_freqs_and_ties(self) -> None:
-        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, and the tie of tied ends."""
+        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, loads, and the tie of tied ends."""
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(
@@ -350,6 +350,9 @@ class Transformer(nn.Module):
         cos, sin = rotary_tables(self.config)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.load.zero_()
 
     def _draw(self, name: str, shape: torch.Size, seed: int) -> Tensor:
         if name.endswith(".bias"):

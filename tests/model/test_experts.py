@@ -17,6 +17,7 @@ from course_pp.model import (
     update_router_bias,
 )
 from course_pp.model.experts import grouped_product
+from course_pp.runtime import profile_layers
 
 BATCH, SEQ = 3, 8
 SMALL = ModelConfig(
@@ -197,3 +198,17 @@ def test_a_load_says_how_uneven_it_is_and_a_bias_moves_against_it() -> None:
     model = Transformer(replace(SMALL, balance="bias", balance_coef=0.25))
     update_router_bias([model], loads)
     assert [layer.mlp.router.bias.tolist() for layer in model.layers.values()] == [[0.0] * 4, [-0.25, 0.25, 0.0, 0.25]]
+
+
+def test_what_is_profiled_or_built_on_meta_has_no_load_yet() -> None:
+    layer = Transformer(SMALL, (0, 1), has_head=False)
+    profile_layers([layer], torch.randint(23, (2, SEQ)))
+    with torch.device("meta"):
+        other = Transformer(replace(SMALL, balance="bias"))
+    other.to_empty(device="cpu")
+    for buffer in other.buffers():
+        buffer.fill_(7)
+    other.init_weights_and_freqs()
+    for router in (layer.layers["0"].mlp.router, other.layers["1"].mlp.router):
+        assert not router.load.any()
+        assert router.bias is None or not router.bias.any()

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_pp.model import (
     ModelConfig,
@@ -230,3 +231,15 @@ class TestLayerCosts:
         assert flops.head == 2 * seq * model.head.weight.numel()
         assert flops.embed == 0
         assert flops.total == flops.head + config.n_layers * flops.layers[0]
+
+    @pytest.mark.parametrize("more", [{}, {"gated_ffn": False, "n_shared_experts": 2, "top_k": 3}, {"head_width": 6}])
+    def test_are_those_of_the_experts_that_tokens_go_to_and_cuts_even_them_out(self, more: dict[str, Any]) -> None:
+        config, seq = replace(UNTIED, n_layers=6, n_experts=4, expert_dim=160, moe_every=2, **more), 12
+        flops, model = layer_costs(config, seq), Transformer(config).double()
+        attention = 2 * config.n_heads * config.head_dim * seq * (seq + 1)  # which torch's counter leaves out on a CPU
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, seq, dtype=torch.int64))
+        assert counter.get_total_flops() == flops.total - 6 * attention
+        assert flops.layers[1] > 1.5 * flops.layers[0]
+        ranges = partition_by_cost(flops.layers, 3)
+        assert {sum(flops.layers[start:end]) for start, end in ranges} == {flops.layers[0] + flops.layers[1]}
