@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
+from statistics import mean
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Gradients, Outcome, Seat, same
+from course_pp.exercises.bench import Bench, Findings, Gradients, Outcome, Seat, same
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.formula import Formula, flawed, why
@@ -24,7 +25,7 @@ from course_pp.launch import on_ranks
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 from course_pp.schedule.schedule import looped
 
-__all__ = ["EXERCISES", "PATIENTS", "Findings", "Ring", "examine", "lean", "turns"]
+__all__ = ["EXERCISES", "PATIENTS", "Ring", "examine", "lean", "turns"]
 
 
 def warm_up_forwards(rank: int, p: int, v: int) -> int:
@@ -461,24 +462,32 @@ def _stepped(
     return outcomes
 
 
-def _by_chunk(
-    ranks: Sequence[Outcome], v: int, m: int
-) -> tuple[dict[tuple[int, int], str], Mapping[str, Tensor], float]:
-    """What became of the gradients of each chunk, and those, and the loss, of one process."""
+def _by_chunk(ranks: Sequence[Outcome], v: int, m: int) -> tuple[FoundByChunk, dict[str, Tensor]]:
+    """What became of the gradients of each chunk, beside one process, and those of one process."""
     loss, expected = replace(BENCH, n_blocks=len(ranks) * v).one_process(m)
-    found: dict[tuple[int, int], str] = {}
-    for rank, outcome in enumerate(ranks):
+    found = []
+    for outcome in ranks:
         # By the number of the block, with which a name begins.
         blocks = groupby(outcome.gradients.items(), key=lambda item: item[0].split(".")[0])
-        for c, (_, gradients) in enumerate(blocks):
-            found[rank, c] = _finding(dict(gradients), expected)
-    return found, expected, loss
+        found.append({f"chunk {c}": _finding(dict(block), expected) for c, (_, block) in enumerate(blocks)})
+    return FoundByChunk(tuple(found), mean(ranks[-1].losses or [0.0]), loss), expected
 
 
 def _finding(gradients: Gradients, expected: Mapping[str, Tensor]) -> str:
     if all(gradient is None for gradient in gradients.values()):
         return "none"
     return "right" if all(same(gradient, expected[name]) for name, gradient in gradients.items()) else "wrong"
+
+
+class FoundByChunk(Findings):
+    """Findings of which ``by_rank`` says for each chunk of a rank what became of its gradients."""
+
+    def __str__(self) -> str:
+        last = len(self.by_rank) - 1
+        lines = [f"loss {self.value:.4f}, one process {self.of_one:.4f}; gradients on ranks 0 to {last}:"]
+        for chunk in self.by_rank[0]:
+            lines.append(f"  {chunk}: {', '.join(f'{found[chunk]:5}' for found in self.by_rank)}".rstrip())
+        return "\n".join(lines)
 
 
 _WHY_RAISED = {
@@ -500,14 +509,17 @@ def _grade_healed_step(answer: Answer) -> None:
 
 
 def _judge_step(ranks: Sequence[Outcome], v: int, m: int) -> None:
-    p, (found, expected, _) = len(ranks), _by_chunk(ranks, v, m)
-    where = f"On {p} ranks with {v} chunks each and {m} microbatches"
-    if ill := sum(finding != "right" for finding in found.values()):
+    found, expected = _by_chunk(ranks, v, m)
+    where = f"On {len(ranks)} ranks with {v} chunks each and {m} microbatches"
+    if not found.equal:
+        each = [finding for chunks in found.by_rank for finding in chunks.values()]
         table = "\n".join(
-            f"rank {rank}: " + ", ".join(f"chunk {c} {found[rank, c]}" for c in range(v)) for rank in range(p)
+            f"rank {rank}: {', '.join(f'{chunk} {finding}' for chunk, finding in chunks.items())}"
+            for rank, chunks in enumerate(found.by_rank)
         )
-        symptom = f"{where}, {ill} of {len(found)} chunks do not have the gradients of one process."
-        raise Mistake(symptom, _why_ill(found, ranks, expected, m, v), table)
+        ill = len(each) - each.count("right")
+        symptom = f"{where}, {ill} of {len(each)} chunks do not have the gradients of one process."
+        raise Mistake(symptom, _why_ill(found, ranks, expected, m), table)
     for rank, outcome in enumerate(ranks):
         order, done = outcome.returned
         if done != order:
@@ -516,22 +528,21 @@ def _judge_step(ranks: Sequence[Outcome], v: int, m: int) -> None:
             raise Mistake(f"{where} the gradients are right, but rank {rank} works in another order.", cause, example)
 
 
-def _why_ill(
-    found: Mapping[tuple[int, int], str], ranks: Sequence[Outcome], expected: Mapping[str, Tensor], m: int, v: int
-) -> str:
+def _why_ill(found: FoundByChunk, ranks: Sequence[Outcome], expected: Mapping[str, Tensor], m: int) -> str:
     gradients = {name: g for outcome in ranks for name, g in outcome.gradients.items()}
+    kinds = {finding for chunks in found.by_rank for finding in chunks.values()}
 
     def all_are(factor: float) -> bool:
         return all(same(gradient, expected[name], factor) for name, gradient in gradients.items())
 
     rules = (
-        (set(found.values()) == {"none"}, "No backward has run: it begins from `y`, with `y.backward(dy)`."),
-        ("none" in found.values(),
+        (kinds == {"none"}, "No backward has run: it begins from `y`, with `y.backward(dy)`."),
+        ("none" in kinds,
          "Some chunk was never used, so another was used in its place. Which of its chunks does a rank need for stage "
          "s, if it holds stages r, r + p, r + 2p and so on?"),
         (all_are(m), "Each is m times too large: the last stage begins its backward with 1/m, once a microbatch."),
         (all_are(1 / m), "Each is m times too small: the last stage begins its backward with 1/m, once a microbatch."),
-        (all(finding == "right" for (_, c), finding in found.items() if c == v - 1),
+        (all([*chunks.values()][-1] == "right" for chunks in found.by_rank),
          "Every last chunk is right, the earlier ones are not: the gradient is lost where it goes from rank 0 round to "
          "the last rank. Ends are stages, not ranks: the last rank receives a gradient for its earlier chunks, and "
          "rank 0 sends one for its later ones."),
@@ -596,35 +607,7 @@ PATIENTS: dict[str, Callable[..., None]] = {
 """Interleaved steps that run and raise nothing, each with another bug."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """A step's gradients beside those of one process.
-
-    Attributes:
-        by_chunk: what became of the gradients of each chunk, by rank and chunk: ``"right"``, ``"none"``, ``"wrong"``.
-        loss: the mean of what the last stage computed.
-        loss_of_one: that of one process.
-    """
-
-    by_chunk: Mapping[tuple[int, int], str]
-    loss: float
-    loss_of_one: float
-
-    @property
-    def equal(self) -> bool:
-        """Whether every gradient is that of one process."""
-        return set(self.by_chunk.values()) == {"right"}
-
-    def __str__(self) -> str:
-        last = max(rank for rank, _ in self.by_chunk)
-        lines = [f"loss {self.loss:.4f}, one process {self.loss_of_one:.4f}; gradients on ranks 0 to {last}:"]
-        for c in sorted({chunk for _, chunk in self.by_chunk}):
-            row = ", ".join(f"{found:5}" for (_, chunk), found in self.by_chunk.items() if chunk == c)
-            lines.append(f"  chunk {c}: {row}".rstrip())
-        return "\n".join(lines)
-
-
-def examine(step: Callable[..., Any], n_ranks: int = 4, n_microbatches: int = 8) -> Findings:
+def examine(step: Callable[..., Any], n_ranks: int = 4, n_microbatches: int = 8) -> FoundByChunk:
     """Run a hand-written step with two chunks a rank on real ranks, and compare each gradient with one process.
 
     Args:
@@ -637,9 +620,7 @@ def examine(step: Callable[..., Any], n_ranks: int = 4, n_microbatches: int = 8)
     """
     dealt = step is not PATIENTS["A"]
     ranks = [each for [each] in on_ranks(n_ranks, _stepped, step, [(2, n_microbatches)], dealt)]
-    found, _, loss = _by_chunk(ranks, 2, n_microbatches)
-    losses = ranks[-1].losses
-    return Findings(found, sum(losses) / len(losses), loss)
+    return _by_chunk(ranks, 2, n_microbatches)[0]
 
 
 def lean(p: int, m: int, v: int) -> Schedule:

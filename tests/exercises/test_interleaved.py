@@ -285,12 +285,12 @@ def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p:
 
 def test_each_patient_has_a_symptom_of_its_own() -> None:
     a, b, c = (examine(PATIENTS[name]) for name in "ABC")
-    assert set(a.by_chunk.values()) == {"wrong"}
-    assert a.loss != pytest.approx(a.loss_of_one, rel=1e-6)
-    assert [chunk for chunk, found in b.by_chunk.items() if found == "none"] == [(0, 1), (1, 0), (2, 1), (3, 0)]
-    assert b.loss != pytest.approx(b.loss_of_one, rel=1e-6)
-    assert {chunk: found for (_, chunk), found in c.by_chunk.items()} == {0: "wrong", 1: "right"}
-    assert c.loss == pytest.approx(c.loss_of_one)
+    assert {finding for chunks in a.by_rank for finding in chunks.values()} == {"wrong"}
+    assert a.value != pytest.approx(a.of_one, rel=1e-6)
+    assert [list(chunks.values()).index("none") for chunks in b.by_rank] == [1, 0, 1, 0]
+    assert b.value != pytest.approx(b.of_one, rel=1e-6)
+    assert list(c.by_rank) == [{"chunk 0": "wrong", "chunk 1": "right"}] * 4
+    assert c.value == pytest.approx(c.of_one)
     assert "  chunk 0: wrong, none , wrong, none\n" in str(b)
 
 
