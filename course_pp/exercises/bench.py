@@ -236,17 +236,8 @@ class Bench:
                 where = f"On {p} rank{'s' * (p > 1)} with {m} microbatch{'es' * (m > 1)}"
                 yield where, m, [rank[index] for rank in ranks]
 
-    def examined(self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0) -> Findings:
-        """Run a step on real ranks, each starting ``stagger_s`` after the one before, beside one process.
-
-        Raises:
-            Whatever :func:`course_pp.launch.on_ranks` raises for the step.
-        """
-        ranks = self.ran(step, n_ranks, m, stagger_s, timeout_s)
-        return self.compared([(rank.losses, rank.gradients) for rank in ranks], m)
-
     def ran(self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0) -> list[Outcome]:
-        """Run a step on real ranks, as `examined` does; return the outcome of each."""
+        """Run a step on real ranks, each starting ``stagger_s`` after the one before; return the outcome of each."""
         return [each for [each] in on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)]
 
     def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:

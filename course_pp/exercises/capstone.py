@@ -354,31 +354,22 @@ def _longest_alone(prediction: Prediction) -> str:
 
 _NOT_WHAT_HELPS = "The largest part is not what helps most: of some parts doubling a resource takes nearly nothing."
 _COMPARE = "Change one resource with `replace`, predict again, and compare times a sequence."
+_WRONG_BOTTLENECKS = (
+    (_longest_alone, "With twice the batch a step does twice the work: compare times a sequence, of all four."),
+    (_largest_part, _NOT_WHAT_HELPS),
+    (_largest_wait, _NOT_WHAT_HELPS),
+    (lambda run: max(_RESOURCES, key=run.gains().get), "That helps least: what is left of the time has to be least."),
+    *((lambda run, gone=gone: min((each for each in _RESOURCES if each != gone), key=run.gains().get),
+       f"{gone!r} is never the answer of yours: is it doubled?")
+      for gone in _RESOURCES[:3]),
+)  # fmt: skip
 grade_bottleneck = Formula(
     bottleneck,
     lambda: [
         (predict(model_named(name), layout, cluster_of(where), batch, seq_len),)
         for name, where, batch, seq_len, layout in _PREDICTED
     ],
-    [
-        (
-            _longest_alone,
-            "With twice the batch a step does twice the work: compare times a sequence, of all four.",
-        ),
-        (_largest_part, _NOT_WHAT_HELPS),
-        (_largest_wait, _NOT_WHAT_HELPS),
-        (
-            lambda run: max(_RESOURCES, key=run.gains().get),
-            "That helps least: what is left of the time has to be least.",
-        ),
-        *(
-            (
-                lambda run, gone=gone: min((each for each in _RESOURCES if each != gone), key=run.gains().get),
-                f"{gone!r} is never the answer of yours: is it doubled?",
-            )
-            for gone in _RESOURCES[:3]
-        ),
-    ],
+    _WRONG_BOTTLENECKS,
     _COMPARE,
     read=_as_resource,
     call=lambda run: f"bottleneck(…{run.model.n_layers} layers, {run.layout}…)",

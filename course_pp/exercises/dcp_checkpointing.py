@@ -17,8 +17,6 @@ from course_pp.exercises.expect import expect_dict, expect_int, expect_list
 from course_pp.exercises.formula import Formula
 from course_pp.exercises.mistakes import Mistake, Stopped
 
-__all__ = ["EXERCISES", "checkpoint_entries", "overlaps", "rectangle"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
 

@@ -52,9 +52,8 @@ def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
     if not isinstance(value, list | tuple | range):
         raise _wrong_kind(value, what, "a list")
     if length is not None and len(value) != length:
-        raise Mistake(
-            f"`{what}` has {_count(len(value), 'entry', 'entries')}, not {length}.", example=f"It is {_shown(value)}."
-        )
+        has = "1 entry" if len(value) == 1 else f"{len(value)} entries"
+        raise Mistake(f"`{what}` has {has}, not {length}.", example=f"It is {_shown(value)}.")
     return list(value)
 
 
@@ -109,7 +108,3 @@ def _shown(value: Any) -> str:
         return " ".join(reprlib.repr(value).split())
     except Exception:
         return f"something of type {type(value).__name__} that cannot be printed"
-
-
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"

@@ -34,8 +34,6 @@ from course_pp.runtime import (
 )
 from course_pp.schedule import Action, Timeline, build
 
-__all__ = ["EXERCISES", "PATIENTS", "Slots", "examine", "time_cuts"]
-
 
 def bubble(p: int, m: int) -> float:
     """Share of the time in which a rank idles: p ranks, m microbatches."""

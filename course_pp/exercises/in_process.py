@@ -6,14 +6,14 @@ import contextlib
 import copy
 import functools
 import inspect
-import linecache
 import os
 import pickle
 import reprlib
 import resource
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 from course_pp.exercises.mistakes import Mistake, Pending, Stopped, cause_of
@@ -110,13 +110,6 @@ def _why_not_cached(error: BaseException, fn: Callable[..., Any]) -> str:
     )
 
 
-def _frames(error: BaseException) -> Iterator[TracebackType]:
-    tb = error.__traceback__
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next
-
-
 def _in_a_line(error: BaseException) -> str:
     try:
         lines = str(error).strip().splitlines() or [""]
@@ -131,16 +124,11 @@ def _in_a_line(error: BaseException) -> str:
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
     """The innermost line in the answer's file, or in a cell: ``", in line 3: `return 1 / 0`"``."""
     file = getattr(getattr(innermost(fn), "__code__", None), "co_filename", None)
-    own = [tb for tb in _frames(error) if _is_cell_or(file, tb)]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file or has_name_of_cell(frame.filename)]
     if not own:
         return ""
-    text = linecache.getline(own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno).strip()
-    return f", in line {own[-1].tb_lineno}" + (f": `{text}`" if text else "")
-
-
-def _is_cell_or(file: str | None, tb: TracebackType) -> bool:
-    found = tb.tb_frame.f_code.co_filename
-    return found == file or has_name_of_cell(found)
+    return f", in line {own[-1].lineno}" + (f": `{own[-1].line}`" if own[-1].line else "")
 
 
 def innermost(fn: Any) -> Any:

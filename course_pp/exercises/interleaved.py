@@ -25,8 +25,6 @@ from course_pp.launch import on_ranks
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
 from course_pp.schedule.schedule import looped
 
-__all__ = ["EXERCISES", "PATIENTS", "Ring", "examine", "lean", "turns"]
-
 
 def warm_up_forwards(rank: int, p: int, v: int) -> int:
     """How many forwards this rank does before forward and backward take turns: p ranks, v chunks each."""

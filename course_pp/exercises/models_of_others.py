@@ -18,8 +18,6 @@ from course_pp.exercises.mistakes import Mistake
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
 
-__all__ = ["PATIENTS", "examine"]
-
 
 def carries(reads: list[set[int]], begins: list[int]) -> list[list[int]]:
     """For each cut the calls whose results it carries, in order."""

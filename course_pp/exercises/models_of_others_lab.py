@@ -19,25 +19,6 @@ from course_pp.parallel.split import crossing
 from course_pp.runtime import EmulatedCluster, Pipeline, Recorder, generate
 from course_pp.schedule import Costs, Timeline, build
 
-__all__ = [
-    "ARTICLE",
-    "IDS",
-    "Down",
-    "Noisy",
-    "Remembers",
-    "UNet",
-    "Up",
-    "ends_apart",
-    "generate_text",
-    "gpt2",
-    "in_turn",
-    "layers_of",
-    "scaled_down",
-    "skip_step",
-    "t5",
-    "time_stages",
-]
-
 ARTICLE = ModelConfig(768, 12, 12, 50_000, n_kv_heads=3, ffn_dim=3072, max_seq_len=512)
 """The model of 179.4 million parameters that a widely read article trains."""
 WORDS, WIDTH, LAYERS = 96, 32, 6

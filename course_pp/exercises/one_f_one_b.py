@@ -31,8 +31,6 @@ from course_pp.runtime import (
 )
 from course_pp.schedule import Action, Schedule, build
 
-__all__ = ["EXERCISES", "PATIENTS", "WARD", "examine", "room_for_latency", "with_room"]
-
 
 def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
     """The actions of this rank, in order."""
@@ -490,4 +488,5 @@ def examine(step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeou
 
     Each rank starts ``stagger_s`` later than the one before, as on a busy cluster.
     """
-    return WARD.examined(step, 4, m, stagger_s, timeout_s)
+    ranks = WARD.ran(step, 4, m, stagger_s, timeout_s)
+    return WARD.compared([(rank.losses, rank.gradients) for rank in ranks], m)

@@ -32,8 +32,6 @@ from course_pp.schedule.searching.problem import Problem
 if TYPE_CHECKING:
     from course_pp.show import Board  # which ranks, who import this module, have no use for
 
-__all__ = ["EXERCISES", "drawn", "hanging", "play", "programs_of", "run_in_torch", "run_unbuffered"]
-
 
 def lower_bound(p: int, m: int, forward: float, input_grad: float, weight_grad: float) -> float:
     """A time before which no order can finish, whatever the memory; all stages are alike, messages take no time."""

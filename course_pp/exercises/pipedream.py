@@ -36,8 +36,6 @@ from course_pp.runtime import (
 )
 from course_pp.schedule import Action, Costs, Versions, build, ledger
 
-__all__ = ["EXERCISES", "PATIENTS", "Findings", "examine"]
-
 Microbatches = Sequence[Tensor]
 Weights = Mapping[str, Tensor]
 

@@ -16,8 +16,6 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Schedule, Timeline, Versions, build, ledger
 
-__all__ = ["Angles", "Trained", "angles", "residual_blocks", "steady", "task", "train"]
-
 _WIDTH, _HIDDEN, _ROWS = 16, 32, 16
 Weights = Mapping[str, Tensor]
 _Kept = tuple[list[Weights], list[Tensor]]

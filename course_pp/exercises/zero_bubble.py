@@ -28,8 +28,6 @@ from course_pp.runtime.stage import Stage
 from course_pp.schedule import Action, Costs, Overlap, Schedule, build
 from course_pp.schedule.schedule import looped
 
-__all__ = ["EXERCISES", "PATIENTS", "blocks", "examine", "gradient_norm", "one_after_another", "time_halves"]
-
 _W_BEFORE_I = "W of a microbatch comes after its I, which leaves the gradients of each layer's output behind."
 _LACKING = {
     "F": "The warm-up and the steady state together do every forward.",
@@ -561,19 +559,14 @@ def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 
     return replace(found, value=ranks[-1].returned[0], of_one=norm, what="norm")
 
 
-def time_halves(module: nn.Module | None = None, x: Tensor | None = None, repeats: int = 15) -> dict[str, float]:
-    """Seconds of F, B, I and W of ``module``, medians of ``repeats`` rounds in which they take turns.
+def time_halves(repeats: int = 15) -> dict[str, float]:
+    """Seconds of F, B, I and W of a transformer block, medians of ``repeats`` rounds in which they take turns.
 
-    Where a half takes longer than the whole, it prints that this machine was too busy.
-
-    Args:
-        module: unless given, one transformer block of width 256.
-        x: its input; unless given, 4 sequences of 128 tokens.
-        repeats: rounds; two more come before, unmeasured.
+    The block is 256 wide and is given 4 sequences of 128 tokens; two more rounds come before, unmeasured. Where a half
+    takes longer than the whole, it prints that this machine was too busy.
     """
     config = ModelConfig(dim=256, n_layers=3, n_heads=4, vocab_size=256)
-    module = build_stage_module(config, 1, 3) if module is None else module
-    x = torch.randn(4, 128, config.dim) if x is None else x
+    module, x = build_stage_module(config, 1, 3), torch.randn(4, 128, config.dim)
     stage = Stage(0, module, x.device, False, None)
     gradient = torch.randn_like(stage.evaluate(x, None)[0])
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
