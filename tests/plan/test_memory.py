@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule
 from course_pp.parallel import (
+    DistributedConfig,
     apply_ac,
+    apply_expert_parallel,
     build_pipeline_schedule,
     build_pipeline_stage,
     compute_in,
@@ -152,7 +154,8 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
 
 def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
     """Bytes of the storages that autograd keeps, and of the output; those of parameters and buffers left out."""
-    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    held = (t.to_local() if isinstance(t, DTensor) else t for t in (*module.parameters(), *module.buffers()))
+    own = {t.untyped_storage().data_ptr() for t in held}
     kept = {}
 
     def keep(tensor):
@@ -198,3 +201,24 @@ def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, kind):
         assert kept_by_stage(config, layout, s, stage) == pytest.approx(
             kept_by_forward(module, inputs, target), rel=0.03
         )
+
+
+def kept_with_shared_experts(rank, config, dtypes):
+    mesh = init_distributed(DistributedConfig(dp_shard=2, ep=2), seed=0)
+    kept = {}
+    for dtype in dtypes:
+        module = PipelineStageModule(config, 0, 1, (0, config.n_layers)).to(getattr(torch, dtype))
+        apply_expert_parallel(module, mesh)
+        ids = torch.randint(100, (2, 32))
+        kept[dtype] = kept_by_forward(module, ids, ids)
+    return kept
+
+
+def test_a_rank_keeps_what_other_ranks_send_its_experts():
+    # Every token goes to all experts, so that both ranks get as many.
+    config = ModelConfig(64, 2, 4, 100, max_seq_len=32, n_experts=4, top_k=4, expert_dim=96)
+    for held in on_ranks(2, kept_with_shared_experts, config, ("float32", "bfloat16"), timeout_s=110):
+        for dtype, n_bytes in held.items():
+            layout = Layout(dp_shard=2, ep=2, microbatch_size=2, precision=dtype, fused_norms=False)
+            [stage] = layout.stages_of_all(config)
+            assert kept_by_stage(config, layout, 32, stage) == pytest.approx(n_bytes, rel=0.03)
