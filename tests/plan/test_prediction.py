@@ -79,16 +79,17 @@ def test_the_plan_is_sorted_and_fits():
     assert "faster" not in explain(found[0], found[0])
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 12])
-def test_whatever_is_planned_the_stack_takes(batch):
-    model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256)
+@pytest.mark.parametrize(("batch", "n_experts"), [(1, 0), (2, 0), (4, 0), (12, 0), (4, 6)])
+def test_whatever_is_planned_the_stack_takes(batch, n_experts):
+    model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256, n_experts=n_experts, moe_every=2)
     found = plan(model, cluster_of("1x4xA100"), batch, 1024, n_best=1000)
     assert any(each.layout.pp == 4 for each in found)
+    assert {each.layout.ep for each in found} == ({1, 2} if n_experts else {1})
     for each in found:
         m = each.layout.n_microbatches(batch)
         predict_collectives(
             model,
-            DistributedConfig(each.layout.pp, each.layout.dp_replicate, each.layout.dp_shard, each.layout.tp),
+            DistributedConfig(*(getattr(each.layout, name) for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep"))),
             batch_size=each.layout.microbatch_size,
             seq_len=1024,
             n_microbatches=m if each.layout.pp > 1 else 1,
