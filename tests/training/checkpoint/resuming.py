@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from course_pp.model import CrossEntropy, ModelConfig
+from course_pp.model import CrossEntropy, ModelConfig, expert_loads, update_router_bias
 from course_pp.parallel import PipelineSchedule, get_dp_rank, init_distributed
 from course_pp.training.checkpoint import AsyncSaver, load, save
 from tests.equality import adamw, batches
@@ -66,6 +66,8 @@ class Trainee:
         loss = self.runner.step(inputs, target=target).item()
         self.optimizer.step()
         self.scheduler.step()
+        if self.modules[0].config.n_experts:
+            update_router_bias(self.modules, expert_loads(self.modules, self.mesh))
         return loss
 
     def load(self, path: Path) -> int:

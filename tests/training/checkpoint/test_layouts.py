@@ -63,7 +63,7 @@ def uninterrupted(config: ModelConfig, n_steps: int) -> list[float]:
 
 def saved_by(layout: Case, config: ModelConfig, roots: Path, saved_at: int) -> Path:
     """Checkpoints of a run at ``layout`` that stopped after ``saved_at`` steps."""
-    root = roots / f"{layout}-{config.tie_embeddings}-{config.n_layers}"
+    root = roots / f"{layout}-{config.tie_embeddings}-{config.n_layers}-{config.n_experts}"
     if not root.exists():
         on_ranks(layout.n_ranks, _stop_early, layout, config, data_of(config, saved_at), root, timeout_s=100)
     return root / "sync"
@@ -95,6 +95,32 @@ def differences(layout: Case, config: ModelConfig, sources: list[Case], roots: P
 def test_a_run_resumes_at_another_layout(layout: Case, tied: bool, roots: Path) -> None:
     config = config_of(tied, n_layers=4)
     assert max(differences(layout, config, SAMPLE[layout, tied], roots, SHORT_RUN)) <= LOSS_TOLERANCE
+
+
+WITH_EXPERTS = [
+    Case(),
+    Case(dp_shard=2, ep=2, reshard=True),
+    Case(dp_shard=4, ep=4, reshard=False),
+    Case(pp=2, schedule="1f1b", dp_shard=2, ep=2),
+    Case(pp=2, schedule="zb_v", tp=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "sources"),
+    [
+        (WITH_EXPERTS[3], [WITH_EXPERTS[0], WITH_EXPERTS[2]]),
+        *(
+            pytest.param(layout, [each for each in WITH_EXPERTS if each != layout], marks=pytest.mark.long)
+            for layout in WITH_EXPERTS
+        ),
+    ],
+    ids=lambda value: str(value) or "one" if isinstance(value, Case) else f"from {len(value)}",
+)
+def test_experts_resume_at_another_layout(layout: Case, sources: list[Case], roots: Path) -> None:
+    sizes = {"n_experts": 8, "expert_dim": 24, "moe_every": 2, "n_shared_experts": 1}
+    config = config_of(False, n_layers=4, **sizes, balance="bias", balance_coef=0.1)
+    assert max(differences(layout, config, sources, roots, SHORT_RUN)) <= LOSS_TOLERANCE
 
 
 @pytest.mark.full
