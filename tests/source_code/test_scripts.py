@@ -79,6 +79,13 @@ def test_training_falls_below_what_a_model_without_context_could_reach():
     assert float(match[1]) < float(match[2]) - 0.2
 
 
+@pytest.mark.long
+def test_training_shares_experts_out_and_tells_their_load():
+    layout = ["--pp=2", "--dp-shard=2", "--ep=2", "--experts=4", "--balance=bias"]
+    text = "\n".join(labelled_lines(4, [TRAIN, *TINY, "--layers=2", *layout, "--log-every=1"]))
+    assert re.search(r"step 1/\d+  loss [\d.]+  busiest expert \(layers\.[01]\) [\d.]+ × the mean", text)
+
+
 LAYOUTS = [
     "",
     "--pp=2 --engine=runtime",
