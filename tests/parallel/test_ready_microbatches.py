@@ -73,7 +73,8 @@ class Block(nn.Module):
         rows = []
         for row, starts in enumerate(offsets.starts.tolist()):
             documents = [slice(*ends) for ends in pairwise(starts)]
-            assert max(document.stop - document.start for document in documents) <= offsets.longest
+            if max(document.stop - document.start for document in documents) > offsets.longest:
+                raise ValueError(f"a document is longer than {offsets.longest}")
             rows.append(torch.cat([_attend(q[row, each], k[row, each], v[row, each]) for each in documents]))
         return x + self.out(torch.stack(rows))
 
@@ -371,8 +372,8 @@ WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     "a stage that raises": (
         on(0, lambda g: g.update(kwarg_mbs=[{"offsets": SHORT}] * N_MICROBATCHES)),
         "stage 0, a Packed called with int64 (2, 8) and offsets on the meta device, does not say what it returns "
-        "(AssertionError: no message): mend the stage, or declare what crosses, build_pipeline_stage(..., "
-        "outputs=...); tried on zeros, it raised AssertionError",
+        "(ValueError: a document is longer than 0): mend the stage, or declare what crosses, build_pipeline_stage(..., "
+        "outputs=...); tried on zeros, it raised ValueError: a document is longer than 0",
     ),
     "nothing to cut": (
         on(0, lambda g: g.update(kwargs_chunk_spec={"offsets": "rows"})),
