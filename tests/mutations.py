@@ -34,6 +34,8 @@ ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
 GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
 
+SIZED = "parallel/test_ready_microbatches.py"
+
 FAULTS = [
     Fault("runtime/by_hand.py", "full_like(y, 1 / n_microbatches)", "ones_like(y)", BY_HAND),
     Fault("sizes.py", "(stage < extras)", "(stage <= extras)", "model/test_model_stages.py"),
@@ -74,6 +76,12 @@ FAULTS = [
     Fault("parallel/pipeline.py", "value / pipelines", "value", ATTACHED),
     Fault("parallel/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
     Fault("parallel/stage.py", "bwd_chunk_id not in self.attached and ", "", ATTACHED),
+    Fault("parallel/stage.py", "_fit(self.args_recv_info[fwd_chunk_id], self.taken_by(fwd_chunk_id))", "pass", SIZED),
+    Fault("parallel/stage.py", "zero if gradient is None else gradient.contiguous()", "gradient", SIZED),
+    Fault("parallel/pipeline.py", "self._counts_tokens or mine.ready or", "self._counts_tokens or", SIZED),
+    Fault("parallel/crossing.py", "buffer.copy_(kept)", "pass", SIZED),
+    Fault("parallel/crossing.py", "or next(iter(questions.values()))", "or questions[kind]", SIZED),
+    Fault("parallel/batch.py", "if (giver := givers.get((each.pipeline, i, name)))", "if (giver := None)", SIZED),
     Fault(
         "runtime/executor.py",
         "return tensor.detach().requires_grad_(tensor.requires_grad)",

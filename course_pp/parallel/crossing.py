@@ -32,16 +32,16 @@ Kind = tuple[bytes, ...]
 Crossing = tuple[ValueMeta, ValueMeta]
 """What a stage takes and returns."""
 
-_MOST_KINDS = 100_000  # then all are forgotten: a kind is some hundred bytes
+_MOST_KINDS = 10_000  # then all are forgotten; a kind is a few kilobytes
 
 
 class Crossings:
-    """What every stage takes and returns for each kind of microbatch; the same on all ranks of ``everyone``."""
+    """What this rank's stages take and return for each kind of microbatch. All of ``everyone`` know the same kinds."""
 
     def __init__(self, stages: Sequence[ModelStage], everyone: Ranks) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
         self._n_stages, self._everyone = stages[0].num_stages, everyone
-        self._known: dict[Kind, list[Crossing]] = {}
+        self._known: dict[Kind, dict[int, Crossing]] = {}
 
     def agree(self, told: Sequence[Told], pipeline: int, mine: Microbatches) -> None:
         """Tell this rank's stages what crosses in a step; a collective.
@@ -72,8 +72,10 @@ class Crossings:
             questions: dict[Kind, _Question] = {}
             for kind in dict.fromkeys(here if index in self._stages else ()):
                 i = here.index(kind)
-                before = found[kind][-1:] if kind in found else self._known[kind][index - 1 : index]
-                takes = before[0][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
+                if kind in self._known:
+                    takes = self._known[kind][index][0]
+                else:
+                    takes = found[kind][-1][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
                 questions[kind] = _Question(self._stages[index], takes, mine.arguments[i], mine.keywords[i])
             said: dict[Kind, Crossing] = {}
             unsaid: dict[Kind, str] = {}
@@ -89,7 +91,7 @@ class Crossings:
                 answers |= {kind: both for theirs in self._everyone.gather(tried) for kind, both in theirs.items()}
             for kind, both in answers.items():
                 found[kind].append(both)
-        self._known |= found
+        self._known |= {kind: {index: both[index] for index in self._stages} for kind, both in found.items()}
 
 
 @dataclass(frozen=True)

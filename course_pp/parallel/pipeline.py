@@ -179,6 +179,7 @@ class PipelineSchedule:
         self._starts_equal = not self.ties
         self._witness = _Witness(_everyone_of(stages[0]))
         self._crossings = Crossings(self.stages, self._everyone)
+        self._names: dict[str, bool] = {}  # of keyword arguments that ranks have compared, and whether they were None
         self._pipeline = min(dist.get_process_group_ranks(self._group))
 
     @property
@@ -369,8 +370,10 @@ class PipelineSchedule:
             mine = self._batch.microbatches(given, needs_target)
         except Exception as error:  # also of a loss that counts
             unfit = Ranks.sentence(error)
-        # Most batches are whole and fit, which ranks tell one another by one number.
-        if not self._everyone.largest(int(bool(problem or unfit or given.lists or given.kwargs))):
+        # Most batches are whole and fit, with the keywords of the last, which ranks tell one another by one number.
+        names = {name: value is None for name, value in given.kwargs.items()}
+        news = problem or unfit or given.lists or names != self._names
+        if not self._everyone.largest(int(bool(news))):
             return mine
         told = self._everyone.gather(
             Told(
@@ -387,6 +390,7 @@ class PipelineSchedule:
         )
         if (refusal := problem_between(told)) is not None:
             raise ValueError(refusal)
+        self._names = names
         if any(each.lists for each in told):
             mine = mine if mine.ready else self._batch.nothing()
             self._crossings.agree(told, self._pipeline, mine)

@@ -377,7 +377,7 @@ WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     ),
     "nothing to cut": (
         on(0, lambda g: g.update(kwargs_chunk_spec={"offsets": "rows"})),
-        "kwargs_chunk_spec is of a whole batch, and kwarg_mbs, arg_mbs of ready-made microbatches",
+        "kwargs_chunk_spec is of a whole batch, and arg_mbs, kwarg_mbs of ready-made microbatches",
     ),
 }
 
