@@ -11,6 +11,7 @@ Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,11 +122,16 @@ def apply_fsdp2(
     mixed = mp_policy if mp_policy is not None else policy_of_dtypes({p.dtype for p in model.parameters()})
     options: dict[str, Any] = {"mp_policy": mixed, "reshard_after_forward": policy}
     for experts in filter(is_shared_out, model.modules()):
-        # By columns: rows are cut over ep, and a rank may hold a single expert.
-        fully_shard(experts, mesh=get_efsdp_mesh(device_mesh), shard_placement_fn=lambda _: Shard(1), **options)
+        same = get_efsdp_mesh(device_mesh)
+        fully_shard(experts, mesh=same, shard_placement_fn=partial(_placement, n_shards=same.size(-1)), **options)
     for module in dict.fromkeys((*found.values(), model)):
         fully_shard(module, mesh=mesh, **options)
     return tuple(found)
+
+
+def _placement(parameter: nn.Parameter, n_shards: int) -> Shard:
+    """Cut experts by the columns of each, as a rank may hold a single one; by rows if the columns cannot be shared."""
+    return Shard(int(parameter.dim() > 1 and parameter.shape[1] % n_shards == 0))
 
 
 def _check_sharing(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

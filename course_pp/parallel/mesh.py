@@ -448,7 +448,7 @@ def limit_waiting(device_mesh: DeviceMesh | None, timeout_s: float) -> None:
 
 def _groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
     """Return this rank's group along each dimension, those of experts too."""
-    meshes = (mesh for mesh in (device_mesh, _mesh_of_experts(device_mesh)) if mesh is not None)
+    meshes = (mesh for mesh in (device_mesh, mesh_of_experts(device_mesh)) if mesh is not None)
     return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
 
 
@@ -523,18 +523,19 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 def get_ep_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the 1-D expert-parallel mesh this rank is part of; None without expert parallelism."""
-    mesh = _mesh_of_experts(device_mesh)
+    mesh = mesh_of_experts(device_mesh)
     return None if mesh is None else mesh["ep"]
 
 
 def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of the ranks that hold the same experts: ``efsdp``, or ``(dp_replicate, efsdp)``."""
-    mesh = _mesh_of_experts(device_mesh)
+    mesh = mesh_of_experts(device_mesh)
     assert mesh is not None  # only called where there are experts
     return mesh["dp_replicate", "efsdp"] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh["efsdp"]
 
 
-def _mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+def mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh of the same ranks that has ``efsdp`` and ``ep`` in place of ``dp_shard``; None without ``ep``."""
     mesh: DeviceMesh | None = getattr(device_mesh, _OF_EXPERTS, None)
     return mesh
 

@@ -4,6 +4,7 @@
 
     all_gather, reduce_scatter   the gathered output, the input to be reduced
     all_reduce, broadcast        the tensor
+    all_to_all                   all that is sent, or all that comes
     send, recv                   the message
 
 :func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank move nothing and are
@@ -18,7 +19,10 @@ With m microbatches a step, L layers a stage, and an activation of A = batch · 
               reduce-scatter and an all-gather of A: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2
     pipeline  m messages of A down each boundary and m up:
               Narayanan et al. 2021, arXiv:2104.04473, section 3.2
-    the rest  a handful of scalars: refusals, token count, loss, norm
+    experts   a microbatch and layer: the counts of rows, the rows and what became of them, in backward the gradients of
+              both; a row is a token's activation, and top_k · A / dim of them leave a rank:
+              Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.2
+    the rest  a handful of scalars: refusals, token count, loss, attached losses, norm
 
 With layers of G bytes and the ends of R bytes on a rank, and the fraction f of a group that forward leaves behind,
 0 for True, 1 for False, 1/k for an integer k, the most gathered parameters that are alive in a step are
@@ -30,6 +34,7 @@ Without a pipeline backward computes on one layer while the next is gathered, an
 backward keeps what it gathered until the last microbatch's gradients are reduced, so True does not lower the peak.
 """
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -47,7 +52,7 @@ from course_pp.collective import MEETING_BYTES
 from course_pp.model import ModelConfig
 from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, resolve_reshard_after_forward
-from course_pp.parallel.mesh import DistributedConfig
+from course_pp.parallel.mesh import DistributedConfig, mesh_of_experts
 from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
@@ -62,6 +67,7 @@ from course_pp.plan.layout import (
     stage_plans,
     unsharded_elements,
 )
+from course_pp.sizes import compute_layer_assignment
 
 # How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
 _KINDS = {
@@ -100,8 +106,9 @@ class Tally:
 class CollectiveCounts:
     """What one rank communicates: a tally for each (mesh dimension, collective). Prints as a table.
 
-    A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``, ``"dp_shard:2"`` for a group of two of the ranks of
-    ``dp_shard`` (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
+    A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``; ``ep`` or ``efsdp`` for the ranks of ``dp_shard``
+    that hold all experts together, or the same ones, unless these are all; ``"dp_shard:2"`` for a group of two of the
+    ranks of ``dp_shard`` (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
     """
 
     tallies: Mapping[tuple[str, str], Tally] = field(default_factory=dict)
@@ -186,11 +193,11 @@ class CollectiveCounter(CollectiveWatcher):
         if not dist.is_initialized():
             raise RuntimeError("no process group, so nothing to count: call init_distributed(config) first")
         # This rank's group along each dimension, then the world, which a mesh of one dimension is too.
-        self._dimensions = {
-            name: frozenset(dist.get_process_group_ranks(device_mesh.get_group(name)))
-            for name in (() if device_mesh is None else device_mesh.mesh_dim_names or ())
-            if device_mesh is not None
-        } | {"world": frozenset(range(dist.get_world_size()))}
+        self._dimensions: dict[str, frozenset[int]] = {}
+        for mesh in (mesh for mesh in (device_mesh, mesh_of_experts(device_mesh)) if mesh is not None):
+            for name in mesh.mesh_dim_names or ():
+                self._dimensions.setdefault(name, frozenset(dist.get_process_group_ranks(mesh.get_group(name))))
+        self._dimensions["world"] = frozenset(range(dist.get_world_size()))
         self.entered: list[Entered] = []
         super().__init__(self._note)
 
@@ -236,11 +243,13 @@ class _Rank:
     kept: torch.dtype  # of the parameters
     computed: torch.dtype  # in which they are gathered and used
     reduced: torch.dtype  # in which FSDP2 reduces gradients
+    schedule: str
     n_microbatches: int = 1
     tokens: int = 0  # in one microbatch, batch · seq
     ac: str = "none"
     splits_backward: bool = False  # whether input and weight gradients are two actions of the schedule
     gathers_logits: bool = True
+    routed: Tensor | None = None  # (data ranks, layers with experts, microbatches, experts) rows; None: as many each
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -269,8 +278,11 @@ class _Rank:
 
     def over(self, dimension: str, collective: str, number: int, n_bytes: int) -> CollectiveCounts:
         """Return ``number`` collectives of ``n_bytes`` each over a mesh dimension; none if it has only this rank."""
-        if getattr(self.layout, dimension) == 1:
+        efsdp = self.layout.dp_shard // self.layout.ep
+        if (efsdp if dimension == "efsdp" else getattr(self.layout, dimension)) == 1:
             return _NOTHING
+        if dimension == "ep" and efsdp == 1:
+            dimension = "dp_shard"  # the same ranks
         return CollectiveCounts.of(dimension, collective, number, n_bytes)
 
 
@@ -291,7 +303,8 @@ def _ranks(
         )
     n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
     sizes = layout.sizes(n_ranks)
-    reshard = resolve_reshard_after_forward(policy, pp=layout.pp, dp_shard=layout.dp_shard, tp=layout.tp)
+    many = {name: getattr(layout, name) for name in ("pp", "dp_shard", "tp", "ep")}
+    reshard = resolve_reshard_after_forward(policy, **many)
     computed = reduced = dtype
     if _is_sharded(layout):  # elsewhere a policy has no effect
         mp_policy = policy_of_dtypes({dtype}) if mp_policy is None else mp_policy
@@ -301,8 +314,8 @@ def _ranks(
     for rank in range(n_ranks):
         at = coordinates(rank, **sizes)
         indices = get_stage_indices(schedule, at.pp, layout.pp) if layout.pp > 1 else [0]
-        stages = stage_plans(config, indices, layout.pp * len(indices), layout.tp)
-        ranks.append(_Rank(config, layout, at, stages, reshard, dtype, computed, reduced, **step))
+        stages = stage_plans(config, indices, layout.pp * len(indices), layout.tp, layout.ep)
+        ranks.append(_Rank(config, layout, at, stages, reshard, dtype, computed, reduced, schedule, **step))
     return ranks
 
 
@@ -329,6 +342,7 @@ def predict_collectives(
     mp_policy: MixedPrecisionPolicy | None = None,
     gather_logits: bool = True,
     clip: bool = True,
+    routed: Tensor | None = None,
 ) -> tuple[CollectiveCounts, ...]:
     """Predict what each rank communicates in one training step in the steady state: the second and every later one.
 
@@ -350,6 +364,8 @@ def predict_collectives(
         gather_logits: as given to :func:`apply_tensor_parallel`.
         clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
             they hold.
+        routed: how many rows each expert gets, whole numbers (data ranks, layers with experts, microbatches, experts);
+            None is what a perfect balance gives, rounded to whole rows.
 
     Returns:
         One value a global rank.
@@ -374,6 +390,13 @@ def predict_collectives(
             f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
             "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"
         )
+    n_sparse = sum(map(config.has_experts, range(config.n_layers)))
+    expected = (layout.dp_replicate * layout.dp_shard, n_sparse, n_microbatches, config.n_experts)
+    if routed is not None and tuple(routed.shape) != expected:
+        raise ValueError(
+            f"routed has the shape {tuple(routed.shape)}: give (data ranks, layers with experts, microbatches, "
+            f"experts) = {expected}"
+        )
     ranks = _ranks(
         config,
         layout,
@@ -386,32 +409,35 @@ def predict_collectives(
         ac=ac,
         splits_backward=splits == "all",
         gathers_logits=gather_logits,
+        routed=routed,
     )
-    parts = [_tensor_parallel, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
+    parts = [_tensor_parallel, _experts, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
     return tuple(sum((part(rank) for part in parts), _NOTHING) for rank in ranks)
 
 
 def _fully_sharded(rank: _Rank) -> CollectiveCounts:
     """FSDP2: gathers by policy, one reduction a group and step."""
-    n_shards, counts = rank.layout.dp_shard, _NOTHING
+    counts = _NOTHING
     for group in (group for stage in rank.stages for group in stage.groups):
-        elements = gathered_elements(group, n_shards)
-        counts += _gathers(rank, elements * rank.computed.itemsize)
-        counts += rank.over("dp_shard", "reduce_scatter", 1, elements * rank.reduced.itemsize)
+        elements = gathered_elements(group, rank.layout.dp_shard)
+        dimension = "dp_shard" if group.ep == 1 else "efsdp"
+        counts += _gathers(rank, dimension, elements * rank.computed.itemsize)
+        counts += rank.over(dimension, "reduce_scatter", 1, elements * rank.reduced.itemsize)
         # Replicas add up what is already reduced, each rank its own shard.
-        counts += rank.over("dp_replicate", "all_reduce", 1, elements // n_shards * rank.reduced.itemsize)
+        shard = elements // (rank.layout.dp_shard // group.ep)
+        counts += rank.over("dp_replicate", "all_reduce", 1, shard * rank.reduced.itemsize)
     return counts
 
 
-def _gathers(rank: _Rank, n_bytes: int) -> CollectiveCounts:
+def _gathers(rank: _Rank, dimension: str, n_bytes: int) -> CollectiveCounts:
     """All-gathers of one group: one before the first forward, one after every forward that frees it.
 
     A backward leaves it gathered, so whatever the schedule, each of the m forwards makes the action after it gather.
     """
     m, policy = rank.n_microbatches, rank.reshard
     if policy is True:
-        return rank.over("dp_shard", "all_gather", m + 1, n_bytes)
-    counts = rank.over("dp_shard", "all_gather", 1, n_bytes)
+        return rank.over(dimension, "all_gather", m + 1, n_bytes)
+    counts = rank.over(dimension, "all_gather", 1, n_bytes)
     if policy is not False:  # the ranks that share a whole copy after forward
         counts += CollectiveCounts.of(f"dp_shard:{policy}", "all_gather", m, n_bytes)
     return counts
@@ -421,19 +447,22 @@ def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
     """Sums over the ranks of ``tp``, a microbatch at a time; see :func:`apply_tensor_parallel` for what is cut."""
     counts = _NOTHING
     for stage in rank.stages:
-        again = _forwards_again(rank, stage)
-        if rank.sequence_parallel:  # the sums of a plain block, each in two halves; between them, norms see parts
-            block = rank.over("tp", "all_gather", 4 + 2 * again, rank.activation)
-            block += rank.over("tp", "reduce_scatter", 4 + again, rank.activation)
-        else:  # forward sums the outputs of attention and feed-forward, backward the gradients of their inputs
-            block = rank.over("tp", "all_reduce", 4 + again, rank.activation)
-        counts += (block * stage.n_layers + _ends(rank, stage)) * rank.n_microbatches
+        for sparse in stage.has_experts:
+            again = _forwards_again(rank, stage, sparse)
+            # Experts get whole tokens and give whole ones back, so they have no sum to do.
+            sums = 2 if sparse else 4
+            if rank.sequence_parallel:  # the sums of a plain block, each in two halves; between them, norms see parts
+                counts += rank.over("tp", "all_gather", (4 + 2 * again) * rank.n_microbatches, rank.activation)
+                counts += rank.over("tp", "reduce_scatter", (sums + again) * rank.n_microbatches, rank.activation)
+            else:  # forward sums the outputs of attention and feed-forward, backward the gradients of their inputs
+                counts += rank.over("tp", "all_reduce", (sums + again) * rank.n_microbatches, rank.activation)
+        counts += _ends(rank, stage) * rank.n_microbatches
     if rank.sharded:
         counts += _norm_weights(rank, rank.computed)  # before FSDP2 reduces them
     return counts
 
 
-def _forwards_again(rank: _Rank, stage: StagePlan) -> int:
+def _forwards_again(rank: _Rank, stage: StagePlan, sparse: bool) -> int:
     """Return how often the backward of a checkpointed block runs its forward again.
 
     The forward's second sum, the feed-forward's, comes after the last product that backward needs, so recomputing
@@ -442,8 +471,42 @@ def _forwards_again(rank: _Rank, stage: StagePlan) -> int:
     if rank.ac != "full":
         return 0
     # torch's weight-gradient half recomputes the block once for each parameter. The first stage, which has no input
-    # gradient to send, is not split.
-    return 1 + (len(stage.dense[0]) if rank.splits_backward and not stage.is_first else 0)
+    # gradient to send, is not split, nor is one with attached losses, which puts off weight gradients itself.
+    parameters = sum(map(len, stage.sparse if sparse else stage.dense))
+    attaches = stage.n_sparse and _router_losses(rank.config)
+    return 1 + (parameters if rank.splits_backward and not stage.is_first and not attaches else 0)
+
+
+def _router_losses(config: ModelConfig) -> list[str]:
+    return ["balance"] * (config.balance in ("loss", "sequence")) + ["z"] * bool(config.z_coef)
+
+
+def _experts(rank: _Rank) -> CollectiveCounts:
+    """Exchanges over ``ep``: three in each forward of a layer's experts, two in its backward."""
+    config, counts = rank.config, _NOTHING
+    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+    ranges = compute_layer_assignment(config.n_layers, rank.stages[0].n_stages)
+    for stage in rank.stages:
+        for layer in (layer for layer in range(*ranges[stage.index]) if config.has_experts(layer)):
+            forwards = 1 + _forwards_again(rank, stage, sparse=True)
+            numbers = rank.n_microbatches * forwards
+            counts += rank.over("ep", "all_to_all", numbers, config.n_experts * torch.int64.itemsize)
+            for microbatch in range(rank.n_microbatches):
+                rows = _rows_exchanged(rank, layers.index(layer), microbatch)
+                n_bytes = rows * config.dim * rank.computed.itemsize
+                counts += rank.over("ep", "all_to_all", 2 * forwards + 2, n_bytes)
+    return counts
+
+
+def _rows_exchanged(rank: _Rank, layer: int, microbatch: int) -> int:
+    """Return the rows that this rank sends to the experts of a layer, or gets, whichever are more."""
+    if rank.routed is None:
+        limit = min(1.0, rank.config.capacity_factor or 1.0)
+        return round(rank.tokens * rank.config.top_k * limit)
+    ep, here = rank.layout.ep, rank.at.dp_shard % rank.layout.ep
+    mine = rank.at.dp_replicate * rank.layout.dp_shard + rank.at.dp_shard
+    peers = rank.routed[mine - here : mine - here + ep, layer, microbatch].unflatten(-1, (ep, -1)).sum(-1)
+    return max(int(peers[here].sum()), int(peers[:, here].sum()))
 
 
 def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
@@ -490,6 +553,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
     counts += CollectiveCounts.of("pp", "recv", n_messages, rank.activation)
     counts += _asks_who_refuses(rank)
     counts += CollectiveCounts.of("pp", "all_reduce", 1, _FLOAT64)  # the loss
+    counts += _attached_losses(rank)
     if n_stages - 1 in here:  # the number of counted tokens before the step, the loss after it
         for dimension in ("dp_replicate", "dp_shard"):
             counts += rank.over(dimension, "all_reduce", 2, _FLOAT64)
@@ -498,6 +562,27 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
         gradient = held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize
         counts += CollectiveCounts.of("pp", "send", 1, gradient) + CollectiveCounts.of("pp", "recv", 1, gradient)
     return counts
+
+
+def _attached_losses(rank: _Rank) -> CollectiveCounts:
+    """Routers' losses: the microbatches' weights before the step, the sums of all stages' losses after it."""
+    config, n_stages = rank.config, rank.stages[0].n_stages
+    kinds = _router_losses(config)
+    ranges = compute_layer_assignment(config.n_layers, n_stages)
+
+    def told(pp_rank: int) -> int:
+        """Return the bytes in which a rank says the sums of its stages."""
+        indices = get_stage_indices(rank.schedule, pp_rank, rank.layout.pp)
+        held = [(i, layer) for i in indices for layer in range(*ranges[i]) if config.has_experts(layer)]
+        return len(pickle.dumps({f"layers.{layer}.{kind}": (i, 0.0) for i, layer in held for kind in kinds}))
+
+    if not kinds or not config.n_experts:
+        return _NOTHING
+    n_ranks = prod(rank.sizes.values())
+    counts = CollectiveCounts.of("pp", "broadcast", 1, rank.n_microbatches * _FLOAT64)
+    counts += _asks_who_refuses(rank) * 2
+    largest = max(map(told, range(rank.layout.pp)))
+    return counts + CollectiveCounts.of(rank.everyone, "all_gather", 1, n_ranks * largest)
 
 
 def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
@@ -510,8 +595,15 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     """Count one float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
     layout = rank.layout
     counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
-    counts += rank.over("dp_shard", "all_gather", 1, _FLOAT64 * layout.dp_shard)
     counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
+    n_norms = 1
+    if layout.ep > 1 and any(stage.n_sparse for stage in rank.stages):
+        if layout.ep == prod(rank.sizes.values()):  # dp_shard and ep are one group: that of all ranks
+            n_norms = 2
+        else:
+            counts += rank.over("ep", "all_gather", 1, _FLOAT64 * layout.ep)
+            counts += rank.over("efsdp", "all_gather", 1, _FLOAT64 * (layout.dp_shard // layout.ep))
+    counts += rank.over("dp_shard", "all_gather", 1, n_norms * _FLOAT64 * layout.dp_shard)
     if not rank.sharded:
         counts += _norm_weights(rank, rank.kept)
     return counts

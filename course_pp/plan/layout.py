@@ -120,21 +120,24 @@ def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: 
 
 
 def gathered_elements(group: Group, dp_shard: int) -> int:
-    """Return the elements of a group once it is gathered: rows are padded to a multiple of ``dp_shard``."""
-    if group.ep > 1:
-        return group.n_elements
-    return sum(-(-shape[0] // dp_shard) * dp_shard * prod(shape[1:]) for shape in group.shapes)
+    """Rows are padded to a multiple of the ranks that share the group."""
+    n_shards = dp_shard // group.ep
+    return sum(-(-n // n_shards) * n_shards * size for n, size in _cut(group, n_shards))
 
 
 def held_elements(group: Group, dp_shard: int, at: int) -> int:
     """Return the elements of a group that rank ``at`` of ``dp_shard`` holds: the last ones may have few, or none."""
-    if group.ep > 1:
-        return group.n_elements // (dp_shard // group.ep)
-    held = 0
-    for shape in group.shapes:
-        rows = -(-shape[0] // dp_shard)
-        held += max(0, min(rows, shape[0] - at * rows)) * prod(shape[1:])
+    n_shards, shard, held = dp_shard // group.ep, at // group.ep, 0
+    for n, size in _cut(group, n_shards):
+        each = -(-n // n_shards)
+        held += max(0, min(each, n - shard * each)) * size
     return held
+
+
+def _cut(group: Group, n_shards: int) -> list[tuple[int, int]]:
+    """Return for each shape how many slices FSDP2 shares out, and their size: rows; of experts columns, if it can."""
+    by_columns = [int(group.ep > 1 and shape[1] % n_shards == 0) for shape in group.shapes]
+    return [(shape[i], prod(shape) // shape[i]) for shape, i in zip(group.shapes, by_columns, strict=True)]
 
 
 def unsharded_elements(stages: Iterable[StagePlan], dp_shard: int, policy: bool | int, *, pipelined: bool) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig
+from course_pp.model.experts import Experts
 from course_pp.parallel import (
     CollectiveCounter,
     CollectiveCounts,
@@ -34,6 +35,7 @@ from tests.parallel.layouts import (
     SEQ_LEN,
     TIED,
     Case,
+    Variant,
     build_modules,
     build_pipeline,
     data_of,
@@ -157,6 +159,89 @@ def test_vocabularies_losses_precisions_and_norms_are_predicted_too(case, sizes,
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, config, **options))
 
 
+# Every kind of exchange: alone and beside copies, with losses attached to stages or not, recomputed, in half precision.
+WITH_EXPERTS = [
+    (Case(dp_shard=2, ep=2), "none", {}),
+    (Case(dp_shard=2, ep=2, reshard=False), "full", {"capacity_factor": 0.5}),
+    (Case(dp_shard=2, ep=2), "none", {"mp_policy": default_mp_policy()}),
+    (Case(dp_shard=4, ep=2), "none", {}),
+    (Case(dp_replicate=2, dp_shard=2, ep=2), "none", {}),
+    (Case(dp_shard=2, tp=2, ep=2), "full", {"qk_norm": True}),
+    (Case(tp=2), "none", {}),
+    (Case(pp=2, schedule="1f1b", dp_shard=2, ep=2), "none", {}),
+    (Case(pp=2, schedule="1f1b", dp_shard=2, ep=2), "full", {"balance": "none"}),
+    (Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, ep=2, reshard=True), "none", {"z_coef": 0.1}),
+    (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "none", {}),
+    (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "none", {"balance": "bias"}),
+]
+WITH_EXPERTS_LONG = [
+    (Case(pp=2, schedule="dualpipe_v", dp_shard=2, ep=2), "none", {}),
+    (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "full", {}),
+    (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "full", {"balance": "none"}),
+    (Case(pp=2, schedule="1f1b", dp_shard=2, tp=2, ep=2), "none", {"qk_norm": True}),
+    (Case(pp=2, schedule="1f1b", dp_shard=4, ep=2, reshard=True), "none", {}),
+    (Case(dp_replicate=2, dp_shard=4, ep=2), "none", {}),
+    (Case(dp_shard=6, ep=2), "none", {}),  # unequal shards
+]
+
+
+def jobs_with_experts(case, ac, changes):
+    """The job of :func:`jobs_of`, every second layer with experts, and options of FSDP2."""
+    policy = {name: value for name, value in changes.items() if name == "mp_policy"}
+    sizes = {"n_experts": 8, "expert_dim": 16, "moe_every": 2, "n_shared_experts": 1}
+    sizes |= {name: value for name, value in changes.items() if name != "mp_policy"}
+    config = replace(model_config(case, tied=False), **sizes)
+    return [(Variant(False, False, ac), config, *data_of(config, case.batch, False))], policy
+
+
+def count_exchanges(rank, cases):
+    """For each case the collectives of the second step, and the rows of each layer's microbatches by expert."""
+    found = []
+    for case, *rest in cases:
+        jobs, policy = jobs_with_experts(case, *rest)
+        rows = {}
+
+        def watch(step, modules, mesh, rows=rows):
+            for module in modules:
+                for name, part in module.named_modules():
+                    if isinstance(part, Experts):
+                        part.register_forward_pre_hook(partial(note, rows.setdefault(name, [])))
+            return count_collectives(step, mesh), get_dp_rank(mesh)
+
+        found += [(*each, rows) for each in run_jobs(case, jobs, watch, **policy)]
+    return found
+
+
+def note(rows, module, args):
+    if torch._C._current_graph_task_id() < 0:  # not computed again
+        rows.append(args[1])
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(WITH_EXPERTS, id="sample"), pytest.param(WITH_EXPERTS_LONG, id="more", marks=pytest.mark.long)],
+)
+def test_exchanges_of_experts_are_predicted_from_their_rows(cases, subtests):
+    for n_ranks in sorted({case.n_ranks for case, *_ in cases}):
+        here = [each for each in cases if each[0].n_ranks == n_ranks]
+        ranks = on_ranks(n_ranks, count_exchanges, here, timeout_s=110)
+        for (case, ac, changes), found in zip(here, zip(*ranks, strict=True), strict=True):
+            with subtests.test(f"{case} {ac} {changes}"):
+                [(variant, config, *_)], policy = jobs_with_experts(case, ac, changes)
+                layers = [f"layers.{i}.mlp.experts" for i in range(config.n_layers) if config.has_experts(i)]
+                rows = {(rank, name): torch.stack(each) for _, rank, by_name in found for name, each in by_name.items()}
+                routed = torch.stack([torch.stack([rows[rank, n] for n in layers]) for rank in range(case.n_data)])
+                expected = predict(case, variant, config, routed=routed, **policy)
+                assert_counted([counts for counts, *_ in found], expected)
+
+
+def test_without_rows_exchanges_are_those_of_a_perfect_balance():
+    case = Case(pp=2, schedule="1f1b", dp_shard=4, ep=2)
+    [(variant, config, *_)], _ = jobs_with_experts(case, "none", {})
+    rows = torch.full((4, 2, case.n_microbatches, 8), SEQ_LEN * config.top_k // 8)
+    assert predict(case, variant, config, routed=rows) == predict(case, variant, config)
+
+
 MEMORY_CASES = {
     Case(dp_shard=2, reshard=True): PLAIN,
     Case(dp_shard=2, reshard=False): TIED,
@@ -166,6 +251,12 @@ MEMORY_CASES = {
     Case(pp=2, schedule="1f1b", dp_shard=2, reshard=True): TIED,
     Case(pp=2, schedule="zb_v", dp_shard=2, reshard=True): PLAIN,
 }
+MEMORY_WITH_EXPERTS = [
+    Case(dp_shard=4, ep=2, reshard=True),
+    Case(dp_shard=4, ep=2, reshard=False),
+    Case(dp_shard=4, ep=4, reshard=True),
+    Case(pp=2, schedule="1f1b", dp_shard=2, ep=2),
+]
 MEMORY_IN_FULL = [
     *MEMORY_CASES,
     Case(pp=2, schedule="1f1b", dp_shard=2, reshard=False),
@@ -181,9 +272,9 @@ def measure_on_rank(rank, case, jobs, mp_policy=None):
     return list(run_jobs(case, jobs, lambda step, modules, mesh: measure_unsharded_bytes(step, modules), mp_policy))
 
 
-def assert_measured(case, variants, mp_policy=None):
+def assert_measured(case, variants, mp_policy=None, jobs=None):
     """Each rank gathered what was predicted for it."""
-    jobs = jobs_of(case, variants)
+    jobs = jobs or jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, measure_on_rank, case, jobs, mp_policy, timeout_s=110)
     options = {"reshard_after_forward": case.reshard, "dtype": torch.float64, "mp_policy": mp_policy}
     for (_, config, _, _), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
@@ -194,6 +285,12 @@ def assert_measured(case, variants, mp_policy=None):
 @pytest.mark.parametrize(("case", "variants"), grid(MEMORY_CASES, MEMORY_IN_FULL))
 def test_predicted_memory_of_gathered_parameters_is_measured(case, variants):
     assert_measured(case, variants)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("case", MEMORY_WITH_EXPERTS, ids=str)
+def test_gathered_experts_are_measured_as_predicted(case):
+    assert_measured(case, [PLAIN], jobs=jobs_with_experts(case, "none", {})[0])
 
 
 def test_memory_of_gathered_parameters_in_half_precision_is_predicted():
@@ -308,9 +405,14 @@ SMALL = ModelConfig(dim=48, n_layers=4, n_heads=6, vocab_size=60, n_kv_heads=2, 
         (DistributedConfig(dp_shard=1, tp=4), {}, r"tp=4 must divide n_heads=6.*use tp=2"),
         (DistributedConfig(dp_shard=1, tp=2), {"seq_len": 7}, "seq_len=7 must be a multiple of tp=2.*pad it to 8"),
         (DistributedConfig(dp_shard=4), {"reshard_after_forward": 3}, "must divide dp_shard=4.*say 2"),
-        (DistributedConfig(dp_shard=4, tp=2), {"reshard_after_forward": 2}, "=2 with pp=1 and tp=2.*say True, False"),
+        (DistributedConfig(dp_shard=4, tp=2), {"reshard_after_forward": 2}, "=2 with tp=2.*say True, False"),
         (DistributedConfig(dp_shard=1, tp=2), {"gather_logits": False, "vocab": 61}, "gather_logits=False needs.*61"),
         (DistributedConfig(dp_shard=1), {"n_microbatches": 4}, "needs a pipeline, but pp=1"),
+        (
+            DistributedConfig(dp_shard=2, ep=2),
+            {"routed": torch.ones(2, 4, 8)},
+            r"shape \(2, 4, 8\): give .* \(2, 0, 1, 0\)",
+        ),
         (DistributedConfig(dp_shard=1, pp=8), {"n_microbatches": 8}, "8 stages need at least 8 layers"),
         (DistributedConfig(dp_shard=1, pp=2), {"n_microbatches": 4, "schedule": "fast"}, "unknown schedule 'fast'"),
         (

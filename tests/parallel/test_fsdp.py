@@ -67,7 +67,7 @@ def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolve
         (
             2,
             {"dp_shard": 4, "tp": 2},
-            "=2 with pp=1 and tp=2: torch reshards.*say True, False or 'auto', or set pp and tp",
+            "=2 with tp=2: torch reshards.*say True, False or 'auto', or set these",
         ),
         ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False or 'auto', or a number of ranks"),
     ],
