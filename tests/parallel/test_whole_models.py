@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel import llama_plan
+from course_pp.parallel import DistributedConfig, init_distributed, llama_plan
 from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
 from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
 Sizes = dict[str, int]
-RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3")]
+RANKS_IMPORT = [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen3_moe")
+]
 
 BY_NAME = {"[0-9].up": ColwiseParallel(), "[0-9].down": RowwiseParallel()}
 SHARDED: Sizes = {"dp_shard": 2}
 HYBRID: Sizes = {"dp_replicate": 2, "dp_shard": 2}
 CUT: Sizes = {"tp": 2}
+SHARED_OUT: Sizes = {"dp_shard": 2, "ep": 2}
 # By number of ranks, which cost more to start than to train on.
 JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
     2: [
@@ -37,8 +40,15 @@ JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
         (CUT, Recipe("llama, tied", llama_plan)),
         (CUT, Recipe("qwen3", llama_plan)),
         (CUT, Recipe("sequential", BY_NAME)),
+        (CUT, Recipe("mixtral", llama_plan)),
+        (SHARED_OUT, Recipe("mixtral", ac="full")),
+        (SHARED_OUT, Recipe("mixtral, crowded")),  # one of the ranks computes nothing
+        (SHARED_OUT, Recipe("qwen3 moe", experts="model.layers.[12].mlp.experts")),
     ],
     4: [
+        ({"dp_shard": 4, "ep": 2}, Recipe("mixtral")),
+        ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, Recipe("qwen3 moe")),
+        ({"dp_shard": 2, "ep": 2, "tp": 2}, Recipe("qwen3 moe", llama_plan)),
         (HYBRID, Recipe("gpt2", ac="full")),
         (HYBRID, Recipe("convolutional", reshard=False)),
         ({"dp_shard": 2, "tp": 2}, Recipe("llama", llama_plan, ac="full")),
@@ -51,8 +61,14 @@ JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
 
 
 def train_jobs_on_rank(rank: int, jobs: Sequence[tuple[Sizes, Recipe]]) -> list[Any]:
-    meshes = [init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)) for sizes, _ in jobs]
-    return [train_on_rank(mesh, recipe) for mesh, (_, recipe) in zip(meshes, jobs, strict=True)]
+    return [train_on_rank(mesh_of(sizes), recipe) for sizes, recipe in jobs]
+
+
+def mesh_of(sizes: Sizes) -> DeviceMesh | None:
+    """Only our own function knows ``ep``; torch's takes dimensions that it does not."""
+    if "ep" in sizes:
+        return init_distributed(DistributedConfig(**sizes))
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.parallel import (
     apply_ac,
+    apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
     get_dp_mesh,
@@ -54,6 +55,47 @@ def qwen3() -> nn.Module:
     return Qwen3ForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(vocab_size=WORDS, num_hidden_layers=2, num_local_experts=4, use_cache=False, **sizes)
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")  # the default takes no float64
+    return model
+
+
+class Crowding(nn.Module):
+    """In the place of a router: every token goes to the first two experts."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, experts = self.router(hidden_states)
+        return logits, weights, torch.arange(2).expand_as(experts)
+
+
+def crowded() -> nn.Module:
+    model: Any = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.gate = Crowding(layer.mlp.gate)
+    return model  # type: ignore[no-any-return]
+
+
+def qwen3_moe() -> nn.Module:
+    """A dense layer first, and products of all experts at once."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
+    config = Qwen3MoeConfig(vocab_size=WORDS, num_hidden_layers=3, mlp_only_layers=[0], use_cache=False, **sizes)
+    model = Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("batched_mm")
+    return model
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -78,6 +120,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama, tied": lambda: llama(tied=True),
     "llama, odd words": lambda: llama(vocab_size=WORDS + 1),
     "qwen3": qwen3,
+    "mixtral": mixtral,
+    "mixtral, crowded": crowded,
+    "qwen3 moe": qwen3_moe,
     "gpt2": gpt2,
     "sequential": sequential,
     "convolutional": convolutional,
@@ -131,6 +176,7 @@ class Recipe:
 
     model: str
     plan: Any = None
+    experts: Any = None
     ac: str = "none"
     blocks: Any = None
     reshard: Any = "auto"
@@ -142,6 +188,7 @@ def train_on_rank(mesh: DeviceMesh | None, recipe: Recipe) -> tuple[Trained, dic
     model = build(recipe.model)
     names = {
         "tensor": apply_tensor_parallel(model, mesh, recipe.plan),
+        "experts": apply_expert_parallel(model, mesh, recipe.experts),
         "ac": apply_ac(model, recipe.ac, blocks=recipe.blocks, **recipe.options or {}),
         "fsdp2": apply_fsdp2(model, mesh, None, recipe.reshard, blocks=recipe.blocks),
     }
