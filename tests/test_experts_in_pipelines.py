@@ -13,7 +13,7 @@ from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.loss import Attached
-from course_pp.model import CrossEntropy, ModelConfig, Transformer
+from course_pp.model import CrossEntropy, ModelConfig, Router, Transformer
 from course_pp.model.experts import ExpertLoad, count_over_data_ranks, expert_loads, update_router_bias
 from course_pp.parallel import (
     DistributedConfig,
@@ -54,8 +54,8 @@ class Routed:
 
 
 def data(config: ModelConfig, pieces: int, accumulated: int = 1, even: bool = False) -> list[Any]:
-    """Two steps of ``accumulated`` batches of at least a row a piece, of which unequally many tokens count."""
-    found = batches(config, max(ROWS, pieces), config.max_seq_len, 2 * accumulated)
+    """Three steps of ``accumulated`` batches of at least a row a piece, of which unequally many tokens count."""
+    found = batches(config, max(ROWS, pieces), config.max_seq_len, 3 * accumulated)
     for _, target in found:
         target[: None if even else 3, :4] = -100
     return [found[i : i + accumulated] for i in range(0, len(found), accumulated)]
@@ -67,9 +67,16 @@ def routed(
     optimizer: torch.optim.Optimizer,
     steps: Sequence[Any],
     run: Callable[[Any, int], tuple[float, dict[str, float]]],
+    crowded: bool = False,
 ) -> Routed:
-    """Train by ``run(batch, divisor)``, which adds gradients and returns the loss and the attached losses."""
+    """Train by ``run(batch, divisor)``, which adds gradients and returns the loss and the attached losses.
+
+    Args:
+        crowded: every token goes to the first experts, by a bias.
+    """
     result = Routed(Trained([], {}, {}))
+    for router in (part for module in modules for part in module.modules() if crowded and isinstance(part, Router)):
+        router.get_buffer("bias")[: router.config.top_k] = 100.0
 
     def step(i: int) -> float:
         divisor = sum(int(CrossEntropy().count(target)) for _, target in steps[i])
@@ -85,7 +92,9 @@ def routed(
     return result
 
 
-def one_process(config: ModelConfig, pieces: int, accumulated: int = 1, joined: int = 1) -> Routed:
+def one_process(
+    config: ModelConfig, pieces: int, accumulated: int = 1, joined: int = 1, crowded: bool = False
+) -> Routed:
     """Each batch in ``pieces``, a microbatch of a data rank each; or those of ``joined`` data ranks in one."""
     torch.manual_seed(0)
     model = Transformer(config).double()
@@ -104,7 +113,7 @@ def one_process(config: ModelConfig, pieces: int, accumulated: int = 1, joined: 
                 sums[name] = sums.get(name, 0.0) + value.item()
         return total, sums
 
-    return routed([model], None, adamw([model]), data(config, pieces, accumulated, joined > 1), run)
+    return routed([model], None, adamw([model]), data(config, pieces, accumulated, joined > 1), run, crowded)
 
 
 def assert_same(ranks: Sequence[Routed], expected: Routed) -> None:
@@ -150,6 +159,7 @@ class Case:
     layout: DistributedConfig = field(default_factory=lambda: DistributedConfig(pp=2, dp_shard=1))
     accumulated: int = 1
     joined: bool = False  # whether the loss counts over data ranks
+    crowded: bool = False
 
     @property
     def n_microbatches(self) -> int:
@@ -198,7 +208,7 @@ def in_one_layout(case: Case) -> Routed:
         pipeline.eval(mine, target=theirs)
         return loss.item(), pipeline.attached
 
-    return routed(modules, mesh, sharded_adamw(modules), steps, run)
+    return routed(modules, mesh, sharded_adamw(modules), steps, run, case.crowded)
 
 
 @pytest.mark.parametrize(("n_ranks", "cases"), [(2, CASES), (4, SHARDED)], ids=["pp", "with FSDP2"])

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import on_every_rank
+from course_pp.model import MoE
 from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
 
@@ -80,6 +81,14 @@ class Compiled(Replaced):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
+
+
+class Uncompiled(Replaced):
+    """Stays out of its block's graph, as experts must: what they compute depends on how many rows each of them gets."""
+
+    @torch.compiler.disable
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
 
 class Recomputed(Replaced):
@@ -305,7 +314,7 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
     Parameters keep their names. Results differ by rounding, because products and sums are done in another order. Random
     numbers, as in dropout, are drawn differently. Each rank compiles a block when it first runs, and again for other
     shapes, for evaluation and without gradients: allow minutes for the first step. If a schedule splits backward, a
-    stage with compiled blocks does both halves in the first.
+    stage with compiled blocks does both halves in the first. Layers with experts stay out of the graph.
 
     Args:
         model: any model, or one stage of it, on its device.
@@ -336,6 +345,8 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
                 "compile in one piece: use apply_ac(..., 'full') or 'none'"
             )
     for block in found.values():
+        for part in (part for part in block.modules() if isinstance(part, MoE)):
+            Uncompiled(part.forward).put_on(part)
         around = next(replaced_forwards(block.forward), None)
         if isinstance(around, Recomputed):
             around.forward = Compiled(around.forward, backend).run

@@ -1,7 +1,7 @@
 """Training under every step of the stack at once, on whatever device the ranks have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,8 @@ from tests import equality
 from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
 
 CONFIG = ModelConfig(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
+# Without a loss of the router, which would be another for each piece of a batch.
+EXPERTS = replace(CONFIG, n_experts=8, expert_dim=16, moe_every=2, n_shared_experts=1, balance="none")
 ROWS, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
 DATA = batches(CONFIG, ROWS, SEQ_LEN, 2)
 
@@ -53,9 +55,9 @@ class Recipe:
     n_microbatches: int = N_MICROBATCHES
 
 
-def train_on_rank(rank: int, recipes: Sequence[Recipe]) -> list[Trained]:
+def train_on_rank(rank: int, recipes: Sequence[Recipe], config: ModelConfig = CONFIG) -> list[Trained]:
     """What each recipe leaves behind on this rank, in float64 on the CPU."""
-    return [train(recipe) for recipe in recipes]
+    return [train(recipe, config) for recipe in recipes]
 
 
 def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
@@ -103,6 +105,6 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
     return modules
 
 
-def reference() -> Trained:
+def reference(config: ModelConfig = CONFIG) -> Trained:
     """One process, in float64 on the CPU."""
-    return train_in_one_process(CONFIG, DATA, CrossEntropy())
+    return train_in_one_process(config, DATA, CrossEntropy())

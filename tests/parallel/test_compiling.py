@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_pp.launch import on_ranks
-from course_pp.model import Transformer
+from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel import DistributedConfig, apply_ac, apply_compile, apply_tensor_parallel, replaced_forward
 from tests.equality import assert_equals_one_process, snapshot_gradients
-from tests.parallel.stack import CONFIG, DATA, Recipe, reference, train_on_rank
+from tests.parallel.stack import CONFIG, DATA, EXPERTS, Recipe, reference, train_on_rank
 from tests.parallel.whole_models import build, train
 
 
@@ -36,15 +36,22 @@ RECIPES = [
     Recipe(DistributedConfig(pp=2, dp_shard=2), "zb_v", "selective", "aot_eager"),
     Recipe(DistributedConfig(pp=2, dp_shard=1, tp=2), "1f1b", "full", "aot_eager"),
 ]
+WITH_EXPERTS = [
+    Recipe(DistributedConfig(dp_shard=4, ep=2), "1f1b", "full", "aot_eager", n_microbatches=2),
+    Recipe(DistributedConfig(pp=2, dp_shard=2, ep=2), "zb_v", "selective", "aot_eager"),
+]
 
 
 @pytest.mark.long
-def test_compiled_stages_train_as_one_process(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(("recipes", "config"), [(RECIPES, CONFIG), (WITH_EXPERTS, EXPERTS)], ids=["dense", "experts"])
+def test_compiled_stages_train_as_one_process(
+    recipes: list[Recipe], config: ModelConfig, subtests: pytest.Subtests
+) -> None:
     """Traced and differentiated as for a compiler, which is left out to save time."""
-    ranks = on_ranks(4, train_on_rank, RECIPES, timeout_s=110)
-    for recipe, found in zip(RECIPES, zip(*ranks, strict=True), strict=True):
+    ranks = on_ranks(4, train_on_rank, recipes, config, timeout_s=110)
+    for recipe, found in zip(recipes, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(recipe)):
-            assert_equals_one_process(list(found), reference(), CONFIG)
+            assert_equals_one_process(list(found), reference(config), config)
 
 
 @pytest.mark.long

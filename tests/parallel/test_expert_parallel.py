@@ -1,19 +1,23 @@
 """Experts shared out over ranks train as in one process, in every layout."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from course_pp.launch import on_ranks
-from course_pp.model import ModelConfig, Transformer
+from course_pp.loss import average_over
+from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
@@ -21,22 +25,41 @@ from course_pp.parallel import (
     apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
+    get_dp_rank,
     get_ep_mesh,
+    get_pp_rank,
     init_distributed,
 )
+from course_pp.parallel.mesh import get_efsdp_mesh
+from course_pp.runtime import Pipeline
+from course_pp.schedule import build
+from tests.equality import batches, sharded_adamw, snapshot_gradients
+from tests.parallel import layouts
 from tests.processes import no_process_left
-from tests.test_experts_in_pipelines import Case, assert_same, in_parallel, one_process
+from tests.runtime.small import for_rank, stage_modules
+from tests.test_experts_in_pipelines import (
+    BIAS,
+    TIGHT,
+    Case,
+    M,
+    Routed,
+    assert_same,
+    data,
+    in_parallel,
+    one_process,
+    routed,
+)
+from tests.test_experts_in_pipelines import CONFIG as SMALL
 
 # Heads, experts and widths for every tp and ep up to 8 but 5 and 7; layers for 8 stages, half of them without experts.
+# Their outputs count much, as AdamW makes steps of tiny gradients, with what rounding does to them.
 CONFIG = ModelConfig(
     dim=48, n_layers=8, n_heads=24, ffn_dim=24, vocab_size=24, max_seq_len=24, n_experts=24, expert_dim=24, moe_every=2,
-    n_shared_experts=1, balance_coef=0.1, z_coef=0.05,
+    n_shared_experts=1, router_scale=16.0, balance_coef=0.1, z_coef=0.05,
 )  # fmt: skip
-BIAS = replace(CONFIG, balance="bias", z_coef=0.0, router="sigmoid")
-TIGHT = replace(CONFIG, balance="sequence", capacity_factor=0.75)
 
 
-def layouts() -> list[DistributedConfig]:
+def every_layout() -> list[DistributedConfig]:
     """Every layout of at most 8 ranks in which experts are shared out."""
     sizes = (1, 2, 3, 4, 6, 8)
     found = [
@@ -51,15 +74,19 @@ def n_ranks(layout: DistributedConfig) -> int:
     return layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
 
 
+ONE_CHOICE = replace(BIAS, top_k=1, normalize_top_k=False)
+SHARED_OUT = DistributedConfig(dp_shard=2, ep=2)
+PIPED = DistributedConfig(pp=2, dp_shard=2, ep=2)
 SAMPLE = [
-    Case("1f1b", CONFIG, layout=DistributedConfig(dp_shard=2, ep=2)),
+    Case("1f1b", SMALL, layout=SHARED_OUT),
+    Case("1f1b", ONE_CHOICE, layout=SHARED_OUT, crowded=True),  # one expert has all tokens, one rank none
     Case("1f1b", TIGHT, "full", layout=DistributedConfig(dp_shard=4, ep=2)),
     Case("1f1b", BIAS, layout=DistributedConfig(dp_replicate=2, dp_shard=2, ep=2), accumulated=2),
-    Case("1f1b", CONFIG, layout=DistributedConfig(dp_shard=2, ep=2, tp=2)),
-    *(
-        Case(schedule, config, layout=DistributedConfig(pp=2, dp_shard=2, ep=2))
-        for schedule, config in (("1f1b", CONFIG), ("interleaved_1f1b", TIGHT), ("zb_v", BIAS), ("dualpipe_v", CONFIG))
-    ),
+    Case("1f1b", SMALL, layout=DistributedConfig(dp_shard=2, ep=2, tp=2)),
+    Case("1f1b", SMALL, layout=PIPED),
+    Case("interleaved_1f1b", TIGHT, layout=PIPED),
+    Case("zb_v", BIAS, layout=PIPED, crowded=True),
+    Case("dualpipe_v", SMALL, layout=PIPED),
 ]
 
 
@@ -70,21 +97,122 @@ def assert_equal(cases: list[Case], subtests: Any) -> None:
             ranks = on_ranks(n, in_parallel, here, timeout_s=60 + 10.0 * len(here))
         for case, found in zip(here, zip(*ranks, strict=True), strict=True):
             with subtests.test(str(case)):
-                assert_same(found, one_process(case.config, case.pieces, case.accumulated))
+                assert_same(found, one_process(case.config, case.pieces, case.accumulated, crowded=case.crowded))
 
 
 def test_experts_shared_out_equal_one_process(subtests: Any) -> None:
     assert_equal(SAMPLE, subtests)
 
 
+NO_LOSS = {"n_experts": 8, "expert_dim": 16, "moe_every": 2, "balance": "none"}
+CLIPPED = [
+    layouts.Case(dp_shard=4, ep=2, reshard=True),
+    layouts.Case(dp_replicate=2, dp_shard=2, ep=2, reshard=False),
+    layouts.Case(dp_shard=2, tp=2, ep=2),
+    layouts.Case(pp=2, schedule="1f1b", dp_shard=2, ep=2),
+]
+
+
+def jobs(case: layouts.Case) -> list[layouts.Job]:
+    config = replace(layouts.model_config(case, tied=case.pp > 1), **NO_LOSS)
+    return [(layouts.PLAIN, config, *layouts.data_of(config, case.batch, False))]
+
+
+def clipped(rank: int, cases: Sequence[layouts.Case]) -> list[layouts.Run]:
+    return [run for case in cases for run in layouts.train_variants_on_rank(rank, case, jobs(case))]
+
+
+def test_one_norm_clips_parts_of_every_mesh_and_evaluation_equals_one_process(subtests: Any) -> None:
+    ranks = on_ranks(4, clipped, CLIPPED, timeout_s=110)
+    for case, runs in zip(CLIPPED, zip(*ranks, strict=True), strict=True):
+        with subtests.test(str(case)):
+            [(_, config, *_)] = jobs(case)
+            layouts.assert_runs_equal(runs, layouts.reference(config, case.batch, False), config)
+
+
+def gradients(rank: int) -> list[dict[str, Tensor]]:
+    """Of one backward over two rows a rank: experts sharded in a call of their own, in the block's, or not at all."""
+    found = []
+    for how in ("two calls", "one call", "no call"):
+        mesh = init_distributed(DistributedConfig(dp_shard=4, ep=2), seed=0)
+        assert mesh is not None
+        model = Transformer(replace(SMALL, balance="none", z_coef=0.0)).double()
+        apply_expert_parallel(model, mesh)
+        if how == "two calls":
+            apply_fsdp2(model, mesh)
+        elif how == "one call":
+            same = FSDPMeshInfo(get_efsdp_mesh(mesh), shard_mesh_dim=0)
+
+            def placed(p: nn.Parameter, same: FSDPMeshInfo = same) -> ShardPlacementResult | None:
+                return ShardPlacementResult(Shard(1), same) if isinstance(p, DTensor) else None
+
+            for part in (*model.layers.values(), model):
+                fully_shard(part, mesh=mesh["dp_shard"], shard_placement_fn=placed)
+        tokens, target = (part.chunk(4)[rank] for part in batches(SMALL, 8, SMALL.max_seq_len, 1)[0])
+        CrossEntropy()(model(tokens), target).backward()
+        if how == "no call":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                if isinstance(parameter, DTensor):  # which is a mean over ep
+                    average_over([get_efsdp_mesh(mesh).get_group()], cast(DTensor, parameter.grad).to_local())
+                else:
+                    average_over([mesh.get_group("dp_shard")], parameter.grad)
+        found.append(snapshot_gradients([model]))
+    return found
+
+
+def test_gradients_of_experts_are_means_over_all_data_ranks_however_they_are_sharded() -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(SMALL, balance="none", z_coef=0.0)).double()
+    tokens, target = batches(SMALL, 8, SMALL.max_seq_len, 1)[0]
+    CrossEntropy()(model(tokens), target).backward()
+    for found in on_ranks(4, gradients, timeout_s=60):
+        for each in found:
+            for name, expected in snapshot_gradients([model]).items():
+                torch.testing.assert_close(each[name], expected, rtol=0, atol=1e-12, msg=name)
+
+
+def in_runtime(rank: int, names: Sequence[str]) -> list[Routed]:
+    return [under_runtime(name) for name in names]
+
+
+def under_runtime(name: str) -> Routed:
+    """Losses are those of this data rank's rows, averaged here."""
+    mesh = init_distributed(PIPED, seed=0)
+    schedule = build(name, 2, M)
+    modules = stage_modules(get_pp_rank(mesh), schedule, SMALL)
+    for module in modules.values():
+        apply_expert_parallel(module, mesh)
+        apply_fsdp2(module, mesh)
+    assert mesh is not None
+    pipeline = Pipeline(schedule, modules, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
+
+    def averaged(value: float) -> float:
+        return average_over([mesh.get_group("dp_shard")], torch.tensor(value, dtype=torch.float64)).item()
+
+    def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
+        mine = [part.chunk(2)[get_dp_rank(mesh)] for part in batch]
+        loss = sum(pipeline.step(*for_rank(get_pp_rank(mesh), schedule, *mine), divisor=divisor))
+        return averaged(loss), {name: averaged(value) for name, value in pipeline.attached.items()}
+
+    held = list(modules.values())
+    return routed(held, mesh, sharded_adamw(held), data(SMALL, 2 * M), run)
+
+
+def test_the_runtime_runs_experts_that_are_shared_out(subtests: Any) -> None:
+    names = ("1f1b", "zb_v")
+    with no_process_left():
+        ranks = on_ranks(4, in_runtime, names, timeout_s=60)
+    for name, found in zip(names, zip(*ranks, strict=True), strict=True):
+        with subtests.test(name):
+            assert_same(found, one_process(SMALL, 2 * M))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("n", sorted(set(map(n_ranks, layouts()))))
+@pytest.mark.parametrize("n", sorted(set(map(n_ranks, every_layout()))))
 def test_every_layout_equals_one_process(n: int, subtests: Any) -> None:
-    assert_equal([Case("1f1b", CONFIG, layout=layout) for layout in layouts() if n_ranks(layout) == n], subtests)
-
-
-SMALL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=20, max_seq_len=8, n_experts=4, expert_dim=8)
+    assert_equal([Case("1f1b", CONFIG, layout=layout) for layout in every_layout() if n_ranks(layout) == n], subtests)
 
 
 class Foreign(nn.Module):

@@ -104,6 +104,11 @@ WITH_EXPERTS = [
     Case(pp=2, schedule="1f1b", dp_shard=2, ep=2),
     Case(pp=2, schedule="zb_v", tp=2),
 ]
+HARDER = [
+    Case(dp_shard=6, ep=2),  # shards of unequal size
+    Case(dp_replicate=2, dp_shard=2, ep=2),
+    Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, tp=2, ep=2),
+]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,7 @@ WITH_EXPERTS = [
             pytest.param(layout, [each for each in WITH_EXPERTS if each != layout], marks=pytest.mark.long)
             for layout in WITH_EXPERTS
         ),
+        pytest.param(Case(dp_shard=4, ep=2), HARDER, marks=pytest.mark.long),
     ],
     ids=lambda value: str(value) or "one" if isinstance(value, Case) else f"from {len(value)}",
 )
