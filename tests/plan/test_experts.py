@@ -8,7 +8,7 @@ import pytest
 
 from course_pp.__main__ import main
 from course_pp.plan import Layout, cluster_of, model_named, plan, predict
-from course_pp.plan.timing import Constants, model_flops, stage_time
+from course_pp.plan.timing import Constants, data_parallel_times, model_flops, stage_time
 
 MIXTRAL = model_named("mixtral-8x7b")
 SIXTEEN = cluster_of("2x8xH100")
@@ -75,6 +75,19 @@ def test_experts_are_shared_by_the_ranks_of_ep_and_the_rest_by_all():
     assert spread["parameters"] == pytest.approx(grouped["parameters"], rel=1e-3)
     experts = 16 * 8 * MIXTRAL.n_expert_parameters * 2
     assert spread["gathered"] - grouped["gathered"] == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+
+def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
+    cluster = replace(SIXTEEN, latency=0.0)
+    spread, grouped, alone = (
+        data_parallel_times(layout, cluster, Constants(), layout.stages(MIXTRAL, 0))
+        for layout in (Layout(pp=2, dp_shard=8, ep=ep) for ep in (1, 4, 8))
+    )
+    # Two bytes an element gathered, four reduced; of the experts of 16 layers a share that few ranks have.
+    experts = 16 * 8 * MIXTRAL.n_expert_parameters / (cluster.intra_bandwidth * Constants().link_efficiency)
+    for i, n_bytes in enumerate((2, 4)):
+        assert spread[i] - alone[i] == pytest.approx(7 / 8 * n_bytes * experts)
+        assert grouped[i] - alone[i] == pytest.approx(1 / 2 * n_bytes * experts / 4)
 
 
 def test_a_hot_expert_slows_its_rank_unless_all_ranks_have_it():
