@@ -31,6 +31,7 @@ BY_HAND, EQUAL, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "equ
 READY = "runtime/test_ready_microbatches.py"
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
 ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
+EXPERTS, ROUTED = "model/test_experts.py", "test_experts_in_pipelines.py"
 GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
 EXPERTS, FOREIGN = "parallel/test_expert_parallel.py", "parallel/test_whole_models.py"
@@ -62,6 +63,13 @@ FAULTS = [
     Fault("loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
     Fault("loss.py", "if name in self.values else", "if False else", ATTACHED),
     Fault("loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
+    Fault("model/experts.py", "scores.gather(-1, experts)", "chosen_by.gather(-1, experts)", EXPERTS),
+    Fault("model/experts.py", "place < capacity", "place <= capacity", EXPERTS),
+    Fault("model/experts.py", "tokens.mean() - tokens", "tokens - tokens.mean()", EXPERTS),
+    Fault("model/experts.py", "        ctx.router.load += ctx.load\n", "", ROUTED),
+    Fault("model/experts.py", "        dist.all_reduce(loads)\n", "        pass\n", ROUTED),
+    Fault("model/experts.py", "/ pairs[0].sum()", "/ experts[0].numel()", ROUTED),
+    Fault("model/hf.py", 'half=0 if matrix == "gate_proj" else 1', "half=0", "model/test_model_hf.py"),
     Fault("grad_scaler.py", "any(theirs for _, theirs in told)", "found", SCALED),
     Fault("grad_scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
     Fault("runtime/pipeline.py", "(scaler is None or not scaler.is_enabled())", "True", SCALED),

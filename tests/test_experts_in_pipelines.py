@@ -83,6 +83,8 @@ def routed(
         done = [run(batch, divisor) for batch in steps[i]]
         result.attached.append({name: sum(each[name] for _, each in done) for name in done[0][1]})
         result.loads.append(expert_loads(modules, mesh))
+        pairs = modules[0].config.top_k * sum(tokens.numel() for tokens, _ in steps[i])
+        assert all(sum(load.tokens) == pairs for load in result.loads[-1].values())
         update_router_bias(modules, result.loads[-1])
         return sum(loss for loss, _ in done)
 

@@ -330,7 +330,9 @@ def _autocasts_as(x: Tensor) -> str:
 
 
 def _has_kernel(x: Tensor, weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these: rows of whole 16 bytes, at least one, on a GPU of bfloat16 alone."""
+    """Whether torch's grouped product takes these: rows of whole 16 bytes, at least one; on a GPU of bfloat16 alone."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
     dtypes = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}.get(x.device.type, ())
     aligned = all(width * x.itemsize % 16 == 0 for width in weights.shape[1:])
     return x.dtype == weights.dtype and x.dtype in dtypes and aligned and len(x) > 0
