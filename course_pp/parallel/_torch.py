@@ -65,8 +65,8 @@ class LocalNeighboursStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = self.sent_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
 
     def sent_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Return what the stage before is sent for the gradients of the tensors that it sent."""
-        raise NotImplementedError
+        """Return what the stage before is sent for the gradients of the tensors that it sent: just these, in torch."""
+        return tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self._gather_parameters()

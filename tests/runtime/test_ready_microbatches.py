@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         "keyword argument cu is a tensor of shape (10,), a number",
     ),
     "no rows": (
-        [{**WHOLE, **BIAS}, WHOLE],
+        [{**BIAS, **WHOLE}, WHOLE],
         "keyword argument bias is a tensor of shape (4, 2, 2), whose first dimensi",
     ),
     "no rows of a batch unseen": ([WHOLE, SHORT, WHOLE], "one rank has cut tensors of 10 rows, another of 4: give all"),
