@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -140,6 +141,13 @@ def _notebook() -> Any:
 def shows_widgets() -> bool:
     """Whether this is a notebook whose kernel has ipywidgets."""
     return _notebook() is not None and find_spec("ipywidgets") is not None
+
+
+def columns(rows: Iterable[Sequence[str]]) -> str:
+    """Rows of texts as plain text, a line each, in columns as wide as need be."""
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
 
 
 def _under(title: str, text: str) -> str:

@@ -606,15 +606,9 @@ PATIENTS: dict[str, Callable[..., None]] = {
 
 
 def examine(step: Callable[..., Any], n_ranks: int = 4, n_microbatches: int = 8) -> FoundByChunk:
-    """Run a hand-written step with two chunks a rank on real ranks, and compare each gradient with one process.
+    """Run ``step(chunks, order, microbatches, targets, loss_fn, ring)`` on real ranks, beside one process.
 
-    Args:
-        step: ``step(chunks, order, microbatches, targets, loss_fn, ring)``.
-        n_ranks: with two chunks each.
-        n_microbatches: equal ones.
-
-    Raises:
-        Whatever :func:`course_pp.launch.on_ranks` raises for the step.
+    Each rank has two chunks.
     """
     dealt = step is not PATIENTS["A"]
     ranks = [each for [each] in on_ranks(n_ranks, _stepped, step, [(2, n_microbatches)], dealt)]

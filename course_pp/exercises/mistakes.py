@@ -52,7 +52,6 @@ class Stopped(Mistake):
         cause: str = "",
         example: str = "",
         *,
-        row: int = 0,
         waits: tuple[Wait, ...] = (),
         error: str = "",
         peer: int | None = None,
@@ -60,7 +59,7 @@ class Stopped(Mistake):
         super().__init__(symptom, cause, example)
         self.args = (how, symptom, cause, example)  # of which a copy from another process is made
         self.how = how
-        self.row = row
+        self.row = 0
         self.waits = waits
         self.error = error
         self.peer = peer

@@ -619,9 +619,6 @@ def examine(
         replicas: how many ranks share each stage.
         momentum: of SGD.
         n_microbatches: each has an update of its own; replicas share theirs.
-
-    Raises:
-        Whatever :func:`course_pp.launch.on_ranks` raises for the step.
     """
     ranks = on_ranks(sum(replicas), _trained, step, tuple(replicas), (n_microbatches,), momentum)
     expected = _delayed(replicas, n_microbatches, momentum)

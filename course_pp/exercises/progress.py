@@ -8,14 +8,14 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from course_pp.arguments import checked
-from course_pp.exercises.display import Shown
+from course_pp.exercises.display import Shown, columns
 from course_pp.exercises.exercise import Exercise, exercises
 from course_pp.files import locked, state_folder, write_atomically
 
@@ -114,7 +114,7 @@ class Store:
         """All records with every change made, those that waited included; a note; and why nothing could be kept."""
         note = ""
         try:
-            with self._locked() as path:
+            with locked(self.path) as path:
                 self._seen, note = self._load(path)
                 records = self._changed(self._seen)
                 if records != self._seen:
@@ -130,12 +130,6 @@ class Store:
         for name, change in self._waiting:
             records[name] = change(records.get(name, Record()))
         return records
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[Path]:
-        """Hold the lock of the file and yield its real path."""
-        with locked(self.path) as path:
-            yield path
 
     def _load(self, path: Path) -> tuple[dict[str, Record], str]:
         try:
@@ -241,10 +235,8 @@ class Progress(Shown):
         return _exported(Path(path), json.dumps(written, indent=1) + "\n")
 
     def __repr__(self) -> str:
-        cells = [_HEADINGS, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        return "\n".join(filter(None, [*lines, self.summary, self.note]))
+        table = columns([_HEADINGS, *map(_cells, self.rows)])
+        return "\n".join(filter(None, [table, self.summary, self.note]))
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:

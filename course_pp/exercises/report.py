@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from course_pp.exercises.display import columns
 from course_pp.exercises.exercise import exercises
 from course_pp.exercises.inventory import Answers, Question, parse_answers, questions
 from course_pp.exercises.progress import EXPORT_VERSION
@@ -189,17 +190,20 @@ class ClassReport:
     def __str__(self) -> str:
         parts = ["1 export read" if self.people == 1 else f"{self.people} exports read", *self.left_out]
         if self.concepts:
-            parts += ["", _table(["concept", "people", "before", "after", "gain"], map(_concept_cells, self.concepts))]
+            parts += [
+                "",
+                columns([["concept", "people", "before", "after", "gain"], *map(_concept_cells, self.concepts)]),
+            ]
         missed = sorted((q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered)[:5]
         if missed:
             head = ["missed most after the course", "right", "taught in", "often answered"]
             rows = (
                 [q.name, f"{q.right} of {q.answered}", f"{q.notebook}, {q.section}", q.common_mistake] for q in missed
             )
-            parts += ["", _table(head, rows)]
+            parts += ["", columns([head, *rows])]
         if tried := [line for line in self.exercises if line.tried]:
             head = ["exercise", "notebook", "correct", "attempts", "hints", "solution seen", "minutes", ""]
-            parts += ["", _table(head, map(_exercise_cells, tried))]
+            parts += ["", columns([head, *map(_exercise_cells, tried)])]
         return "\n".join(parts)
 
 
@@ -222,13 +226,10 @@ def class_report(folder: Path) -> ClassReport:
     if not exports:
         why = f" ({'; '.join(left_out)})" if left_out else ""
         raise ValueError(f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)")
-    concepts = tuple(filter(None, (_gain(concept, exports) for concept in _concepts())))
+    names = dict.fromkeys(question.concept for question in questions())
+    concepts = tuple(filter(None, (_gain(concept, exports) for concept in names)))
     lines = tuple(_question(question, exports) for question in questions())
     return ClassReport(len(exports), concepts, lines, tuple(_exercises(exports)), tuple(left_out))
-
-
-def _concepts() -> list[str]:
-    return list(dict.fromkeys(question.concept for question in questions()))
 
 
 def _gain(concept: str, exports: Sequence[Export]) -> ConceptGain | None:
@@ -288,9 +289,3 @@ def _exercise_cells(line: ExerciseLine) -> list[str]:
         f"{minutes} of {line.expected_minutes}",
         "many fail" if line.hard else "",
     ]
-
-
-def _table(head: list[str], rows: Iterable[list[str]]) -> str:
-    cells = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

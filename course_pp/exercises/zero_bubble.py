@@ -548,11 +548,7 @@ PATIENTS: dict[str, Callable[..., float]] = {
 
 
 def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 8) -> Findings:
-    """Run a step of ZB-H1 on real ranks; compare its gradients, and the norm it returns, with one process.
-
-    Raises:
-        Whatever :func:`course_pp.launch.on_ranks` raises for the step.
-    """
+    """Run a step of ZB-H1 on real ranks; compare its gradients, and the norm it returns, with one process."""
     ranks = BENCH.ran(step, n_ranks, n_microbatches)
     norm = _norm(BENCH.one_process(n_microbatches)[1])
     found = BENCH.compared([(rank.losses, rank.gradients) for rank in ranks], n_microbatches)
