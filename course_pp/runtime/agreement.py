@@ -77,7 +77,8 @@ class Agreement:
         declared: the values that this rank's stages read and write beyond their neighbours'.
         weights: weights that lie in several places, on all ranks.
         planned: which versions the actions use, if stages update their own weights.
-        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself.
+        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself; none
+            without a loss.
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
@@ -170,7 +171,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
     if problem := problem_of_left_out_copies({s: look for told in everyone for s, look in told.looks.items()}, ties):
         raise ValueError(problem)
-    groups = _data_groups(ranks, modules, [told.n_data for told in everyone])
+    groups = () if options.loss_fn is None else _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
         options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, groups, everyone[0].series
     )
