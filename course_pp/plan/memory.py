@@ -256,6 +256,6 @@ def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: i
     return tables + received * message * (n_microbatches if layout.receives_ahead else 1)
 
 
-def numel(stages: Sequence[StagePlan], ep: int | None = None) -> int:
-    """Return the elements of the stages' parameters on one tensor-parallel rank; with ``ep`` of such groups alone."""
-    return sum(s.total(lambda group: group.n_elements if ep in (None, group.ep) else 0) for s in stages)
+def numel(stages: Sequence[StagePlan]) -> int:
+    """Return the elements of the stages' parameters on one tensor-parallel rank."""
+    return sum(s.total(lambda group: group.n_elements) for s in stages)

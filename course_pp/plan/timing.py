@@ -23,8 +23,7 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from course_pp.plan.cluster import Cluster
-from course_pp.plan.layout import Layout, StagePlan, shards_head
-from course_pp.plan.memory import numel
+from course_pp.plan.layout import Layout, StagePlan, gathered_elements, held_elements, shards_head
 from course_pp.sizes import ModelConfig
 
 
@@ -239,7 +238,7 @@ def data_parallel_times(
     gathered = reduced = 0.0
     to_replicas = cluster.bandwidth(tp * layout.dp_shard * replicate, tp * layout.dp_shard)
     for ep in {1, layout.ep}:
-        n_elements, shard = numel(stages, ep), layout.dp_shard // ep
+        n_elements, shard = _gathered(stages, layout.dp_shard, ep), layout.dp_shard // ep
         wait = cluster.latency * sum(group.ep == ep for stage in stages for group in stage.groups)
         to_shards = cluster.bandwidth(tp * layout.dp_shard, tp * ep)
         gathered += _ring(shard, n_elements * size.computed, to_shards, constants) + (shard - 1) * wait
@@ -249,10 +248,15 @@ def data_parallel_times(
     return gathered, reduced
 
 
+def _gathered(stages: list[StagePlan], dp_shard: int, ep: int) -> int:
+    """Return the elements, with padding, of the groups that ``dp_shard / ep`` ranks share."""
+    return sum(s.total(lambda group: gathered_elements(group, dp_shard) if group.ep == ep else 0) for s in stages)
+
+
 def optimizer_time(layout: Layout, cluster: Cluster, stages: list[StagePlan]) -> float:
     """Return the seconds to read gradients and to read and write parameters and optimizer state, at memory speed."""
     size = layout.bytes_of
-    n_elements = sum(numel(stages, ep) * ep for ep in {1, layout.ep}) / layout.dp_shard
+    n_elements = sum(s.total(lambda group: held_elements(group, layout.dp_shard, 0)) for s in stages)
     moved = n_elements * (3 * size.kept + 2 * size.optimizer)
     return moved / cluster.gpu.memory_bandwidth
 

@@ -88,6 +88,12 @@ def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
     for i, n_bytes in enumerate((2, 4)):
         assert spread[i] - alone[i] == pytest.approx(7 / 8 * n_bytes * experts)
         assert grouped[i] - alone[i] == pytest.approx(1 / 2 * n_bytes * experts / 4)
+    # Without ep they are cut by experts: of 16 ranks 8 have none, and what is gathered is as large as if all had one.
+    wider = data_parallel_times(Layout(dp_shard=16), cluster, Constants(), Layout().stages(MIXTRAL, 0))[0]
+    as_many = replace(MIXTRAL, n_experts=16)
+    assert wider == pytest.approx(
+        data_parallel_times(Layout(dp_shard=16), cluster, Constants(), Layout().stages(as_many, 0))[0], rel=1e-4
+    )
 
 
 def test_a_hot_expert_slows_its_rank_unless_all_ranks_have_it():
