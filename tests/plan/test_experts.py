@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from course_pp.__main__ import main
-from course_pp.plan import Layout, cluster_of, model_named, plan, predict
+from course_pp.parallel import DistributedConfig, predict_collectives
+from course_pp.plan import Layout, ModelConfig, cluster_of, model_named, plan, predict
 from course_pp.plan.timing import Constants, data_parallel_times, model_flops, stage_time
 
 MIXTRAL = model_named("mixtral-8x7b")
@@ -75,6 +76,31 @@ def test_experts_are_shared_by_the_ranks_of_ep_and_the_rest_by_all():
     assert spread["parameters"] == pytest.approx(grouped["parameters"], rel=1e-3)
     experts = 16 * 8 * MIXTRAL.n_expert_parameters * 2
     assert spread["gathered"] - grouped["gathered"] == pytest.approx(experts * 7 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
+    node, mesh = replace(cluster_of("1x16xH100"), latency=0.0), {"pp": pp, "dp_shard": 4, "tp": 2, "ep": 4}
+    layout = Layout(**mesh, ac=ac)
+    forwards = 1 + (ac == "full")
+    # Norms see parts of the sequence without a pipeline; a sum is two halves.
+    halves = {"all_gather": 1, "reduce_scatter": 1} if pp == 1 else {"all_reduce": 2}
+    sent, waited = [], []
+    for n_layers in (2, 4):  # what is sent at the ends is the same, and drops out
+        model = ModelConfig(64, n_layers, 4, 96, n_experts=8, moe_every=2, max_seq_len=32, balance="none")
+        step = {"batch_size": 1, "seq_len": 32, "n_microbatches": pp, "ac": ac, "clip": False}
+        counted = predict_collectives(model, DistributedConfig(**mesh), **step)
+        exchanged = [rank[("dp_shard", "all_to_all")] for rank in counted]
+        of_counts = sum(each.number * forwards / (3 * forwards + 2) * model.n_experts * 8 for each in exchanged)
+        rows = sum(each.n_bytes for each in exchanged) - of_counts
+        summed = sum(n * rank[("tp", kind)].n_bytes for rank in counted for kind, n in halves.items())
+        sent.append((3 / 4 * rows, 1 / 2 * summed))
+        times = [stage_time(model, layout, node, Constants(), 32, stage) for stage in layout.stages_of_all(model)]
+        a_second = node.intra_bandwidth * Constants().link_efficiency * 8 * pp  # ranks of a stage, microbatches
+        waited.append([a_second * sum(getattr(t, part) for t in times) for part in ("exchange", "tensor")])
+    for i in range(2 if ac == "none" else 1):  # torch recomputes all but a layer's last sum, which a plan counts
+        assert waited[1][i] - waited[0][i] == pytest.approx(sent[1][i] - sent[0][i])
 
 
 def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
