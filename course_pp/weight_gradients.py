@@ -7,9 +7,9 @@ product can add to what is there as it goes (Megatron-LM's gradient accumulation
 :class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two products: one gives the
 input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
 "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
-layer's input, which the forward has kept anyway, and in addition the gradient of its output. Everything else (norms,
-embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient at ``I``: it is little work. Not
-so packed experts: theirs is most of the work, and a schedule that splits their backward gains little by it.
+layer's input, which the forward has kept anyway, and in addition the gradient of its output. So it is with packed
+experts (:mod:`course_pp.grouped`). Everything else (norms, embeddings, convolutions, a layer with a hook on its weight
+or bias) gets its gradient at ``I``: it is little work. Experts that ``ep`` shares out do, too: much work.
 """
 
 import sys
@@ -26,6 +26,8 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from course_pp.grouped import grouped_product, grouped_weight_gradient
+
 # Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
 _LARGE_BYTES = 1 << 20
 
@@ -34,7 +36,8 @@ _ADDING = Lock()
 
 
 class LinearMode(TorchFunctionMode):
-    """While a forward runs inside, :meth:`linear` computes its linear layers: every ``torch.nn.functional.linear``.
+    """While a forward runs inside, :meth:`linear` computes its linear layers: every ``torch.nn.functional.linear``;
+    and :meth:`grouped` every :func:`course_pp.grouped.grouped_product`.
 
     Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
     sparse and nested tensors, weights of one dimension and biases of two, layers under the transforms of ``torch.func``
@@ -52,32 +55,44 @@ class LinearMode(TorchFunctionMode):
     ) -> Any:
         if func is F.linear and not torch.compiler.is_compiling():
             return self._linear_or_ordinary(*args, **(kwargs or {}))
+        if func is grouped_product and self._may_compute(*args[:2]):
+            return self.grouped(*args)
         return func(*args, **(kwargs or {}))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute a layer whose weight, (out, in), is to have a gradient; ``input`` is (rows, in), ``bias`` (out,)."""
         raise NotImplementedError
 
+    def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """Compute a grouped product whose weights, (groups, in, out), are to have a gradient."""
+        return grouped_product(x, weights, counts)
+
     def _linear_or_ordinary(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tensors = (input, weight) if bias is None else (input, weight, bias)
         if (
-            torch.is_grad_enabled()
-            and all(map(_is_plain, tensors))
-            and all(tensor.is_leaf for tensor in tensors[1:])
-            and weight.requires_grad
-            and not weight.is_complex()
+            self._may_compute(*tensors)
             and input.dim() > 1
             and weight.dim() == 2
             and (bias is None or bias.shape == weight.shape[:1])
-            and _hooks_on_what_is_saved() == self._hooks
-            and not _functions_are_redefined()
-            and not torch._C._are_functorch_transforms_active()
-            and all(unpack_dual(tensor).tangent is None for tensor in tensors)
         ):
             rows = self.linear(input.reshape(-1, input.shape[-1]), weight, bias)
             # A view of the output, as torch makes it: it may be changed in place, what a function returns as one not.
             return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
         return F.linear(input, weight, bias)
+
+    def _may_compute(self, input: Tensor, weight: Tensor, *bias: Tensor) -> bool:
+        tensors = (input, weight, *bias)
+        return (
+            torch.is_grad_enabled()
+            and all(map(_is_plain, tensors))
+            and all(tensor.is_leaf for tensor in tensors[1:])
+            and weight.requires_grad
+            and not weight.is_complex()
+            and _hooks_on_what_is_saved() == self._hooks
+            and not _functions_are_redefined()
+            and not torch._C._are_functorch_transforms_active()
+            and all(unpack_dual(tensor).tangent is None for tensor in tensors)
+        )
 
 
 def _hooks_on_what_is_saved() -> Any:
@@ -163,8 +178,15 @@ class _Entry:
     bias: Tensor | None
     input: Tensor
     grad_output: Tensor
+    counts: Tensor | None
     versions: tuple[int, ...]
     holds: tuple[_Hold, ...]
+
+    def product(self) -> Tensor | None:
+        """Return the weight's gradient, if it is not already added to what was there."""
+        if self.counts is None:
+            return _add_product(self.weight, self.grad_output, self.input)
+        return grouped_weight_gradient(self.input, self.grad_output, self.counts)
 
 
 class WeightGradients:
@@ -184,7 +206,9 @@ class WeightGradients:
         finally:
             self._open = False
 
-    def add(self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor) -> None:
+    def add(
+        self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor, counts: Tensor | None = None
+    ) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a stage runs a backward with create_graph=True in its forward, and a split backward keeps no graph of "
@@ -195,7 +219,8 @@ class WeightGradients:
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
-        self._entries.append(_Entry(weight, bias, x, grad_output, (x._version, grad_output._version), holds))
+        versions = x._version, grad_output._version
+        self._entries.append(_Entry(weight, bias, x, grad_output, counts, versions, holds))
 
     def compute(self) -> None:
         """Compute what is queued and add it to each ``.grad``, as a backward would."""
@@ -210,7 +235,7 @@ class WeightGradients:
                         "been changed in place before its weight gradient was computed: give the layer a copy (clone), "
                         "or use a schedule that does not split the backward, such as 1f1b"
                     )
-                if weight.requires_grad and (product := _add_product(weight, rows, entry.input)) is not None:
+                if weight.requires_grad and (product := entry.product()) is not None:
                     leaves.append(weight)
                     gradients.append(product.to(weight.dtype))
                 if entry.bias is not None and entry.bias.requires_grad:
@@ -238,6 +263,11 @@ class Deferring(LinearMode):
             return F.linear(input, weight, bias)
         return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
 
+    def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        if has_hooks(weights) or _is_autocast(x):
+            return grouped_product(x, weights, counts)
+        return _DeferredProduct.apply(x, self._anchor, (weights, counts), self._queue)
+
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
@@ -258,6 +288,24 @@ class _DeferredLinear(torch.autograd.Function):
         if _whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
             ctx.queue.add(*ctx.layer, x, grad_output)
         return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+class _DeferredProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, groups: tuple[Tensor, Tensor], queue: WeightGradients) -> Tensor:
+        weights, _ = groups
+        ctx.save_for_backward(x, weights if ctx.needs_input_grad[0] else None)
+        ctx.groups, ctx.queue = groups, queue
+        return grouped_product(x, *groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x, saved), (weights, counts) = ctx.saved_tensors, ctx.groups
+        grad_output = grad_output.contiguous()  # as the kernel needs it
+        if _whither(ctx.next_functions[1][0]) == "into the sum":
+            ctx.queue.add(weights, None, x, grad_output, counts)
+        of_x = grouped_product(grad_output, saved.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        return of_x, None, None, None
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:

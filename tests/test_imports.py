@@ -12,12 +12,12 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `grad_scaler`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `grad_scaler`, `grouped`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
 ARROWS = {
     "schedule": {"cycles"},
     "plan": {"schedule", "sizes"},
     "show": {"cycles", "plan", "schedule"},
-    "model": {"loss", "sizes"},
+    "model": {"grouped", "loss", "sizes"},
     "runtime": {
         "collective",
         "grad_scaler",

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from course_pp.grouped import autocasts_as, grouped_product
 from course_pp.loss import attach_loss
 from course_pp.sizes import ModelConfig
 
@@ -79,7 +80,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x (tokens, dim)."""
         config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(_autocasts_as(x), enabled=False):
+        with torch.autocast(autocasts_as(x), enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
         chosen_by = scores if self.bias is None else scores + self.bias
@@ -305,34 +306,3 @@ def z_loss(logits: Tensor) -> Tensor:
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
     """
     return logits.logsumexp(-1).square().mean()
-
-
-def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows with a matrix of its own: x (rows, in), weights (groups, in, out) -> (rows, out).
-
-    An empty group's matrix gets a gradient of zeros.
-
-    Args:
-        counts: (groups,) int64, how many of the rows each group has, in order; with the sum ``rows``.
-    """
-    if torch.is_autocast_enabled(_autocasts_as(x)):  # which casts for ordinary products only
-        dtype = torch.get_autocast_dtype(_autocasts_as(x))
-        x, weights = x.to(dtype), weights.to(dtype)
-    if _has_kernel(x, weights):
-        return F.grouped_mm(x, weights, offs=counts.cumsum(0, dtype=torch.int32))
-    if x.is_meta:  # where nobody knows the counts
-        return x @ weights[0]
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weights.unbind(), strict=True)])
-
-
-def _autocasts_as(x: Tensor) -> str:
-    return "cpu" if x.is_meta else x.device.type
-
-
-def _has_kernel(x: Tensor, weights: Tensor) -> bool:
-    """Whether torch's grouped product takes these: rows of whole 16 bytes, at least one; on a GPU of bfloat16 alone."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
-        return False
-    dtypes = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}.get(x.device.type, ())
-    aligned = all(width * x.itemsize % 16 == 0 for width in weights.shape[1:])
-    return x.dtype == weights.dtype and x.dtype in dtypes and aligned and len(x) > 0

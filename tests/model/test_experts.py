@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course_pp.grouped import grouped_product
 from course_pp.model import (
     ExpertLoad,
     ModelConfig,
@@ -16,7 +17,6 @@ from course_pp.model import (
     count_over_data_ranks,
     update_router_bias,
 )
-from course_pp.model.experts import grouped_product
 from course_pp.runtime import profile_layers
 
 BATCH, SEQ = 3, 8

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from course_pp.grouped import grouped_product
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.stage import Stage
 from course_pp.weight_gradients import Deferring, WeightGradients
@@ -86,6 +87,22 @@ class Offloaded(nn.Module):
             return self.inner(x)
 
 
+class Packed(nn.Module):
+    """Two grouped products, the second group without rows; ``width`` 8 goes through torch's kernel in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.up = nn.Parameter(torch.randn(3, width, 2 * width))
+        self.down = nn.Parameter(torch.randn(3, 2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x.flatten(0, -2))
+        counts = torch.tensor([len(rows) // 2, 0, len(rows) - len(rows) // 2])
+        rows = grouped_product(F.gelu(grouped_product(rows, self.up, counts)), self.down, counts)
+        return self.last(rows).unflatten(0, x.shape[:-1])
+
+
 def layers(bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias))
 
@@ -118,6 +135,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     ),
     "one layer used twice": (UsedTwice, set()),
     "the function itself": (ByName, set()),
+    "packed experts": (lambda: Packed(8), set()),
+    "packed experts, one by one": (lambda: Packed(7), set()),
+    "packed experts, frozen": (lambda: frozen(Packed(8), "up"), set()),
     "a frozen weight": (lambda: frozen(layers(), "0.weight"), {"0.bias"}),
     "a frozen bias": (lambda: frozen(layers(), "0.bias"), set()),
     "a frozen layer": (lambda: frozen(layers(), "0.weight", "0.bias"), set()),
