@@ -15,6 +15,7 @@ from course_pp.parallel import (
     DistributedConfig,
     apply_ac,
     apply_fsdp2,
+    attach_loss,
     build_pipeline_schedule,
     build_pipeline_stage,
     find_ties,
@@ -236,16 +237,21 @@ def test_packed_sequences_equal_their_documents_one_by_one(
 
 
 class Noted(nn.Linear):
-    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that nobody reads."""
+    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that nobody reads.
 
-    def __init__(self) -> None:
+    It attaches a loss, which one process multiplies by the microbatch's ``share``.
+    """
+
+    def __init__(self, name: str) -> None:
         super().__init__(DIM, DIM)
+        self.name, self.share = name, 1.0
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor, unread: Tensor | None = None, *, keep: int | None = None) -> tuple[Tensor, Tensor]:
         self.calls += 1
         assert x.detach().numpy().ndim == 3
-        return super().forward(x)[:, :keep].tanh(), x.sum(-1)
+        y = super().forward(x)[:, :keep].tanh()
+        return attach_loss(y, self.share * y.square().mean(), name=self.name), x.sum(-1)
 
 
 class First(Noted):
@@ -264,7 +270,7 @@ KEPT = [[(2, 5, 3), (1, 4, 4), (3, 6, 2), (1, 4, 4)], [(1, 7, 7), (2, 5, 3), (2,
 
 def noted_stages(n: int) -> list[Noted]:
     torch.manual_seed(0)
-    return [(First if i == 0 else Last if i == n - 1 else Noted)().double() for i in range(n)]
+    return [(First if i == 0 else Last if i == n - 1 else Noted)(f"of {i}").double() for i in range(n)]
 
 
 def noted_data(rank: int) -> list[tuple[Tensor, Tensor, int]]:
@@ -278,6 +284,8 @@ def noted_in_one_process(n: int, dp: int) -> Trained:
     n_rows, loss = sum(len(x) for x, _, _ in data), torch.zeros(())
     for x, y, keep in data:
         value: Any = (x,)
+        for stage in stages:
+            stage.share = len(x) / n_rows
         for stage in stages[:-1]:
             value = stage(*value, keep=keep)
         loss = loss + nn.functional.mse_loss(stages[-1](*value, keep=keep), y) * len(x) / n_rows
