@@ -58,7 +58,7 @@ class MeshGradScaler(GradScaler):
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         super().scale(torch.ones(()))  # or there would be none before the first loss
         self._device_mesh = device_mesh
-        self.in_pipeline = False
+        self.in_pipeline = self._has_scaled = False
 
     def scale(self, outputs: Any) -> Any:
         """Return ``outputs``, a loss or several, times the scale."""
@@ -66,25 +66,31 @@ class MeshGradScaler(GradScaler):
             raise RuntimeError(
                 "scale() of a scaler that a pipeline was given would scale its loss twice: return the loss as it is"
             )
+        self._has_scaled = True
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, and agree with all ranks on infinities; a collective.
 
         Raises:
-            ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one of them; for
-                gradients in float16, which would lose what scaling has saved.
+            ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one of them, or if none
+                has scaled a loss; for gradients in float16, which would lose what scaling has saved.
         """
         super().unscale_(optimizer)
         if not self.is_enabled():
             return
         [found_inf] = self._found_inf_per_device(optimizer).values()
-        found = bool(found_inf)
+        found, scaled = bool(found_inf), self.in_pipeline or self._has_scaled
         for ranks in self._rows():
-            told = ranks.gather((self.state_dict(), found))
-            if problem := difference([state for state, _ in told]):
+            told = ranks.gather((self.state_dict(), found, scaled))
+            if problem := difference([state for state, *_ in told]):
                 raise ValueError(f"MeshGradScaler: {problem}")
-            found = any(theirs for _, theirs in told)
+            found = any(theirs for _, theirs, _ in told)
+            scaled = any(theirs for *_, theirs in told)
+        if not scaled:
+            raise ValueError(
+                "this MeshGradScaler has scaled no loss: build the pipeline with scaler=, or call scale(loss)"
+            )
         found_inf.fill_(found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

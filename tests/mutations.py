@@ -71,7 +71,7 @@ FAULTS = [
     Fault("model/experts.py", "/ pairs[0].sum()", "/ experts[0].numel()", ROUTED),
     Fault("model/hf.py", 'half=0 if matrix == "gate_proj" else 1', "half=0", "model/test_model_hf.py"),
     Fault(GRADIENTS, "if has_hooks(weights) or _is_autocast(x)", "if True", DEFERRED),
-    Fault("grad_scaler.py", "any(theirs for _, theirs in told)", "found", SCALED),
+    Fault("grad_scaler.py", "any(theirs for _, theirs, _ in told)", "found", SCALED),
     Fault("grad_scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
     Fault("runtime/pipeline.py", "(scaler is None or not scaler.is_enabled())", "True", SCALED),
     Fault("runtime/stage.py", "weight() * self.scale", "weight()", SCALED),

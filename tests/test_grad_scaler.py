@@ -177,6 +177,7 @@ def refusals(rank: int) -> dict[str, list[str]]:
     attempt("unscales alone", lambda: scaler.unscale_(optimizer) if rank else pipeline.step(x, target=x))
     other = MeshGradScaler(mesh, init_scale=2.0**rank)
     attempt("loaded on one", lambda: other.unscale_(optimizer))
+    attempt("given to none", lambda: MeshGradScaler(mesh).unscale_(optimizer))
     other = MeshGradScaler(mesh)
     twice = in_runtime(other, lambda output, target: other.scale(F.mse_loss(output, target)))
     attempt("scaled twice", lambda: twice.step(x, x))
@@ -199,6 +200,7 @@ def test_what_would_hang_or_be_wrong_is_one_sentence_on_every_rank() -> None:
         "in_runtime, torch's": "scaler is a GradScaler: pass a MeshGradScaler or None",
         "unscales alone": "rank 0 is in step(), rank 1 in unscale_()",
         "loaded on one": "MeshGradScaler: rank 1 was given scale=2.0, rank 0 1.0",
+        "given to none": "has scaled no loss: build the pipeline with scaler=",
         "scaled twice": "scale() of a scaler that a pipeline was given would scale its loss twice",
         "asynchronous": "scaler with versions='stash': no stage sees that another's gradient overflows",
         "float16": "gradients in float16 cannot be unscaled",
