@@ -210,7 +210,8 @@ class PipelineSchedule:
         a small exchange, and for shapes not seen before one more for each stage, which runs a copy on the meta device,
         with the microbatch's keyword arguments. A stage that cannot runs once in place, on zeros and without
         gradients. What a stage returns may depend on shapes, and on the numbers and strings that are keyword arguments,
-        but not on what is in tensors or objects.
+        but not on what is in tensors or objects. So a number of another value counts as not seen before; in an object,
+        or a tuple, it does not.
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
@@ -227,7 +228,8 @@ class PipelineSchedule:
             kwarg_mbs: in place of ``kwargs``, for each microbatch a dict of keyword arguments for every stage of this
                 rank; others get what their own rank is given. They are passed on untouched: offsets of packed sequences
                 in a NamedTuple, a ``BlockMask``, any object.
-            target_mbs: in place of ``target``, for each microbatch what the loss takes; one may count no token.
+            target_mbs: in place of ``target``, for each microbatch what the loss takes. One may count no token, and has
+                weight 0; if none counts any, the loss is 0. A loss that counts samples needs at least one in each.
             kwargs_chunk_spec: of ``kwargs`` which are cut by ``"rows"``, also in tuples and dicts, and which are the
                 ``"same"`` for all microbatches, untouched: ``{"cu_seqlens": "same", "lengths": "rows"}``.
             kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors of two dimensions or more, of
