@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,8 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel import DistributedConfig, init_distributed, llama_plan
+from course_pp.model import (
+    CrossEntropy,
+    ModelConfig,
+    Transformer,
+    build_stage_module,
+    hf_state_dict,
+    load_hf_state_dict,
+)
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_expert_parallel,
+    apply_fsdp2,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    get_dp_rank,
+    get_pp_rank,
+    get_stage_indices,
+    init_distributed,
+    llama_plan,
+)
+from tests.model.test_model_hf import CONFIGS, random_model, theirs_with
 from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
 from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
@@ -102,3 +122,33 @@ def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
         for name, gradient in found.items():
             source = "embed.weight" if name == "head.weight" else name
             torch.testing.assert_close(gradient, gradients[source], rtol=0, atol=1e-12)
+
+
+def logits_on_rank(rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tensor]]) -> list[torch.Tensor]:
+    """Of this rank's rows, for each model cut in two, then in four."""
+    found = []
+    for (config, state, tokens), schedule in product(jobs, ("1f1b", "interleaved_1f1b")):
+        mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2, ep=2), seed=0)
+        indices = get_stage_indices(schedule, get_pp_rank(mesh), 2)
+        modules = [build_stage_module(config, i, 2 * len(indices)).double() for i in indices]
+        for module in modules:
+            load_hf_state_dict(module, state)
+            apply_expert_parallel(module, mesh)
+            apply_fsdp2(module, mesh)
+        mine = tokens.chunk(2)[get_dp_rank(mesh)]
+        stages = [build_pipeline_stage(module, mesh, "cpu", 1, tokens.shape[1]) for module in modules]
+        pipeline = build_pipeline_schedule(stages, len(mine), CrossEntropy(), schedule)
+        found.append(pipeline.evaluate(mine, on="all"))
+    return found
+
+
+def test_weights_of_transformers_compute_the_same_cut_and_shared_out() -> None:
+    tokens = torch.randint(61, (8, 6), generator=torch.Generator().manual_seed(0))
+    models = [random_model(replace(CONFIGS[name], n_layers=4, n_experts=4)) for name in ("mixtral", "qwen3_moe")]
+    with torch.no_grad():
+        expected = [theirs_with(model)(tokens).logits for model in models for _ in range(2)]
+    jobs = [(model.config, hf_state_dict(model), tokens) for model in models]
+    for rank, found in enumerate(on_ranks(4, logits_on_rank, jobs, timeout_s=60)):
+        for logits, theirs in zip(found, expected, strict=True):
+            # Their routers' softmax is in float32.
+            torch.testing.assert_close(logits, theirs.chunk(2)[rank % 2], rtol=0, atol=1e-6)
