@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks, on_every_rank
+from course_pp.model import Transformer
+from course_pp.model.experts import Experts
 from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import all_to_all
 from course_pp.parallel.blocks import Blocks, wanted_modules
@@ -48,8 +50,8 @@ def apply_expert_parallel(
             weights. Call this on all ranks of the mesh at once.
         experts: which modules hold the experts of a layer: a class, a name pattern, or several. Their parameters have
             one expert in each row, and they are called with ``(x, counts)``: rows (n, dim) sorted by expert, and how
-            many each has, as :class:`course_pp.model.Experts`; or as Mixtral's and Qwen3-MoE's of transformers with
-            ``(hidden_states, top_k_index, top_k_weights)``. None finds every module that is called so.
+            many each has, as :class:`course_pp.model.experts.Experts`; or as Mixtral's and Qwen3-MoE's of transformers
+            with ``(hidden_states, top_k_index, top_k_weights)``. None finds these.
 
     Returns:
         The names of these modules.
@@ -62,22 +64,23 @@ def apply_expert_parallel(
 
     def look() -> tuple[DeviceMesh | None, list[dict[str, nn.Module]]]:
         check_arguments(apply_expert_parallel, given)
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        for each in models:
+        for each in _listed(model):
             check_order(each, "expert parallel")
         mesh = get_ep_mesh(device_mesh)
-        return mesh, [_experts_of(each, experts, mesh.size()) for each in models] if mesh is not None else []
+        return mesh, [_experts_of(each, experts, mesh.size()) for each in _listed(model)] if mesh is not None else []
 
     mesh, found = on_every_rank(device_mesh, look)
     if mesh is None:
         return ()
-    if not any(Ranks().gather(bool(any(found)))):
+    # Of this package's model, stages may have none of its experts.
+    ours = any(isinstance(each, Transformer) and each.config.n_experts for each in _listed(model))
+    if not any(Ranks().gather(ours or any(found))):
         raise ValueError(
             "apply_expert_parallel finds no experts on any stage: name them with experts=, a class or a name pattern "
             f"of modules that {_CALLED}; or leave ep at 1"
         )
     shared: dict[nn.Parameter, nn.Parameter] = {}
-    for module in (part for parts in found for part in parts.values()):
+    for module in dict.fromkeys(part for parts in found for part in parts.values()):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in shared:
                 shared[parameter] = _own_part(parameter, mesh)
@@ -88,18 +91,26 @@ def apply_expert_parallel(
     return tuple(name for parts in found for name in parts)
 
 
+def _listed(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
 def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
     """Return the modules to share out, by name; refuse one that cannot be."""
     if problem := problem_of_wrappers(model, "the model"):
         raise ValueError(problem)
     if experts is None:
-        found = {name: part for name, part in model.named_modules() if _kind_of(part) is not None and _rows(part)}
+        found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
     else:
         wanted = [experts] if isinstance(experts, str | type) else list(experts)
         found = {name: part for each in wanted for name, part in wanted_modules(model, each, "experts").items()}
     for name, part in found.items():
         _check(name, part, ep)
     return found
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return isinstance(module, Experts) or (_kind_of(module) is ExchangedChoices and bool(_rows(module)))
 
 
 def _check(name: str, module: nn.Module, ep: int) -> None:
@@ -154,9 +165,10 @@ class Exchanged(Replaced):
         Args:
             compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may change their dtype.
         """
-        n_here, per_rank = len(counts) // self._ep, [1] * self._ep
+        n_here = len(counts) // self._ep
         sent = counts.view(self._ep, n_here)
-        came = all_to_all(sent, per_rank, per_rank, self._group)  # by rank and expert
+        came = torch.empty_like(sent)  # by rank and expert
+        dist.all_to_all_single(came, sent, group=self._group)
         n_sent, n_came = sent.sum(1).tolist(), came.sum(1).tolist()
         rows = all_to_all(x, n_sent, n_came, self._group)
         if len(rows):

@@ -339,7 +339,8 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
     for name, block in found.items():
         inner = next((n for n, part in block.named_modules() if n and has_replaced(part, Recomputed)), None)
         # torch 2.13 would compile a graph that cannot run: it saves the mesh as if it were a tensor.
-        if inner is not None and any(isinstance(parameter, DTensor) for parameter in block.parameters()):
+        cut = (p for p in block.parameters() if isinstance(p, DTensor))
+        if inner is not None and any("ep" not in (p.device_mesh.mesh_dim_names or ()) for p in cut):
             raise ValueError(
                 f"block {name!r} is cut by tensor parallelism and its {inner!r} is recomputed, which torch cannot "
                 "compile in one piece: use apply_ac(..., 'full') or 'none'"
