@@ -100,7 +100,7 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
         apply_ac(module, recipe.ac)
         if recipe.compiler is not None:
             apply_compile(module, backend=recipe.compiler)
-        apply_fsdp2(module, mesh, None if kept == recipe.dtype else default_mp_policy(recipe.dtype))
+        apply_fsdp2(module, mesh, None if recipe.dtype == torch.float64 else default_mp_policy(recipe.dtype))
         compute_in(module, recipe.dtype)
     return modules
 

@@ -81,12 +81,15 @@ SAMPLE = [
     Case("1f1b", SMALL, layout=SHARED_OUT),
     Case("1f1b", ONE_CHOICE, layout=SHARED_OUT, crowded=True),  # one expert has all tokens, one rank none
     Case("1f1b", TIGHT, "full", layout=DistributedConfig(dp_shard=4, ep=2)),
+    Case("1f1b", SMALL, layout=PIPED),
+    Case("zb_v", BIAS, layout=PIPED, crowded=True),
+]
+MORE = [
     Case("1f1b", BIAS, layout=DistributedConfig(dp_replicate=2, dp_shard=2, ep=2), accumulated=2),
     Case("1f1b", SMALL, layout=DistributedConfig(dp_shard=2, ep=2, tp=2)),
-    Case("1f1b", SMALL, layout=PIPED),
     Case("interleaved_1f1b", replace(TIGHT, n_dense_layers=2), layout=PIPED),  # no rank's first stage has experts
-    Case("zb_v", BIAS, layout=PIPED, crowded=True),
-    Case("dualpipe_v", SMALL, layout=PIPED),
+    Case("zb_v", SMALL, "full", layout=PIPED, accumulated=2),
+    Case("dualpipe_v", TIGHT, layout=PIPED),
 ]
 
 
@@ -100,8 +103,9 @@ def assert_equal(cases: list[Case], subtests: Any) -> None:
                 assert_same(found, one_process(case.config, case.pieces, case.accumulated, crowded=case.crowded))
 
 
-def test_experts_shared_out_equal_one_process(subtests: Any) -> None:
-    assert_equal(SAMPLE, subtests)
+@pytest.mark.parametrize("cases", [SAMPLE, pytest.param(MORE, marks=pytest.mark.long)], ids=["sample", "more"])
+def test_experts_shared_out_equal_one_process(cases: list[Case], subtests: Any) -> None:
+    assert_equal(cases, subtests)
 
 
 NO_LOSS = {"n_experts": 8, "expert_dim": 16, "moe_every": 2, "balance": "none"}
