@@ -116,15 +116,17 @@ class Recomputed(Replaced):
 class _Buffers:
     """The buffers of a module as one forward found them; its recomputation uses these and leaves the module's own.
 
-    Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a later value.
+    Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a later value. Enter
+    it around each recomputation: torch's half of weight gradients has one for each parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = [part for part in module.modules() if part._buffers]
         self._before: list[tuple[nn.Module, dict[str, Tensor]]] = []
+        self._now: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._noted(), self._put_back()
+        return self._noted(), self
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -139,17 +141,15 @@ class _Buffers:
             if changed or [buffer._version for buffer in buffers.values()] != before:
                 self._before.append(copied)
 
-    @contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Let the forward inside find those buffers, and change copies of them."""
-        now = [(part, dict(part._buffers)) for part, _ in self._before]
+        self._now = [(part, dict(part._buffers)) for part, _ in self._before]
         for part, buffers in self._before:
             part._buffers.update({name: buffer.clone() for name, buffer in buffers.items()})
-        try:
-            yield
-        finally:
-            for part, held in now:
-                part._buffers.update(held)
+
+    def __exit__(self, *_: object) -> None:
+        for part, held in self._now:
+            part._buffers.update(held)
 
 
 class EightBits(Replaced):
