@@ -123,7 +123,7 @@ FAULTS = [
         "parallel/test_clipping.py",
     ),
     Fault("parallel/experts.py", "return gradient / ctx.n, None", "return gradient, None", EXPERTS),
-    Fault("parallel/experts.py", "if len(rows):", "if True:", FOREIGN),
+    Fault("parallel/experts.py", "if not len(rows):", "if False:", FOREIGN),
     Fault("parallel/experts.py", "n_sent, n_came = ", "n_came, n_sent = ", EXPERTS),
     Fault("parallel/experts.py", "order = expert.argsort(stable=True)", "order = torch.arange(len(rows))", EXPERTS),
     Fault("parallel/clipping.py", "everyone = torch.stack(gathered)", "", "parallel/test_clipping.py"),

@@ -50,8 +50,8 @@ def apply_expert_parallel(
             weights. Call this on all ranks of the mesh at once.
         experts: which modules hold the experts of a layer: a class, a name pattern, or several. Their parameters have
             one expert in each row, and they are called with ``(x, counts)``: rows (n, dim) sorted by expert, and how
-            many each has, as :class:`course_pp.model.experts.Experts`; or as Mixtral's and Qwen3-MoE's of transformers
-            with ``(hidden_states, top_k_index, top_k_weights)``. None finds these.
+            many each has, some or all 0, as :class:`course_pp.model.experts.Experts`; or with ``(hidden_states,
+            top_k_index, top_k_weights)`` as Mixtral's and Qwen3-MoE's of transformers. None finds these.
 
     Returns:
         The names of these modules.
@@ -164,6 +164,7 @@ class Exchanged(Replaced):
 
         Args:
             compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may change their dtype.
+                Also with no rows, what it returns depends on them and on all experts, or backward would wait for ever.
         """
         n_here = len(counts) // self._ep
         sent = counts.view(self._ep, n_here)
@@ -171,18 +172,14 @@ class Exchanged(Replaced):
         dist.all_to_all_single(came, sent, group=self._group)
         n_sent, n_came = sent.sum(1).tolist(), came.sum(1).tolist()
         rows = all_to_all(x, n_sent, n_came, self._group)
-        if len(rows):
-            expert = torch.arange(n_here, device=x.device).repeat(self._ep).repeat_interleave(came.flatten())
-            order = expert.argsort(stable=True)
-            with self._own_experts() as parameters:
-                rows = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
-        else:
-            with self._own_experts() as parameters:
-                rows = _Idle.apply(rows, *parameters)
+        expert = torch.arange(n_here, device=x.device).repeat(self._ep).repeat_interleave(came.flatten())
+        order = expert.argsort(stable=True)
+        with self._own_experts():
+            rows = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
         return all_to_all(rows, n_came, n_sent, self._group)
 
     @contextmanager
-    def _own_experts(self) -> Iterator[list[Tensor]]:
+    def _own_experts(self) -> Iterator[None]:
         """Let the module find the experts of this rank as if there were no others."""
         own: dict[str, Any] = {
             name: _Averaged.apply(parameter.to_local(), self._ep)
@@ -190,7 +187,7 @@ class Exchanged(Replaced):
             if isinstance(parameter, DTensor)
         }
         with patch.dict(self._module._parameters, own):
-            yield list(own.values())
+            yield
 
 
 class ExchangedChoices(Exchanged):
@@ -204,6 +201,8 @@ class ExchangedChoices(Exchanged):
 
         def compute(rows: Tensor, counts: Tensor) -> Tensor:
             """Each row is a token with one choice, of weight 1."""
+            if not len(rows):
+                return _Idle.apply(rows, *self._module._parameters.values())
             expert = torch.arange(n_here, device=rows.device).repeat_interleave(counts)[:, None]
             with patch.dict(vars(self._module), {"num_experts": n_here}):
                 return self.forward(rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype))
@@ -230,7 +229,7 @@ class _Averaged(torch.autograd.Function):
 
 
 class _Idle(torch.autograd.Function):
-    """What experts make of no rows, with a backward that reaches the rows and the experts all the same."""
+    """What transformers' experts make of no rows, with a backward that reaches rows and experts all the same."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
