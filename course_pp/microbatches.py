@@ -53,7 +53,7 @@ def cut_keywords(
 
     Args:
         spec: ``"rows"`` cuts a tensor, also those in tuples, lists and dicts; ``"same"`` passes any object untouched.
-        rows: of the whole batch.
+        rows: of the whole batch; 0 where it is not known.
 
     Raises:
         ValueError: for an argument of which nobody said what it is; for one that cannot be cut; for a ``spec`` that
@@ -85,11 +85,12 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
     if word == "same" or (word is None and (value is None or isinstance(value, bool | int | float | str))):
         return [value] * n
+    size = f", {rows}" if rows else ""
     if word is None:
         if not isinstance(value, Tensor):
             what = f"a {type(value).__name__}"
-        elif value.dim() == 0 or len(value) != rows:
-            what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch, {rows}"
+        elif value.dim() == 0 or len(value) != (rows or len(value)):
+            what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
         elif value.dim() == 1:
             what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
         else:
@@ -105,7 +106,7 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
         what = f"a {type(value).__name__} without a tensor" if wrong is None else f"a tensor of shape {wrong}"
         raise ValueError(
             f"keyword argument {name} is, or holds, {what}, and kwargs_chunk_spec cuts it by rows: its first "
-            f"dimension must be the whole batch, {rows}; or say 'same'"
+            f"dimension must be the whole batch{size}; or say 'same'"
         )
     pieces = [tensor.tensor_split(n) for tensor in tensors]
 

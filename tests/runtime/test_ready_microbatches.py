@@ -339,6 +339,10 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         [{**WHOLE, "cu": torch.arange(ROWS)}, WHOLE],
         "keyword argument cu is a tensor of shape (10,), a number",
     ),
+    "offsets where no batch is": (
+        [WHOLE, {"cu": torch.arange(ROWS)}, WHOLE],
+        "keyword argument cu is a tensor of shape (10,), a number",
+    ),
     "no rows": (
         [{**BIAS, **WHOLE}, WHOLE],
         "keyword argument bias is a tensor of shape (4, 2, 2), whose first dimensi",
