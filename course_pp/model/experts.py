@@ -121,7 +121,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
+    """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim). It knows of no mask: padding is tokens, too.
 
     Args:
         config: sizes of the full model.
