@@ -9,7 +9,7 @@ input's gradient, for which the stage before is waiting, the other the weight's,
 "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
 layer's input, which the forward has kept anyway, and in addition the gradient of its output. So it is with packed
 experts (:mod:`course_pp.grouped`). Everything else (norms, embeddings, convolutions, a layer with a hook on its weight
-or bias) gets its gradient at ``I``: it is little work. Experts that ``ep`` shares out do, too: much work.
+or bias) gets its gradient at ``I``: it is little work.
 """
 
 import sys
@@ -30,6 +30,8 @@ from course_pp.grouped import grouped_product, grouped_weight_gradient
 
 # Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
 _LARGE_BYTES = 1 << 20
+
+_PART_OF = "_part_of_parameter"
 
 # Autograd has a lock for each sum; all of ours share one.
 _ADDING = Lock()
@@ -85,7 +87,7 @@ class LinearMode(TorchFunctionMode):
         return (
             torch.is_grad_enabled()
             and all(map(_is_plain, tensors))
-            and all(tensor.is_leaf for tensor in tensors[1:])
+            and all(tensor.is_leaf or hasattr(tensor, _PART_OF) for tensor in tensors[1:])
             and weight.requires_grad
             and not weight.is_complex()
             and _hooks_on_what_is_saved() == self._hooks
@@ -114,6 +116,12 @@ def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
         return "into the sum" if torch._C._will_engine_execute_node(node) else "nowhere"
     except RuntimeError:  # so torch says that torch.autograd.grad was asked for this leaf
         return "out"
+
+
+def part_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return ``part``, made of ``parameter`` and nothing else, marked so that its gradient may wait as a weight's."""
+    setattr(part, _PART_OF, parameter)
+    return part
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -264,7 +272,7 @@ class Deferring(LinearMode):
         return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
 
     def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        if has_hooks(weights) or _is_autocast(x):
+        if has_hooks(getattr(weights, _PART_OF, weights)) or _is_autocast(x):
             return grouped_product(x, weights, counts)
         return _DeferredProduct.apply(x, self._anchor, (weights, counts), self._queue)
 

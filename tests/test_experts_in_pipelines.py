@@ -186,6 +186,7 @@ SHARDED = [
     ),
     Case("1f1b", BIAS, "full", DistributedConfig(pp=2, dp_replicate=2, dp_shard=1), accumulated=2),
     Case("zb_v", CONFIG, "full", DistributedConfig(pp=2, dp_shard=2), joined=True),
+    *(Case(name, CONFIG, layout=DistributedConfig(pp=2, dp_shard=2, ep=2)) for name in ("zb_v", "dualpipe_v")),
 ]
 
 

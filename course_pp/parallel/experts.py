@@ -36,6 +36,7 @@ from course_pp.parallel._torch import all_to_all
 from course_pp.parallel.blocks import Blocks, wanted_modules
 from course_pp.parallel.mesh import get_ep_mesh
 from course_pp.parallel.replaced_forward import Replaced, check_order, replaced_forwards
+from course_pp.weight_gradients import part_of
 
 
 def apply_expert_parallel(
@@ -182,7 +183,7 @@ class Exchanged(Replaced):
     def _own_experts(self) -> Iterator[None]:
         """Let the module find the experts of this rank as if there were no others."""
         own: dict[str, Any] = {
-            name: _Averaged.apply(parameter.to_local(), self._ep)
+            name: part_of(parameter, _Averaged.apply(parameter.to_local(), self._ep))
             for name, parameter in self._module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }

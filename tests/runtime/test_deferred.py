@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from course_pp.grouped import grouped_product
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.stage import Stage
-from course_pp.weight_gradients import Deferring, WeightGradients
+from course_pp.weight_gradients import Deferring, WeightGradients, part_of
 
 WIDTH, HIDDEN = 6, 8
 CPU = torch.device("cpu")
@@ -88,10 +88,15 @@ class Offloaded(nn.Module):
 
 
 class Packed(nn.Module):
-    """Two grouped products, the second group without rows; ``width`` 8 goes through torch's kernel in float32."""
+    """Two grouped products, the second group without rows; ``width`` 8 goes through torch's kernel in float32.
 
-    def __init__(self, width: int) -> None:
+    Args:
+        take: what it multiplies with, of a parameter.
+    """
+
+    def __init__(self, width: int, take: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> None:
         super().__init__()
+        self.take = take
         self.first, self.last = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
         self.up = nn.Parameter(torch.randn(3, width, 2 * width))
         self.down = nn.Parameter(torch.randn(3, 2 * width, width))
@@ -99,7 +104,8 @@ class Packed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.first(x.flatten(0, -2))
         counts = torch.tensor([len(rows) // 2, 0, len(rows) - len(rows) // 2])
-        rows = grouped_product(F.gelu(grouped_product(rows, self.up, counts)), self.down, counts)
+        up, down = self.take(self.up), self.take(self.down)
+        rows = grouped_product(F.gelu(grouped_product(rows, up, counts)), down, counts)
         return self.last(rows).unflatten(0, x.shape[:-1])
 
 
@@ -138,6 +144,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "packed experts": (lambda: Packed(8), set()),
     "packed experts, one by one": (lambda: Packed(7), set()),
     "packed experts, frozen": (lambda: frozen(Packed(8), "up"), set()),
+    "packed experts, computed": (lambda: Packed(8, lambda parameter: 2 * parameter), {"up", "down"}),
+    "packed experts, a part": (lambda: Packed(8, lambda parameter: part_of(parameter, 2 * parameter)), set()),
     "a frozen weight": (lambda: frozen(layers(), "0.weight"), {"0.bias"}),
     "a frozen bias": (lambda: frozen(layers(), "0.bias"), set()),
     "a frozen layer": (lambda: frozen(layers(), "0.weight", "0.bias"), set()),

@@ -89,6 +89,8 @@ FUSED = {
     "packed experts": 2,
     "packed experts, one by one": 2,
     "packed experts, frozen": 2,
+    "packed experts, computed": 2,
+    "packed experts, a part": 2,
     "a frozen weight": 1,
     "a frozen bias": 2,
     "a frozen layer": 1,
