@@ -153,6 +153,15 @@ def all_cases() -> list[Case]:
     return cases
 
 
+def cases_with_experts() -> list[Case]:
+    """Every layout of at most 8 ranks in which experts are shared out, with 1F1B."""
+    return [
+        Case(pp, dp_replicate, dp_shard, tp, "1f1b" if pp > 1 else "none", ep=ep)
+        for pp, dp_replicate, dp_shard, tp, ep in product((*FACTORS, 6), repeat=5)
+        if pp * dp_replicate * dp_shard * tp <= 8 and ep > 1 and dp_shard % ep == 0
+    ]
+
+
 def model_config(case: Case, tied: bool) -> ModelConfig:
     """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank and one more."""
     sizes = {"n_heads": 6, "n_kv_heads": 3, "dim": 36} if case.tp == 3 else {"n_heads": 16, "n_kv_heads": 8, "dim": 64}

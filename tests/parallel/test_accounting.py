@@ -38,6 +38,7 @@ from tests.parallel.layouts import (
     Variant,
     build_modules,
     build_pipeline,
+    cases_with_experts,
     data_of,
     grid,
     jobs_of,
@@ -222,6 +223,17 @@ def note(rows, module, args):
     [pytest.param(WITH_EXPERTS, id="sample"), pytest.param(WITH_EXPERTS_LONG, id="more", marks=pytest.mark.long)],
 )
 def test_exchanges_of_experts_are_predicted_from_their_rows(cases, subtests):
+    assert_exchanges(cases, subtests)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", cases_with_experts(), ids=str)
+def test_exchanges_of_experts_are_predicted_on_every_layout(case, subtests):
+    assert_exchanges([(case, "none", {"n_experts": 24})], subtests)
+
+
+def assert_exchanges(cases, subtests):
+    """On every rank, in the second step."""
     for n_ranks in sorted({case.n_ranks for case, *_ in cases}):
         here = [each for each in cases if each[0].n_ranks == n_ranks]
         ranks = on_ranks(n_ranks, count_exchanges, here, timeout_s=110)
