@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from course_pp.show.course import course_map
     from course_pp.show.curves import break_even, pareto, speed_up
     from course_pp.show.cuts import carried, cut
+    from course_pp.show.experts import exchange, loads, routing
     from course_pp.show.explorer import explore
     from course_pp.show.held_rows import memory, versions
     from course_pp.show.meshes import mesh
@@ -46,6 +47,7 @@ _HOMES = {
     "course": "course_map",
     "curves": "break_even pareto speed_up",
     "cuts": "carried cut",
+    "experts": "exchange loads routing",
     "explorer": "explore",
     "held_rows": "memory versions",
     "meshes": "mesh",
@@ -77,9 +79,11 @@ __all__ = [
     "course_map",
     "cut",
     "dependencies",
+    "exchange",
     "explore",
     "format_bytes",
     "fsdp_step",
+    "loads",
     "lost_time",
     "memory",
     "mesh",
@@ -93,6 +97,7 @@ __all__ = [
     "play",
     "published",
     "ring",
+    "routing",
     "speed_up",
     "tensor_cut",
     "timeline",

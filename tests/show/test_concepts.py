@@ -77,6 +77,12 @@ FIGURES = {
     "measured, on the way": lambda: show.microbatches(naive(2, 0.2, 0.4, unit="s")),
     **{f"carried over {n} cuts": lambda n=n: show.carried(carried(n)) for n in (0, 1, 3, 7)},
     "carried side by side": lambda: show.carried(carried(3, begins=(10, 11, 12))),
+    **{
+        f"{n} tokens to {e} experts": lambda n=n, e=e: show.routing([(i % e, i * i % e) for i in range(n)], e)
+        for n, e in ((1, 1), (13, 8), (16, 12))
+    },
+    **{f"loads of {e}": lambda e=e: show.loads({"a layer": range(e), "another": [10_000] * e}) for e in (1, 8, 16)},
+    **{f"exchange of {n}": lambda n=n: show.exchange([[i * j for j in range(n)] for i in range(n)]) for n in (1, 4, 8)},
     "course map": lambda: show.course_map(),
     "course map here": lambda: show.course_map(here="03"),
 }
@@ -124,6 +130,18 @@ def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
     assert "leaves its box" in found
     assert "overlap" in found
     assert "leaves the sheet" in found
+
+
+def test_experts_are_told_by_who_is_fullest() -> None:
+    routed = show.routing([(0, 2), (2, 1), (2, 0)], 4, words=["a", "b", "c"])
+    assert title(routed) == "3 tokens, 2 choices each: expert 2 gets 3, the mean is 1.5, and nobody chose expert 3"
+    assert "b to 2 and 1" in routed.alt_text
+    loaded = show.loads({"even": [4, 4], "uneven": [6, 2]})
+    assert title(loaded) == "uneven: the fullest expert has 1.5 times the mean"
+    exchanged = show.exchange([[1, 5], [0, 2]])
+    assert title(exchanged) == "Rank 1 gets 7 rows, 1.75 times the mean: all others wait for it"
+    assert {"1", "7", "6", "8"} <= set(texts(exchanged))  # what ranks get, send, and all of it
+    assert title(show.exchange([[1, 2], [2, 1]])) == "Every rank gets 3 rows"
 
 
 def test_a_message_tells_its_bytes_and_who_learns_nothing() -> None:
