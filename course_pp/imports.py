@@ -1,6 +1,7 @@
 """Imports are most of a short run, and looking for garbage among them is a third of that."""
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +21,16 @@ def imports_that_stay() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def imports_that_warn() -> Iterator[None]:
+    """Keep warnings of the log quiet inside: torchao, also when transformers loads it, names each GPU's library there
+    that it cannot load.
+    """
+    told = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(told)

@@ -104,7 +104,7 @@ ROUTES = (
         "A semester, a notebook a week",
         0,
         "all of it",
-        tuple(Part(f"{number:02}") for number in range(13)),
+        tuple(Part(f"{number:02}") for number in range(14)),
         "nothing; the exercises are homework, `progress().to_json(path)` is handed in",
     ),
 )

@@ -32,6 +32,7 @@ ARROWS = {
     "parallel": {
         "collective",
         "grad_scaler",
+        "imports",
         "module_extras",
         "loss",
         "microbatches",

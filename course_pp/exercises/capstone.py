@@ -21,6 +21,7 @@ from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
 from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.imports import imports_that_warn
 from course_pp.launch import on_ranks
 from course_pp.plan import Cluster, Layout, ModelConfig, Prediction, cluster_of, gpu_named, model_named, predict
 from course_pp.plan.calibration import MEGATRON as PUBLISHED
@@ -490,29 +491,29 @@ grade_planned_report = Formula(
 
 
 EXERCISES: tuple[Exercise, ...] = (
-    Exercise(bytes_held, grade_bytes_held, "12", "what a rank holds", 2, 7, (
+    Exercise(bytes_held, grade_bytes_held, "13", "what a rank holds", 2, 7, (
         "Count the parameters first: this rank's layers, the embedding if it is the first, the head if the last.",
         "16 bytes for each of them, cut into `shard` parts. Activations are not cut.",
         "Under 1F1B `min(pp - rank, m)` microbatches are in flight; each keeps `kept` bytes for each layer here.",
     )),
-    Exercise(break_even, grade_break_even, "12", "ring against bubble", 2, 8, (
+    Exercise(break_even, grade_break_even, "13", "ring against bubble", 2, 8, (
         "Both ways do the same work. Data parallelism adds a ring, the pipeline adds a bubble: set them equal.",
         "The ring: `2 * (n - 1) / n` times the gradients' bytes, over the bandwidth. The bubble: `n - 1` microbatches "
         "of a stage, and a stage has an n-th of the work of a sequence.",
         "`(n - 1) / n` and the parameters are on both sides. What is left has `each`, `speed` and `bandwidth`.",
     )),
-    Exercise(fastest_layout, grade_fastest_layout, "12", "find the layout", 2, 10, (
+    Exercise(fastest_layout, grade_fastest_layout, "13", "find the layout", 2, 10, (
         "Try every `pp` and `tp` that divide the GPUs, and every `ac`. The data-parallel ranks are what is left.",
         "`predict` raises `ValueError` for what cannot be laid out: pass it over.",
         "Keep the least `step_s` among the predictions with `fits`, and return its `layout`.",
     ), limit_s=60.0),
-    Exercise(bottleneck, grade_bottleneck, "12", "name the bottleneck", 2, 7, (
+    Exercise(bottleneck, grade_bottleneck, "13", "name the bottleneck", 2, 7, (
         "The largest part of a step need not be what helps most: predict again with twice of each.",
         "`replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth)`, and likewise the others; the memory's "
         "bandwidth is the GPU's. `predict` takes the rest from the prediction.",
         "With twice the batch a step does twice the work: halve its time, then take the least.",
     ), limit_s=30.0),
-    Exercise(planned_report, grade_planned_report, "12", "bug clinic", 2, 8, (
+    Exercise(planned_report, grade_planned_report, "13", "bug clinic", 2, 8, (
         "Check each number against something you know. An MFU cannot be above 1.",
         "A rank gets `batch // layout.n_data` sequences. A peak is of one GPU.",
         "The ends hold more than layers: rank 0 the embedding, the last rank final norm and head.",
@@ -649,10 +650,11 @@ def continued(folder: Path, prompt: str, n_tokens: int = 24) -> str:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    words: Any = AutoTokenizer.from_pretrained(folder)
-    asked = words(prompt, return_tensors="pt")
-    said = model.generate(**asked, max_new_tokens=n_tokens, do_sample=False, pad_token_id=0)
+    with imports_that_warn():
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        words: Any = AutoTokenizer.from_pretrained(folder)
+        asked = words(prompt, return_tensors="pt")
+        said = model.generate(**asked, max_new_tokens=n_tokens, do_sample=False, pad_token_id=0)
     return str(words.decode(said[0], skip_special_tokens=True))
 
 

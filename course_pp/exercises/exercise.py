@@ -91,7 +91,8 @@ MODULES = {
     "09": "dcp_checkpointing",
     "10": "models_of_others",
     "11": "own_schedule",
-    "12": "capstone",
+    "12": "experts",
+    "13": "capstone",
 }
 
 

@@ -10,7 +10,6 @@ rounding, in float32.
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433.
 """
 
-import logging
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
+from course_pp.imports import imports_that_warn
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
 
@@ -100,13 +100,10 @@ def _check_layer(name: str, layer: nn.Linear) -> None:
 
 
 def _config_of(recipe: str, device: torch.device) -> Any:
-    told = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # on its import torchao tells of each GPU's library that it cannot load
     try:
-        from torchao.float8 import Float8LinearConfig
+        with imports_that_warn():
+            from torchao.float8 import Float8LinearConfig
     except ImportError:
         raise ImportError("apply_float8 needs torchao: pip install 'course_pp[fp8]'") from None
-    finally:
-        logging.disable(told)
     # Weight gradients multiply along the tokens, of which there may be any number.
     return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda", pad_inner_dim=True)

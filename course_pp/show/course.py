@@ -30,7 +30,8 @@ NOTEBOOKS = (
     Notebook("09", "checkpoints", ("08",)),
     Notebook("10", "models of others", ("03",)),
     Notebook("11", "your own schedule", ("05",)),
-    Notebook("12", "capstone", ("09", "11")),
+    Notebook("12", "experts", ("08",)),
+    Notebook("13", "capstone", ("09", "11", "12")),
 )
 
 _HIGH, _GAP_X, _GAP_Y = 0.78, 0.3, 0.24

@@ -34,7 +34,7 @@ def test_there_are_thirty_two_or_three_a_notebook() -> None:
     assert len(questions()) == len({question.name for question in questions()}) == 30
     each = Counter(question.notebook for question in questions())
     assert set(each.values()) <= {2, 3}
-    assert {f"{number:02}" for number in range(13)} <= set(each) <= set(MODULES)
+    assert {f"{number:02}" for number in range(14)} <= set(each) <= set(MODULES)
     assert min(Counter(question.concept for question in questions()).values()) >= 2
 
 

@@ -24,7 +24,7 @@ READ_TAG = "read"
 # Where a kernel lacks the package, its traceback shows this line, and so what to do.
 FIRST_LINE = "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of .venv\n"
 # Their scripts are launched, as the owner of the course asked.
-LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
+LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13")
 # Whoever comes from PyTorch's tutorial finds each step of its script, by these names in code.
 TORCHS_OWN = {
     "03": (
@@ -39,8 +39,19 @@ TORCHS_OWN = {
 }
 # What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
-    *("autograd", "carried", "course_map", "cut", "dependencies", "fsdp_step", "mesh", "message", "microbatches"),
-    *("parallelisms", "pieces", "placement", "play", "ring", "tensor_cut", "versions", "waits"),
+    *("autograd", "carried", "course_map", "cut", "dependencies", "exchange", "fsdp_step", "mesh", "message"),
+    *(
+        "microbatches",
+        "parallelisms",
+        "pieces",
+        "placement",
+        "play",
+        "ring",
+        "routing",
+        "tensor_cut",
+        "versions",
+        "waits",
+    ),
 }
 
 Notebook = nbformat.NotebookNode

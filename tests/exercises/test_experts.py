@@ -1,0 +1,191 @@
+"""The graders of notebook 12, by what learners hand in."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.exercises.grading import accepts, refuses
+
+Answer = Callable[..., Any]
+
+
+def route_by_softmax_of_all(logits: list[float], k: int) -> list[list[float]]:
+    scores = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    values, experts = scores.topk(k)
+    return [[int(e), float(v)] for e, v in zip(experts, values / values.sum(), strict=True)]
+
+
+def splits_by_dictionary(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
+    n, each = len(counts), len(counts[0]) // len(counts)
+    sends, gets = [0] * n, [0] * n
+    for source, row in enumerate(counts):
+        for expert, number in enumerate(row):
+            if source == rank:
+                sends[expert // each] += number
+            if expert // each == rank:
+                gets[source] += number
+    return sends, gets
+
+
+def balance_by_autograd(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
+    given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    n_experts = given.shape[1]
+    chosen = torch.zeros_like(given).scatter(1, given.topk(k).indices, 1.0)
+    loss = n_experts * (chosen.mean(0) / k * given.mean(0)).sum()
+    loss.backward()
+    return loss.item(), given.grad.tolist()
+
+
+def moved_by_sign(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+    tokens = torch.tensor(counts, dtype=torch.float64).sum(0)
+    return (torch.tensor(bias, dtype=torch.float64) + step * (tokens.mean() - tokens).sign()).tolist()
+
+
+def mixture_by_mask(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, choice = (chosen == i).nonzero(as_tuple=True)
+        out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("route", route_by_softmax_of_all),
+        ("splits", splits_by_dictionary),
+        ("balance", balance_by_autograd),
+        ("moved", moved_by_sign),
+        ("mixture", mixture_by_mask),
+    ],
+)
+def test_another_way_is_correct(name: str, answer: Answer) -> None:
+    accepts(name, answer)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    total = sum(map(math.exp, logits))
+    return [math.exp(each) / total for each in logits]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (
+            lambda logits, k: sorted(enumerate(softmax(logits)), key=lambda pair: -pair[1])[:k],
+            "less than 1 together",
+        ),
+        (lambda logits, k: route_by_softmax_of_all(logits, k)[::-1], "worst first"),
+        (lambda logits, k: sorted(route_by_softmax_of_all(logits, k)), "give the best first"),
+        (lambda logits, k: [(e, 1 / k) for e, _ in route_by_softmax_of_all(logits, k)], "better expert counts more"),
+        (lambda logits, k: dict(route_by_softmax_of_all(logits, k)), "a list is asked for"),
+        (lambda logits, k: [e for e, _ in route_by_softmax_of_all(logits, k)], "a list is asked for"),
+    ],
+)
+def test_a_wrong_route_is_told_why(answer: Answer, words: str) -> None:
+    refuses("route", answer, words)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda counts, rank: splits_by_dictionary(counts, rank)[::-1], "changed places"),
+        (lambda counts, rank: (splits_by_dictionary(counts, rank)[0],) * 2, "is not what it sends"),
+        (lambda counts, rank: (counts[rank], [row[rank] for row in counts]), "Count by rank, not by expert"),
+        (lambda counts, rank: splits_by_dictionary([row[::-1] for row in counts], rank), "not"),
+        (lambda counts, rank: splits_by_dictionary(counts, 0), "`rank` makes no difference"),
+        (lambda counts, rank: ([float(n) for n in splits_by_dictionary(counts, rank)[0]], []), "a whole number"),
+    ],
+)
+def test_wrong_splits_are_told_why(answer: Answer, words: str) -> None:
+    refuses("splits", answer, words)
+
+
+def with_gradient(factor: Callable[[list[list[float]], int], float]) -> Answer:
+    def answer(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
+        loss, rows = balance_by_autograd(scores, k)
+        return loss, [[each * factor(scores, k) for each in row] for row in rows]
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (with_gradient(lambda scores, k: len(scores)), "each score enters with 1/T"),
+        (with_gradient(lambda scores, k: 1 / len(scores[0])), "has the factor N"),
+        (lambda scores, k: balance_by_autograd(scores, 1), "`k` makes no difference"),
+        (lambda scores, k: balance_by_autograd(scores, k)[0], "a list is asked for"),
+        (
+            lambda scores, k: (k * balance_by_autograd(scores, k)[0], with_gradient(lambda s, k: k)(scores, k)[1]),
+            "a fraction of all choices",
+        ),
+    ],
+)
+def test_a_wrong_balance_is_told_why(answer: Answer, words: str) -> None:
+    refuses("balance", answer, words)
+
+
+def moved_for_each(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+    for row in counts:
+        bias = moved_by_sign(bias, [row], step)
+    return bias
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (moved_for_each, "after every microbatch"),
+        (lambda bias, counts, step: moved_by_sign(bias, counts, -step), "The wrong way"),
+        (lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step), "kept from step to step"),
+        (lambda bias, counts, step: bias, "not"),
+    ],
+)
+def test_a_wrong_move_is_told_why(answer: Answer, words: str) -> None:
+    refuses("moved", answer, words)
+
+
+def in_order_of_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    order = chosen.flatten().argsort(stable=True)
+    sizes = chosen.flatten().bincount(minlength=len(experts)).tolist()
+    rows = x[order // chosen.shape[1]].split(sizes)
+    computed = torch.cat([expert(part) for expert, part in zip(experts, rows, strict=True)])
+    return (computed * weights.flatten()[order, None]).view(len(x), -1, x.shape[1]).sum(1)
+
+
+def without_idle_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, choice = (chosen == i).nonzero(as_tuple=True)
+        if len(token):
+            out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+def over_capacity_dropped(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(experts):
+        token, choice = (part[:6] for part in (chosen == i).nonzero(as_tuple=True))
+        out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (in_order_of_experts, "not in the order of the tokens"),
+        (without_idle_experts, "must be called with no rows"),
+        (over_capacity_dropped, "are some dropped, as over a capacity?"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)), "The weights are not in it"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]), "Only each token's first choice"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c, w).detach(), "has no gradient"),
+        (lambda x, e, c, w: mixture_by_mask(x.detach(), e, c, w), "no gradient"),
+        (lambda x, e, c, w: None, "a tensor is asked for"),
+    ],
+)
+def test_a_wrong_mixture_is_told_why(answer: Answer, words: str) -> None:
+    refuses("mixture", answer, words)
