@@ -1,20 +1,73 @@
 // Boards and the explorer on pages that no kernel answers. Above stand board_rules.js, board.js and player.js.
 
-function modelOf(name, data) {
-  // What a kernel would hold. What was placed outlives the page, where the browser allows it.
-  const state = { ...data, moves: [], undone: [], ran: null };
+function stored(name, is) {
   try {
-    const kept = JSON.parse(localStorage.getItem(name) ?? "[]");
-    if (Array.isArray(kept) && kept.every((move) => typeof move === "string")) state.moves = kept;
-  } catch { /* nothing is kept */ }
-  if (state.moves.length) state.words = { ...data.words, said: "From last time; clear the board to begin anew." };
-  return {
-    get: (key) => state[key],
-    set: (key, value) => { state[key] = value; },
-    save_changes: () => { try { localStorage.setItem(name, JSON.stringify(state.moves)); } catch { /* not kept */ } },
-    on: () => {},
-    off: () => {},
-  };
+    const found = JSON.parse(localStorage.getItem(`course_pp ${name}`) ?? "[]");
+    return Array.isArray(found) && found.every(is) ? found : [];
+  } catch {
+    return [];
+  }
+}
+
+function store(name, value) {
+  try { localStorage.setItem(`course_pp ${name}`, JSON.stringify(value)); } catch { /* nothing is kept */ }
+}
+
+// What a kernel would hold: a level of LEVELS, or a board of its own. What was placed outlives the page, where the browser
+// allows it. Where the board is the page's only one, the address says the position.
+class Board {
+  constructor(level, own, root, addressed) {
+    Object.assign(this, { own, addressed, isLink: false });
+    this.take(level);
+    this.view = new View(this, root);
+    if (!addressed) return;
+    window.addEventListener("hashchange", () => this.follow());
+    this.follow();
+  }
+
+  take(chosen) {
+    const data = chosen ? LEVELS[chosen - 1] : this.own, moves = stored(data.name, (move) => typeof move === "string");
+    const said = moves.length ? "From last time; clear the board to begin anew." : "";
+    this.state = { ...data, words: { ...data.words, said }, chosen, moves, undone: [], ran: null, done: stored("done", Number.isInteger) };
+  }
+
+  get(key) {
+    return this.state[key];
+  }
+
+  set(key, value) {
+    if (key === "chosen") {
+      this.take(value);
+      this.view.open();
+      this.address();
+    } else this.state[key] = value;
+    if (key === "done") {
+      this.state.done = [...new Set([...stored("done", Number.isInteger), ...value])];
+      store("done", this.state.done);
+      this.view.drawLevels();
+    }
+  }
+
+  save_changes() {
+    if (!this.isLink) store(this.state.name, this.state.moves); // looking at another's position loses none of one's own
+    this.isLink = false;
+    this.address();
+  }
+
+  address() {
+    if (this.addressed) history.replaceState(null, "", `#${this.view.written(this.state.moves)}`);
+  }
+
+  follow() {
+    const given = new URLSearchParams(location.hash.slice(1)), level = Number(given.get("level"));
+    if (!given.has("level") && !given.has("moves")) return; // a heading's
+    const link = location.hash; // opening a level changes it
+    if (LEVELS[level - 1] && level !== this.view.number) this.set("chosen", level);
+    if (LEVELS[level - 1] && !given.has("moves")) return;
+    this.isLink = true;
+    this.view.load(link);
+    this.isLink = false;
+  }
 }
 
 const TIMES = [["forward", "forward f", 1], ["input", "input gradient b", 1], ["weight", "weight gradient w", 1],
@@ -163,10 +216,11 @@ function timelineOf(position, title, looks) {
 }
 
 window.coursePp = {
-  board: (id, data) => {
-    const root = document.getElementById(id);
+  board: (id, { level, addressed, ...own }) => {
+    const root = document.getElementById(id), done = stored("done", Number.isInteger);
     root.replaceChildren();
-    new View(modelOf(`course_pp ${data.name}`, data), html(root, "div"));
+    const next = LEVELS.findIndex((_, i) => !done.includes(i + 1)) + 1;
+    new Board(addressed ? next || 1 : level, own, html(root, "div"), addressed);
   },
   explorer: (id, data) => new Explorer(data, document.getElementById(id)),
 };

@@ -33,18 +33,24 @@ def script() -> str:
     own = _read(Path(__file__).with_name("live.js"))
     player = player[player.index("(function") :].strip()
     style = _read(show / "board.css") + _read(show / "player.css")
-    return f"<style>{style}</style><script>(() => {{\n{plain}\nconst PLAYER = {player};\n{own}\n}})();</script>"
+    levels = _told([_data(board(level.number)) for level in LEVELS])
+    before = f"{plain}\nconst PLAYER = {player};\nconst LEVELS = {levels};"
+    return f"<style>{style}</style><script>(() => {{\n{before}\n{own}\n}})();</script>"
 
 
 def _read(path: Traversable) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def board_html(of: Board) -> str:
-    """One board; its still picture where no script runs."""
-    name = of.words["title"] if of.level else json.dumps(of.game, sort_keys=True)
-    data = {"name": name, "game": of.game, "words": {**of.words, "said": ""}}
+def board_html(of: Board, *, addressed: bool = False) -> str:
+    """One board; its still picture where no script runs. The address follows it if ``addressed``."""
+    data = {"level": of.level.number, "addressed": addressed} if of.level else {"level": 0, **_data(of)}
     return _live("board", data, of.figure)
+
+
+def _data(of: Board) -> dict:
+    name = of.words["title"] if of.level else json.dumps(of.game, sort_keys=True)
+    return {"name": name, "game": of.game, "words": {**of.words, "said": ""}}
 
 
 def explorer_html() -> str:
@@ -88,8 +94,13 @@ def _live(kind: str, data: dict, figure: ChartFigure) -> str:
     number = f"cpp-{kind}-{next(_numbers)}"
     picture = b64encode(figure.png()).decode("ascii")
     still = f'<img src="data:image/png;base64,{picture}" alt="{escape(figure.alt_text)}" style="max-width:100%">'
-    told = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
-    return f'<div id="{number}" class="cpp-live">{still}</div><script>coursePp.{kind}("{number}", {told});</script>'
+    return (
+        f'<div id="{number}" class="cpp-live">{still}</div><script>coursePp.{kind}("{number}", {_told(data)});</script>'
+    )
+
+
+def _told(data: object) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
 
 
 def with_boards(notebook: dict) -> dict:
@@ -118,19 +129,18 @@ def board_of(source: str) -> Board | None:
 
 
 def board_page() -> str:
-    """All levels of the board."""
+    """All levels, on one board."""
     parts = [
         "# The board",
         "",
         "Draw a schedule by hand: choose a rank, place its next action, and be told why a move is not legal. Each "
         "level teaches one schedule; par is its makespan. The page needs a script, and no kernel; what you place stays "
-        "in this browser. To run what you drew on real ranks, open "
+        "in this browser. The address follows the board: send it, and it opens at your position. To run what you drew "
+        "on real ranks, open "
         "[notebook 11](../notebooks/11_your_own_schedule.ipynb) with `make lab`.",
         "",
-        *_raw(script()),
+        *_raw(script() + board_html(board(1), addressed=True)),
     ]
-    for level in LEVELS:
-        parts += [f"## {level.number}. {level.title}", "", *_raw(board_html(board(level.number)))]
     return "\n".join(parts)
 
 

@@ -1,14 +1,14 @@
 // The board in the browser. The rules stand above, from board_rules.js; here they are drawn and played by mouse and keys.
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEFT = 74, RIGHT = 70, TOP = 24, WIDTH = 976, BOX = 28, STRIP = 9, GAP = 10;
+const LEFT = 74, RIGHT = 70, TOP = 24, WIDTH = 976, BOX = 28, STRIP = 9, GAP = 16;
 const COLOURS = { F: "#56B4E9", B: "#D55E00", I: "#E69F00", W: "#009E73" };
 const STROKES = { I: "M2 2h2v2h-2z", W: "M0 6L6 0" };
 const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
-  "numbered ones; u undoes, y redoes, Delete takes away, h hints, c shows the critical path, p plays";
-
-let boards = 0;
+  "numbered ones; n takes one step of the policy, s runs it until something is strange, t stamps the last cycle again; u undoes, " +
+  "y redoes, Delete takes away, h hints, and hints more, c shows the critical path, p plays";
+const SHOWN = ["nothing", "what is ready", "what each choice leads to"];
 
 function svg(parent, tag, attributes, text) {
   const node = document.createElementNS(SVG, tag);
@@ -29,10 +29,25 @@ class View {
   constructor(model, root) {
     this.model = model;
     this.root = root;
-    this.id = `cpp-board-${(boards += 1)}`;
+    // A notebook loads this script once for each board, so a count would repeat.
+    this.id = `cpp-board-${Math.random().toString(36).slice(2)}`;
+    this.kernel = typeof model.send === "function"; // on a page of the site nobody would answer
+    root.addEventListener("keydown", (event) => this.key(event));
+    root.addEventListener("paste", (event) => {
+      if (event.target.tagName !== "INPUT") this.load(event.clipboardData.getData("text"));
+    });
+    this.shown = SHOWN[1];
+    this.open();
+  }
+
+  open() {
+    const { model } = this;
     this.game = model.get("game");
     this.words = model.get("words");
     this.references = this.words.references;
+    const { placement, microbatches } = this.game;
+    this.number = model.get("chosen"); // 0 if this is no level
+    this.head = this.number ? `level=${this.number}` : `stages=${placement.join(".")}&microbatches=${microbatches}`;
     this.rank = 0;
     this.at = null; // the end of the row
     this.path = false;
@@ -47,11 +62,14 @@ class View {
 
   build() {
     const { root, words } = this;
+    root.replaceChildren();
     root.classList.add("cpp-board");
     for (const [name, value] of Object.entries({
       role: "application", tabindex: 0, "aria-label": `Schedule board. ${words.title}`, "aria-roledescription": "schedule board",
       "aria-describedby": `${this.id}-keys`, "data-lm-suppress-shortcuts": "true",
     })) root.setAttribute(name, value);
+    this.levels = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "levels" });
+    this.drawLevels();
     html(root, "h3", { textContent: words.title });
     html(root, "p", { textContent: words.story });
     this.facts = html(root, "div", { className: "cpp-facts" });
@@ -70,22 +88,55 @@ class View {
       redo: button("↷ redo", "redo, key y", () => this.redo()),
       hint: button("hint", "hint, key h", () => this.hint()),
     };
-    this.policy = this.menu(bar, "who finishes it", [...Object.keys(POLICIES), ...Object.keys(this.references)]);
-    button("fill the rest", "fill the rest by the chosen policy", () => this.fill());
+    const goes = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "a policy that goes on" });
+    this.policy = this.menu(goes, "who goes on", [...Object.keys(POLICIES), ...Object.keys(this.references)]);
+    button("one step", "one step of the chosen policy, key n", () => this.go(1), goes);
+    button("until strange", "run the chosen policy until something is strange, key s", () => this.go(Infinity, true), goes);
+    button("fill the rest", "fill the rest by the chosen policy", () => this.go(Infinity), goes);
+    button("stamp", "repeat each rank's last cycle for the next microbatches, key t", () => this.go(Infinity, false, "the stamp"), goes);
     this.buttons.path = button("critical path", "critical path, key c", () => this.togglePath());
     this.buttons.play = button("▶ play", "play, key p", () => this.togglePlay());
     this.other = this.menu(bar, "compare with", ["compare with …", ...Object.keys(this.references)]);
     this.other.addEventListener("change", () => {
       this.versus = this.other.value in this.references ? this.other.value : "";
       this.draw();
+      if (this.versus) this.say(`${this.compared()}.`);
     });
-    this.kernel = typeof this.model.send === "function"; // on a page of the site nobody would answer
     if (this.kernel) this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
     button("clear", "clear the board", () => this.commit([], [], "The board is empty."));
+    const settings = html(root, "div", { className: "cpp-bar" });
+    const shown = this.menu(html(settings, "label", { textContent: "before a move, show " }), "shown before a move", SHOWN);
+    shown.value = this.shown;
+    shown.addEventListener("change", () => {
+      this.shown = shown.value;
+      this.draw();
+    });
+    this.text = html(html(settings, "label", { textContent: "position ", className: "cpp-position" }), "input", { type: "text", spellcheck: false },
+      { "aria-label": "position as text, to copy; paste another and press Enter" });
+    this.text.addEventListener("focus", () => this.text.select());
+    this.text.addEventListener("change", () => this.load(this.text.value));
     this.now = html(root, "div", { className: "cpp-now" }, { "aria-live": "polite" });
     html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: this.kernel ? `${HELP}, r runs it on ranks.` : `${HELP}.` });
     this.aside = html(root, "div", { className: "cpp-aside" });
-    root.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  drawLevels() {
+    const { number, words: { levels } } = this, done = this.model.get("done");
+    this.levels.replaceChildren();
+    const to = (text, label, level) => {
+      const node = html(this.levels, "button", { type: "button", textContent: text, title: label }, { "aria-label": label });
+      node.addEventListener("click", () => {
+        this.model.set("chosen", level);
+        this.model.save_changes();
+      });
+      return node;
+    };
+    levels.forEach((title, i) => {
+      const is = done.includes(i + 1), node = to(is ? `${i + 1} ✓` : String(i + 1), `level ${i + 1}: ${title}${is ? ", done" : ""}`, i + 1);
+      if (i + 1 === number) node.setAttribute("aria-current", "true");
+    });
+    const open = [...levels.keys()].map((i) => ((number + i) % levels.length) + 1).find((each) => !done.includes(each) && each !== number);
+    if (open) to("next", `next level that is not done: ${open}`, open);
   }
 
   menu(parent, label, options) {
@@ -108,10 +159,45 @@ class View {
       this.moves.push(move);
     }
     this.undone = this.model.get("undone");
+    this.rung = 0;
     this.draw();
   }
 
+  // Take a position from its text, or from a link that ends in it.
+  load(text) {
+    const given = new URLSearchParams(text.slice(text.indexOf("#") + 1).trim()), level = given.get("level");
+    const refuse = (why) => {
+      this.text.value = this.written();
+      this.say(`Not loaded: ${why}.`, "refused");
+    };
+    if (level !== null && this.number) {
+      if (!this.words.levels[level - 1]) return refuse(`there is no level ${level}; levels are 1 to ${this.words.levels.length}`);
+      if (Number(level) !== this.number) return refuse(`it is of level ${level}, and this is level ${this.number}: choose level ${level} first`);
+    }
+    if (!given.has("moves")) return refuse(`this is no position; one reads ${this.head}&moves=0F0.1F0`);
+    const moves = given.get("moves").split(".").filter(Boolean);
+    given.delete("moves");
+    const head = decodeURIComponent(String(given));
+    if (head !== this.head) return refuse(`it is of ${head || "no board"}, and this board is ${this.head}`);
+    const position = new Position(this.game);
+    for (const [i, move] of moves.entries()) {
+      try {
+        play(position, move);
+      } catch (refused) {
+        if (!(refused instanceof Refused)) throw refused;
+        return refuse(`move ${i + 1}, ${move}: ${refused.message}`);
+      }
+    }
+    this.at = null;
+    this.commit(moves, [], `Loaded: ${moves.length} ${moves.length === 1 ? "move" : "moves"}.`);
+  }
+
+  written(moves = this.moves) {
+    return `${this.head}&moves=${moves.join(".")}`;
+  }
+
   commit(moves, undone, text, kind = "") {
+    if (this.model.get("chosen") !== this.number) return; // another level is about to open
     this.model.set("moves", moves);
     this.model.set("undone", undone);
     this.model.save_changes();
@@ -150,6 +236,8 @@ class View {
       const share = Math.round((100 * bound) / this.position.makespan);
       const score = `Complete: makespan ${end}, score ${share}% (no order beats ${spelled(bound)})`;
       if (par === null || this.position.makespan > par) return [`${score}${par === null ? "" : `; par is ${spelled(par)}`}.`, ""];
+      const done = this.model.get("done");
+      if (!done.includes(this.number)) this.model.set("done", [...done, this.number]);
       return [`${score}: par.`, "good"];
     }
     if (this.position.rows.every((_, rank) => !this.position.legal(rank).length)) {
@@ -177,25 +265,52 @@ class View {
     this.commit([...this.moves, `-${span.action}`], [], `Took ${span.action} away, and what came after it or needs it.`);
   }
 
-  fill() {
-    const moves = fill(this.position, this.policy.value, this.references);
-    const [text, kind] = this.outcome(`${this.policy.value} placed ${moves.length}.`);
-    const strayed = !moves.length && this.policy.value in this.references;
-    if (strayed && this.position.left) return this.say(`The board does not follow ${this.policy.value}.`, "refused");
-    this.commit([...this.moves, ...moves], [], text, kind);
+  // Let a policy, a named order or the stamp place up to so many; stop at what is strange if asked.
+  go(most, watch = false, by = this.policy.value) {
+    const stamp = by === "the stamp", references = stamp ? { [by]: stamped(this.position) } : this.references, moves = [];
+    if (stamp && references[by].every((row, rank) => row.length === this.position.rows[rank].length)) {
+      return this.say("There is nothing to stamp: no rank has done the same for two microbatches yet.", "refused");
+    }
+    let taken = null;
+    while (moves.length < most && (taken = step(this.position, by, references))) {
+      moves.push(taken.action);
+      if (watch && taken.strange.length) break;
+    }
+    const why = standstill(this.position, by, references), last = moves.at(-1);
+    if (!moves.length) return this.say(this.position.left ? `${by} stops: ${why}. Undo, or choose another.` : "The board is complete.", "refused");
+    let text = moves.length === 1 ? `${by} placed ${last}.` : `${by} placed ${moves.length}, the last is ${last}.`;
+    this.rank = this.position.rankOf(last);
+    this.at = null;
+    if (taken?.strange.length && (watch || most === 1)) text += ` Here ${taken.strange.join("; ")}.`;
+    else if (!taken && this.position.left && why) text += ` Then it stops: ${why}.`;
+    const [said, kind] = this.outcome(text);
+    this.commit([...this.moves, ...moves], [], this.position.left ? said : `${text} ${said}`, kind);
   }
 
+  // First where to look, then why, then the move itself.
   hint() {
-    const { reference } = this.words, simple = this.game.split ? "zero bubble" : "backward first";
-    const follows = reference && (!this.moves.length || recognised(this.position, this.references).includes(reference));
-    const ask = (policy) => advice(this.position, policy, this.references, this.rank) ?? advice(this.position, policy, this.references);
-    const first = follows ? ask(reference) : null;
+    const simple = this.game.split ? "zero bubble" : "backward first", { worked } = this.words, [name] = Object.keys(worked);
+    const all = { ...this.references, ...worked };
+    const ask = (policy) => advice(this.position, policy, all, this.rank) ?? advice(this.position, policy, all);
+    const first = name && follows(this.position, worked[name]) ? ask(name) : null;
     const action = first ?? ask(simple);
     if (!action) return this.say(this.position.left ? "Nothing is legal: undo." : "The board is complete.");
+    const from = !first ? simple : name in this.references ? name : "a worked order";
     this.rank = this.position.rankOf(action);
     this.at = null;
+    const rung = this.rung;
     this.draw();
-    this.say(`Hint, from ${first ? reference : simple}: ${action} on rank ${this.rank}.`);
+    this.rung = Math.min(2, rung + 1);
+    const start = spelled(this.position.startOf(action));
+    this.say([`Look at rank ${this.rank}: it can act at ${start}. Press again for a reason.`,
+      `${this.reason(action)}. Press again for the move.`, `Hint, from ${from}: ${action} on rank ${this.rank}.`][rung]);
+  }
+
+  reason(action) {
+    const { stage, kind } = parse(action), held = heldAfter(this.position.rows[this.rank]).at(-1) ?? 0;
+    if (kind === "W") return `Nobody waits for a weight gradient, so it fills time, and makes room: rank ${this.rank} holds ${held}`;
+    if (kind === "F") return stage + 1 < this.position.stages ? `Stage ${stage + 1} cannot start before a forward of stage ${stage}` : `The way back begins on stage ${stage}: a backward there needs a forward first`;
+    return stage ? `Stage ${stage - 1} waits for a gradient from stage ${stage}` : `A backward on stage 0 ends a microbatch: rank ${this.rank} holds ${held}`;
   }
 
   run() {
@@ -253,11 +368,14 @@ class View {
     const gap = this.position.gaps().find((each) => each[0] === this.rank && this.at !== null && each[1] <= this.at && this.at < each[2]);
     if (span) this.say(`${span.action}: ${WORDS[parse(span.action).kind]}, rank ${this.rank}, ${spelled(span.start)} to ${spelled(span.end)}.`);
     else if (gap) this.say(`${gap[3]}.`);
-    else this.say(`Rank ${this.rank}, free from ${spelled(this.end())}. ${this.choices().join(", ") || "Nothing"} can be placed.`);
+    else {
+      const able = this.shown === SHOWN[0] ? "" : ` ${this.choices().join(", ") || "Nothing"} can be placed.`;
+      this.say(`Rank ${this.rank}, free from ${spelled(this.end())}.${able}`);
+    }
   }
 
   key(event) {
-    if (event.altKey || event.metaKey || event.target.tagName === "SELECT") return;
+    if (event.altKey || event.metaKey || ["SELECT", "INPUT"].includes(event.target.tagName)) return;
     const shown = this.at ?? this.end(), press = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     const onButton = event.target.tagName === "BUTTON";
     const does = {
@@ -267,7 +385,8 @@ class View {
       Home: () => this.goTo(this.rank, 0), End: () => this.goTo(this.rank, null),
       u: () => this.undo(), z: event.ctrlKey ? () => this.undo() : undefined, y: () => this.redo(),
       Delete: () => this.remove(), Backspace: () => this.remove(), h: () => this.hint(), c: () => this.togglePath(),
-      p: () => this.togglePlay(), r: () => this.run(),
+      p: () => this.togglePlay(), r: () => this.run(), n: () => this.go(1), s: () => this.go(Infinity, true),
+      t: () => this.go(Infinity, false, "the stamp"),
     }[press];
     const letter = press.toUpperCase();
     const place = !event.ctrlKey && press.length === 1 && "FBIW".includes(letter)
@@ -367,6 +486,7 @@ class View {
     const several = position.stagesOf[rank].length > 1;
     for (const span of position.rows[rank]) this.drawBox(span, top, BOX, several, path.includes(span.action));
     this.drawMemory(rank, top + BOX + 1);
+    this.drawPhases(rank, top + BOX + STRIP + 3);
     if (rank !== this.rank) return;
     const here = this.under(), at = here ? here.start : this.at ?? this.end();
     const width = Math.max(6, (here ? here.end - here.start : this.step) * this.scale);
@@ -403,10 +523,25 @@ class View {
     svg(this.chart, "text", { x: WIDTH - RIGHT + 6, y: y + STRIP, "font-size": 11 }, `holds ${Math.max(0, ...held)}${cap === null ? "" : `/${cap}`}`);
   }
 
+  // Until the first backward; from the last forward on; and what is between.
+  drawPhases(rank, y) {
+    const row = this.position.rows[rank], isForward = (span) => parse(span.action).kind === "F";
+    if (!row.length) return;
+    const end = row.at(-1).end, total = this.position.stagesOf[rank].length * this.game.microbatches;
+    const back = row.find((span) => !isForward(span))?.start ?? end;
+    const drain = row.filter(isForward).length === total ? Math.max(back, row.findLast(isForward).end) : end;
+    for (const [name, from, to] of [["warm-up", row[0].start, back], ["steady", back, drain], ["drain", drain, end]]) {
+      const x = LEFT + from * this.scale, width = (to - from) * this.scale;
+      if (width < 3) continue;
+      svg(this.chart, "path", { d: `M${x + 1} ${y + 3}V${y}H${x + width - 1}V${y + 3}`, fill: "none", stroke: "var(--quiet)" });
+      if (width > 44) svg(this.chart, "text", { x: x + width / 2, y: y + 9, "font-size": 9, "text-anchor": "middle" }, name);
+    }
+  }
+
   drawBelow(i, spans, name) {
     const rows = [...this.position.rows.keys()];
     for (const rank of rows) {
-      const y = TOP + this.row * rank + 2 + BOX + STRIP + 3 + 14 * i;
+      const y = TOP + this.row * rank + 2 + BOX + STRIP + 14 + 14 * i;
       svg(this.chart, "text", { x: WIDTH - RIGHT + 6, y: y + 9, "font-size": 9 }, name.length > 11 ? `${name.slice(0, 10)}…` : name);
       for (const span of spans) if (span.rank === rank) this.drawBox(span, y, 11, false, false);
     }
@@ -428,27 +563,55 @@ class View {
     };
     const total = 3 * position.stages * this.game.microbatches;
     fact("makespan", spelled(position.makespan));
-    if (words.par !== null) fact("par", spelled(words.par));
-    fact("no order beats", spelled(words.bound));
+    if (words.par === words.bound) fact("par", `${spelled(words.par)}, which no order beats`);
+    else {
+      if (words.par !== null) fact("par", spelled(words.par));
+      fact("no order beats", spelled(words.bound));
+    }
     fact("done", `${Math.floor((100 * (total - position.left)) / total)}%`);
     const known = recognised(position, this.references);
     fact(position.left ? "so far this is" : "this is", known.length ? known.slice(0, 3).join(" or ") : this.moves.length ? "yours" : "empty");
+    const paper = !position.left && words.papers[known[0]];
+    if (paper) html(html(facts, "span"), "a", { href: paper, target: "_blank", rel: "noopener", textContent: "its paper" });
+    if (this.versus) fact("compared:", this.compared());
     if (run) fact(run.how, `${spelled(run.end)}, ${run.verdict}`);
     palette.replaceChildren();
     html(palette, "span", { textContent: this.at === null ? `rank ${this.rank} next:` : `rank ${this.rank} at ${spelled(this.at)}:` });
-    const choices = this.choices();
+    const hidden = this.shown === SHOWN[0], choices = hidden ? [] : this.choices();
     choices.slice(0, 9).forEach((action, i) => {
-      const node = html(palette, "button", { type: "button", textContent: `${i + 1}: ${action}` },
+      const node = html(palette, "button", { type: "button", textContent: `${i + 1}: ${action}${this.shown === SHOWN[2] ? this.leadsTo(action) : ""}` },
         { "aria-label": `place ${action}, ${WORDS[parse(action).kind]} of microbatch ${parse(action).microbatch}, key ${i + 1}` });
       node.addEventListener("click", () => {
         this.place(action);
         this.root.focus();
       });
     });
-    if (!choices.length) html(palette, "span", { textContent: this.why() });
+    if (!choices.length) html(palette, "span", { textContent: hidden ? "what is it?" : this.why() });
+    this.text.value = this.written();
     this.buttons.undo.disabled = !this.moves.length;
     this.buttons.redo.disabled = !this.undone.length;
     this.aside.textContent = this.summary();
+  }
+
+  leadsTo(action) {
+    const copy = new Position(this.game), simple = this.game.split ? "zero bubble" : "backward first";
+    for (const move of this.moves) play(copy, move);
+    copy.place(action, this.at);
+    const row = copy.rows[this.rank], span = row.find((each) => each.action === action);
+    const told = `, ${spelled(span.start)} to ${spelled(span.end)}, holds ${heldAfter(row)[row.indexOf(span)]}`;
+    if (copy.left > 120) return told; // its rest would take too long to place
+    fill(copy, simple, {});
+    return `${told}; then ${simple} ${copy.left ? "is stuck" : `ends at ${spelled(copy.makespan)}`}`;
+  }
+
+  compared() {
+    const ends = this.ordered(this.versus), over = [];
+    const makespan = Math.max(...ends.map((span) => span.end));
+    this.game.limits.forEach((limit, rank) => {
+      const held = Math.max(0, ...heldAfter(ends.filter((span) => span.rank === rank)));
+      if (limit !== null && held > limit) over.push(`rank ${rank} holds ${held}, its cap is ${limit}`);
+    });
+    return `${this.versus} ends at ${spelled(makespan)}${over.length ? `, above the cap: ${over.join("; ")}` : ""}`;
   }
 
   // Why nothing can be placed where the cursor is.
@@ -482,6 +645,7 @@ function render({ model, el }) {
   const view = new View(model, html(el, "div"));
   const again = () => view.read();
   const told = () => {
+    if (view.game !== model.get("game")) return; // the view opens anew
     view.words = model.get("words");
     view.draw();
     if (view.words.said) view.say(view.words.said);
@@ -491,11 +655,17 @@ function render({ model, el }) {
     const outcome = model.get("ran");
     if (outcome.said) view.say(outcome.said, outcome.kind);
   };
+  const open = () => view.open();
+  const marked = () => view.drawLevels();
+  model.on("change:game", open);
+  model.on("change:done", marked);
   model.on("change:moves", again);
   model.on("change:undone", again);
   model.on("change:words", told);
   model.on("change:ran", ran);
   return () => {
+    model.off("change:game", open);
+    model.off("change:done", marked);
     model.off("change:moves", again);
     model.off("change:undone", again);
     model.off("change:words", told);

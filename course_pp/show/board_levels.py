@@ -143,6 +143,20 @@ LEVELS = (
 )
 
 
+_PAPERS = {
+    "gpipe": "1811.06965",
+    "1f1b": "2006.09503",
+    "1f1b_eager": "2211.05322",
+    "interleaved_1f1b": "2104.04473",
+    "looped_bfs": "2211.05953",
+    "hanayo": "2308.15762",
+    **dict.fromkeys(("zb_h1", "zb_h2", "zb_v"), "2401.10241"),
+    **dict.fromkeys(("v_half", "v_min"), "2405.15362"),
+}
+PAPERS = {name: f"https://arxiv.org/abs/{number}" for name, number in _PAPERS.items()}
+"""For a schedule the paper that it is from."""
+
+
 def references(
     placement: tuple[int, ...], n_microbatches: int, split: bool, own: Schedule | None = None
 ) -> dict[str, list[list[str]]]:

@@ -306,6 +306,23 @@ export function replay(game, moves) {
   return position;
 }
 
+// Why a policy, or a named order, has no next action; empty if the board is complete.
+export function standstill(position, policy, references) {
+  let candidates = [...Array(position.stages).keys()].flatMap((stage) =>
+    [...Array(position.game.microbatches).keys()].map((microbatch) => `${stage}F${microbatch}`));
+  if (policy in references) {
+    const order = references[policy];
+    for (const [rank, row] of position.rows.entries()) {
+      for (const [i, { action }] of row.entries()) {
+        if (action !== order[rank][i]) return `rank ${rank} has ${action} where ${policy} has ${order[rank][i]}`;
+      }
+    }
+    candidates = order.flatMap((row, rank) => row.slice(position.rows[rank].length).slice(0, 1));
+  }
+  const refusals = candidates.map((action) => position.whyNot(action));
+  return refusals.find((refused) => refused?.why === "memory")?.message ?? "";
+}
+
 export function advice(position, policy, references, rank = null) {
   const ranks = rank === null ? [...position.rows.keys()] : [rank];
   let best = null;
@@ -325,16 +342,52 @@ export function fill(position, policy, references) {
   return moves;
 }
 
+// Place the next action of a policy, or of a named order: {action, strange}, what is to be said of it; null if there is none.
+export function step(position, policy, references) {
+  const action = advice(position, policy, references);
+  if (action === null) return null;
+  const rank = position.rankOf(action), row = position.rows[rank], { kind } = parse(action), isForward = kind === "F";
+  const start = position.startOf(action), free = row.at(-1)?.end ?? 0, strange = [];
+  const able = position.legal(rank), choice = (each) => parse(each).kind.replace("B", "I"); // a whole B is no other choice than its I
+  const sooner = able.find((each) => position.startOf(each) < start);
+  const tied = able.find((each) => position.startOf(each) === start && choice(each) !== choice(action) && !(position.game.split && each.includes("B")));
+  if (!isForward && row.every((span) => parse(span.action).kind === "F")) strange.push(`warm-up is over on rank ${rank}: ${action} is its first backward`);
+  const most = Math.max(0, ...heldAfter(row)), limit = position.game.limits[rank];
+  position.place(action);
+  const held = heldAfter(row).at(-1), left = position.stagesOf[rank].length * position.game.microbatches;
+  if (row.length > 1 && start > free) {
+    strange.push(`${sooner ? `idle though ${sooner} could start sooner` : "forced to idle"}: ${position.whyWaits(row.at(-1), free)}`);
+  }
+  if (isForward && held === limit && most < limit) strange.push(`cap reached: rank ${rank} holds ${held} of ${limit}`);
+  if (isForward && row.filter((span) => parse(span.action).kind === "F").length === left) strange.push(`drain begins on rank ${rank}: ${action} is its last forward`);
+  if (tied) strange.push(`a tie: ${tied} could start at ${spelled(start)} too`);
+  return { action, strange };
+}
+
+// Each rank's row with its last cycle once more: what it did since it last did the same for an earlier microbatch.
+export function stamped(position) {
+  return position.rows.map((row) => {
+    const actions = row.map((span) => parse(span.action)), last = actions.at(-1);
+    const before = actions.slice(0, -1).findLastIndex((each) => each.kind === last.kind && each.stage === last.stage);
+    const shift = before < 0 ? 0 : last.microbatch - actions[before].microbatch;
+    const again = shift > 0 ? actions.slice(before + 1) : [];
+    return [...row.map((span) => span.action), ...again.map(({ stage, kind, microbatch }) => ({ stage, kind, microbatch: microbatch + shift }))
+      .filter(({ microbatch }) => microbatch < position.game.microbatches).map(({ stage, kind, microbatch }) => `${stage}${kind}${microbatch}`)];
+  });
+}
+
 export function recognised(position, references) {
   if (!position.spans.length) return [];
-  return Object.keys(references).filter((name) =>
-    position.rows.every((row, rank) => row.every((span, i) => span.action === references[name][rank][i])));
+  return Object.keys(references).filter((name) => follows(position, references[name]));
+}
+
+export function follows(position, order) {
+  return position.rows.every((row, rank) => row.every((span, i) => span.action === order[rank][i]));
 }
 
 function ofReference(position, order, rank) {
-  const row = position.rows[rank];
-  if (row.length >= order[rank].length || !row.every((span, i) => span.action === order[rank][i])) return null;
-  const action = order[rank][row.length];
+  const action = order[rank][position.rows[rank].length];
+  if (action === undefined || !follows(position, order)) return null;
   return position.whyNot(action) === null ? { rank: [position.startOf(action), 0, rank], action } : null;
 }
 
@@ -344,7 +397,8 @@ function ofPolicy(position, policy, rank) {
   for (const action of position.legal(rank)) {
     const { stage, kind, microbatch } = parse(action);
     if (split && kind === "B" && policy === "zero bubble") continue;
-    if (split && "IW".includes(kind) && policy !== "zero bubble") continue;
+    // A W belongs to an I that was placed before: by whichever policy, it has to be done.
+    if (split && kind === "I" && policy !== "zero bubble") continue;
     if (policy === "backward first" && kind === "F" && position.inFlight(stage) >= position.stages - stage) continue;
     const order = [position.startOf(action), POLICIES[policy].indexOf(kind), microbatch, -stage, rank];
     if (best === null || less(order, best.rank)) best = { rank: order, action };

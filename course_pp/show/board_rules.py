@@ -171,6 +171,12 @@ class Position:
             return str(refused)
         return ""
 
+    def why_full(self, action: Action) -> str:
+        """Return how the cap refuses ``action`` at the end of its row; empty if something else does, or nothing."""
+        is_placed = any(product in self._maker for product in action.provides)
+        is_ready = all(product in self._maker for product in self._needs(action))
+        return "" if is_placed or not is_ready else self.why_not(action)
+
     def legal(self, rank: int, at: float | None = None) -> list[Action]:
         """Return what can be placed on ``rank``, the earliest start first."""
         found = []
@@ -272,13 +278,28 @@ def replay(game: Game, moves: Sequence[str]) -> Position:
 def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> list[str]:
     """Place what is left by a policy, or by a named order that the board has followed so far; returns the moves.
 
-    Under a tight cap, what was placed can make the rest impossible: it stops where nothing is legal any more.
+    Under a tight cap, what was placed can make the rest impossible: it stops there, and :func:`standstill` says why.
     """
     moves = []
     while (action := advice(position, policy, references)) is not None:
         position.place(action)
         moves.append(str(action))
     return moves
+
+
+def standstill(position: Position, policy: str, references: Mapping[str, Rows]) -> str:
+    """Return why a policy, or a named order, has no next action; empty if the board is complete."""
+    game, rows = position.game, [[str(span.action) for span in row] for row in position.rows]
+    candidates = [Action(stage, "F", i) for stage in range(game.n_stages) for i in range(game.n_microbatches)]
+    if policy in references:
+        order = references[policy]
+        for rank, (row, whole) in enumerate(zip(rows, order, strict=True)):
+            for done, named in zip(row, whole, strict=False):
+                if done != named:
+                    return f"rank {rank} has {done} where {policy} has {named}"
+        candidates = [Action.parse(w[len(r)]) for r, w in zip(rows, order, strict=True) if len(r) < len(w)]
+    full = (position.why_full(action) for action in candidates)
+    return next(filter(None, full), "")
 
 
 def advice(position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None) -> Action | None:
@@ -293,12 +314,12 @@ def advice(position: Position, policy: str, references: Mapping[str, Rows], rank
 
 def recognised(position: Position, references: Mapping[str, Rows]) -> list[str]:
     """Return the names of the orders that the board has followed so far; none of an empty board."""
+    return [name for name, order in references.items() if any(position.rows) and _follows(position, order)]
+
+
+def _follows(position: Position, order: Rows) -> bool:
     rows = [[str(span.action) for span in row] for row in position.rows]
-    return [
-        name
-        for name, order in references.items()
-        if any(rows) and all(row == list(whole[: len(row)]) for row, whole in zip(rows, order, strict=True))
-    ]
+    return all(row == list(whole[: len(row)]) for row, whole in zip(rows, order, strict=True))
 
 
 def _options(
@@ -306,13 +327,14 @@ def _options(
 ) -> Iterator[tuple[tuple[float, ...], Action]]:
     """Yield what a policy or an order could do next on a rank, with what to sort by."""
     if policy in references:
-        row, order = [str(span.action) for span in position.rows[rank]], list(references[policy][rank])
-        if row == order[: len(row)] and len(row) < len(order):
-            action = Action.parse(order[len(row)])
+        placed, order = len(position.rows[rank]), references[policy][rank]
+        if placed < len(order) and _follows(position, references[policy]):
+            action = Action.parse(order[placed])
             if not position.why_not(action):
                 yield (float(position.fit(action)[1].start), 0, rank), action
         return
-    game, halves = position.game, "B" if policy == "zero bubble" else "IW"
+    # A W belongs to an I that was placed before: by whichever policy, it has to be done.
+    game, halves = position.game, "B" if policy == "zero bubble" else "I"
     for action in position.legal(rank):
         stage, kind = action.stage, action.kind
         if game.split and kind in halves:

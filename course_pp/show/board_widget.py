@@ -11,9 +11,20 @@ from typing import Any
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.files import locked, state_folder, write_atomically
-from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, to_torch_csv
-from course_pp.show.board_levels import LEVELS, Level, references
-from course_pp.show.board_rules import POLICIES, Game, Position, advice, fill, game_of, recognised, replay, spelled
+from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, names, to_torch_csv
+from course_pp.show.board_levels import LEVELS, PAPERS, Level, references
+from course_pp.show.board_rules import (
+    POLICIES,
+    Game,
+    Position,
+    advice,
+    fill,
+    game_of,
+    recognised,
+    replay,
+    spelled,
+    standstill,
+)
 from course_pp.show.chart import ChartFigure
 from course_pp.show.player import asset
 from course_pp.show.timelines import draw_idle, timeline
@@ -21,7 +32,7 @@ from course_pp.show.wording import counted, listed
 
 try:
     from anywidget import AnyWidget
-    from traitlets import Dict, List, Unicode
+    from traitlets import Dict, Int, List, Unicode
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "board() needs anywidget and ipywidgets, which this kernel lacks: start with `make lab`, or choose the "
@@ -31,13 +42,15 @@ except ModuleNotFoundError as error:
 
 _EQUAL = 1e-12
 _MOST_ACTIONS = 600
+_DONE = "levels done"
 
 
 class Board(AnyWidget):
     """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods here.
 
     Its state is :attr:`moves`, a list of texts that each language replays (``board_rules.play``). It is kept in a file
-    beside the learner's progress, so the same board comes back after the kernel was restarted.
+    beside the learner's progress, so the same board comes back after the kernel was restarted. A level's list opens
+    another level on the same board.
     """
 
     _esm = asset("board_rules.js") + "\n" + asset("board.js")
@@ -47,8 +60,18 @@ class Board(AnyWidget):
     moves = List(Unicode()).tag(sync=True)
     undone = List(Unicode()).tag(sync=True)
     ran = Dict().tag(sync=True)
+    done = List(Int()).tag(sync=True)  # numbers of levels
+    chosen = Int().tag(sync=True)  # the level that is open; another number opens another
 
     def __init__(self, game: Game, costs: Costs, level: Level | None = None) -> None:
+        super().__init__(**self._opened(game, costs, level))
+        self.observe(self._follow, "moves")
+        self.observe(self._choose, "chosen")
+        self.observe(self._mark, "done")
+        self.on_msg(self._asked)
+
+    def _opened(self, game: Game, costs: Costs, level: Level | None) -> dict[str, Any]:
+        """Take up a board where it was left; return its state."""
         self.level, self.costs, self._game = level, costs, game
         self.bound: Time = game.bound
         self.par: Time | None = None if level is None else level.par
@@ -65,9 +88,9 @@ class Board(AnyWidget):
             moves, said = [], "What was kept of this board cannot be read; it begins anew."
         if moves:
             said = f"{counted(len(moves), 'move')} from last time; clear the board to begin anew."
-        super().__init__(game=game.as_json(), words=self._words(said), moves=moves)
-        self.observe(self._follow, "moves")
-        self.on_msg(self._asked)
+        done = [int(number) for number in kept(_DONE) if number.isdecimal()]
+        state = {"game": game.as_json(), "words": self._words(said), "moves": moves, "undone": [], "ran": {}}
+        return {**state, "done": done, "chosen": level.number if level else 0}
 
     def _words(self, said: str) -> dict[str, Any]:
         level, game = self.level, self._game
@@ -77,21 +100,36 @@ class Board(AnyWidget):
             "story": level.story if level else "Place every forward and backward; the fewer gaps, the better.",
             "par": None if self.par is None else float(self.par),
             "bound": float(self.bound),
-            "reference": level.reference.name if level else "",
-            "references": self._references,
+            "levels": [each.title for each in LEVELS] if level else [],
+            # An order without a name is for hints alone: in a menu, one press would draw the answer.
+            "worked": {level.reference.name: self._references[level.reference.name]} if level else {},
+            "references": {name: order for name, order in self._references.items() if name in names()},
+            "papers": {name: PAPERS[name] for name in self._references if name in PAPERS},
             "said": said,
         }
 
     def _follow(self, change: Any) -> None:
         """Replay what the browser or a method has set; what is illegal is taken back."""
         try:
-            self._position = replay(self._game, change["new"])
+            self._position = replay(self._game, self.moves)
         except ValueError as problem:
             self.moves = change["old"]
             self.words = {**self.words, "said": f"Not allowed: {problem}."}
             return
         if failed := keep(self._name, list(self.moves)):
             self.words = {**self.words, "said": failed}
+
+    def _choose(self, change: Any) -> None:
+        level = LEVELS[change["new"] - 1]
+        if level is self.level:
+            return
+        keep(self._name, list(self.moves))  # they may have come with the choice
+        with self.hold_sync():
+            for name, value in self._opened(level.game, level.costs, level).items():
+                setattr(self, name, value)
+
+    def _mark(self, change: Any) -> None:
+        keep(_DONE, sorted({*kept(_DONE), *map(str, change["new"])}))  # another board may have marked others
 
     def _asked(self, _widget: Any, content: Any, _buffers: Any) -> None:
         """Answer the button. Nobody would see an exception of a message, so it is told on the board."""
@@ -192,13 +230,17 @@ class Board(AnyWidget):
         policy = self._policy(policy)
         position = replay(self._game, self.moves)
         moves = fill(position, policy, self._references)
-        if policy in self._references and position.left:
-            raise ValueError(f"the board does not follow {policy}: undo, or fill by one of {', '.join(POLICIES)}")
+        if position.left:
+            why = standstill(position, policy, self._references)
+            raise ValueError(
+                f"{policy} does not finish this board: {why}; undo, or fill by one of {', '.join(POLICIES)}"
+            )
         self._commit([*self.moves, *moves])
 
     def _policy(self, policy: str) -> str:
         if not policy:
-            return self.words["reference"] or ("zero bubble" if self._game.split else "backward first")
+            simple = "zero bubble" if self._game.split else "backward first"
+            return self.level.reference.name if self.level else simple
         if policy not in POLICIES and policy not in self._references:
             known = ", ".join([*POLICIES, *self._references])
             raise ValueError(f"unknown policy {policy!r}: use one of {known}")

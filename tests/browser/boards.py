@@ -6,7 +6,18 @@ from typing import Any
 
 from course_pp.schedule import Action, Costs
 from course_pp.show.board_levels import references
-from course_pp.show.board_rules import POLICIES, Position, Refused, advice, fill, game_of, play, recognised, replay
+from course_pp.show.board_rules import (
+    POLICIES,
+    Position,
+    Refused,
+    advice,
+    fill,
+    game_of,
+    play,
+    recognised,
+    replay,
+    standstill,
+)
 
 _PLACEMENTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
 _TIMES = (0.5, 1, 1.25, 2, 3)
@@ -35,7 +46,8 @@ async ([source, boards]) => {
     const filled = policies.map((policy) => {
       const copy = new rules.Position(game);
       for (const [i, move] of moves.entries()) if (answers[i] === "done") rules.play(copy, move);
-      return [rules.fill(copy, policy, references), copy.makespan, copy.left];
+      const placed = rules.fill(copy, policy, references);
+      return [placed, copy.makespan, copy.left, rules.standstill(copy, policy, references)];
     });
     return [answers, before, next, legal, where, filled];
   });
@@ -111,7 +123,8 @@ def told(board: dict[str, Any]) -> list[Any]:
     filled = []
     for policy in policies:
         copy = replay(game, [move for move, answer in zip(moves, answers, strict=True) if answer == "done"])
-        filled.append([fill(copy, policy, orders), copy.timeline.makespan, copy.left])
+        placed = fill(copy, policy, orders)
+        filled.append([placed, copy.timeline.makespan, copy.left, standstill(copy, policy, orders)])
     return [answers, state, next_, legal, where, filled]
 
 

@@ -57,7 +57,7 @@ def test_an_illegal_action_is_refused_with_its_reason_and_places_nothing() -> No
     assert board.why_not("1F0").startswith("1F0 needs the activation")
     assert board.why_not("0F0") == ""
     board.place("0F1")
-    with pytest.raises(ValueError, match="does not follow 1f1b: undo"):
+    with pytest.raises(ValueError, match="1f1b does not finish this board: rank 0 has 0F1 where 1f1b has 0F0; undo"):
         board.fill("1f1b")
     with pytest.raises(ValueError, match="unknown policy 'x': use one of forward first"):
         board.fill("x")

@@ -78,9 +78,9 @@ def test_a_board_is_played_to_par_without_a_kernel_and_outlives_the_page(site, p
     page.keyboard.press("f")
     said = page.locator(".cpp-board .cpp-now").first
     assert "Not allowed" in said.inner_text()
-    page.locator(".cpp-board select[aria-label='who finishes it']").first.select_option("1f1b")
+    page.locator(".cpp-board select[aria-label='who goes on']").first.select_option("1f1b")
     page.locator("button:text-is('fill the rest')").first.click()
-    assert said.inner_text() == "Complete: makespan 12, score 100% (no order beats 12): par."
+    assert said.inner_text().endswith("Complete: makespan 12, score 100% (no order beats 12): par.")
     page.locator(".cpp-board").first.focus()
     page.keyboard.press("r")
     assert "need a kernel" in said.inner_text()
@@ -89,9 +89,14 @@ def test_a_board_is_played_to_par_without_a_kernel_and_outlives_the_page(site, p
     assert page.thrown == []
 
 
-def test_every_level_of_the_board_has_a_page_to_play_on_and_a_still_picture(site, page):
+def test_every_level_of_the_board_is_on_its_page_under_an_address_of_its_own(site, page):
     written = (site / "generated" / "board.html").read_text(encoding="utf-8")
-    assert written.count('class="cpp-live"><img src="data:image/png') == 12
+    assert written.count('class="cpp-live"><img src="data:image/png') == 1
     page.goto((site / "generated" / "board.html").as_uri())
-    assert page.locator(".cpp-board svg").count() == 12
+    page.evaluate("location.hash = '#level=12&moves=0F0'")
+    page.locator(".cpp-board h3:has-text('Level 12 of 12')").wait_for()
+    assert "Loaded: 1 move." in page.locator(".cpp-now").inner_text()
+    page.locator("button[aria-label^='level 7:']").click()
+    assert page.locator("h3:has-text('Level 7 of 12')").count() == 1
+    assert page.url.endswith("#level=7&moves=")
     assert page.thrown == []

@@ -1,0 +1,182 @@
+"""The board without a kernel: levels, policies, positions, what is said before a move."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from course_pp import show
+from course_pp.show.board_levels import LEVELS
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+STRANGE = ("tie", "idle", "cap reached", "warm-up is over", "drain begins")
+
+
+@pytest.fixture
+def opened(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that opens a page of boards, with what an address says after its ``#``."""
+    monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "progress.json"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs"))
+    import live
+
+    page.thrown.clear()
+
+    def open_page(*boards: show.Board, position: str = "", addressed: bool = False) -> Any:
+        html = "".join(live.board_html(board, addressed=addressed) for board in boards)
+        path = tmp_path / "boards.html"
+        path.write_text(f'<!DOCTYPE html><meta charset="utf-8">{live.script()}{html}', encoding="utf-8")
+        page.goto("about:blank")
+        page.goto(path.as_uri() + position)
+        return page
+
+    yield open_page
+    page.evaluate("localStorage.clear()")
+    sys.modules.pop("live", None)
+    assert page.thrown == []
+
+
+def said(page: Any) -> str:
+    return str(page.locator(".cpp-now").first.inner_text())
+
+
+def press(page: Any, name: str) -> str:
+    page.locator(f"button:text-is('{name}')").first.click()
+    return said(page)
+
+
+def follow(page: Any, name: str) -> None:
+    page.locator("select[aria-label='who goes on']").first.select_option(name)
+
+
+def paste(page: Any, text: str) -> str:
+    field = page.locator(".cpp-position input").first
+    field.fill(text)
+    field.press("Enter")
+    return said(page)
+
+
+def position(page: Any) -> str:
+    return str(page.locator(".cpp-position input").first.input_value())
+
+
+def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened: Any) -> None:
+    page, kinds = opened(show.board(1), addressed=True), set()
+    for level in LEVELS:
+        if level.number > 1:
+            press(page, "next")
+        assert f"Level {level.number} of 12" in page.locator(".cpp-board h3").inner_text()
+        follow(page, level.teaches or "zero bubble")
+        for _ in range(60):
+            text = press(page, "until strange")
+            kinds |= {kind for kind in STRANGE if kind in text}
+            if "Complete" in text:
+                break
+            assert any(kind in text for kind in STRANGE), text
+        if level.teaches:
+            assert text.endswith(": par.")
+        else:  # no policy finds it
+            assert "makespan 25" in text
+            press(page, "clear")
+            solution = show.board(12)
+            solution.fill()
+            assert paste(page, f"level=12&moves={'.'.join(solution.moves[:-1])}") == "Loaded: 35 moves."
+            press(page, "until strange")
+            assert "Complete: makespan 24" in said(page)
+    assert kinds == set(STRANGE)
+    assert page.locator("button:has-text('✓')").count() == 12
+    assert page.locator("button:text-is('next')").count() == 0
+
+
+def test_a_level_s_menus_do_not_draw_an_answer_without_a_name(opened: Any) -> None:
+    page = opened(show.board(12))
+    assert "No name" not in str(page.locator(".cpp-board select").all_inner_texts())
+    assert [press(page, "hint") for _ in range(3)][-1] == "Hint, from a worked order: 0F0 on rank 0."
+
+
+def test_fill_says_why_it_stops_and_skips_nothing(opened: Any) -> None:
+    page = opened(show.board(3))
+    follow(page, "gpipe")
+    why = "with 0F2, rank 0 would hold 3 activations and its cap is 2: place a B first"
+    assert why in press(page, "fill the rest")
+    assert position(page) == "level=3&moves=0F0.0F1.1F0"
+    follow(page, "1f1b_eager")
+    paste(page, "level=3&moves=0F1")
+    assert press(page, "fill the rest").startswith("1f1b_eager stops: rank 0 has 0F1 where 1f1b_eager has 0F0")
+    page.locator("select[aria-label='compare with']").select_option("gpipe")
+    assert said(page) == "gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds 3, its cap is 1."
+
+
+def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_they_are_wrong(opened: Any) -> None:
+    page = opened(show.board(3))
+    assert paste(page, " https://a.site/board.html#level=3&moves=0F0.1F0.1B0 ") == "Loaded: 3 moves."
+    for text, why in {
+        "level=4&moves=0F0": "it is of level 4, and this is level 3: choose level 4 first",
+        "level=13&moves=0F0": "there is no level 13; levels are 1 to 12",
+        "stages=0.1&microbatches=3&moves=0F0": "it is of stages=0.1&microbatches=3, and this board is level=3",
+        "level=3&moves=0F0.0B0": "move 2, 0B0: 0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first",
+        "level=3&moves=0F0.1F7": "move 2, 1F7: there is no 1F7 here: stages are 0 to 1, microbatches 0 to 2",
+        "level=3&moves=0F0.x": "move 2, x: write stage, kind and microbatch",
+        "hello": "this is no position; one reads level=3&moves=0F0.1F0",
+        "": "this is no position",
+    }.items():
+        assert paste(page, text).removeprefix("✕ ").startswith(f"Not loaded: {why}")
+        assert position(page) == "level=3&moves=0F0.1F0.1B0"
+
+
+def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opened: Any) -> None:
+    page = opened(show.board(1), addressed=True)
+    page.locator(".cpp-board").focus()
+    page.keyboard.press("f")
+    assert page.url.endswith("#level=1&moves=0F0")
+    page = opened(show.board(1), addressed=True, position="#level=5&moves=0F0.1F0")
+    assert "Level 5" in page.locator("h3").inner_text()
+    assert position(page) == "level=5&moves=0F0.1F0"
+    page = opened(show.board(1), addressed=True, position="#level=1&moves=")
+    page = opened(show.board(1), addressed=True, position="#level=13")
+    assert "there is no level 13" in said(page)
+    assert position(page) == "level=1&moves=0F0"
+
+
+def test_what_each_choice_leads_to_is_shown_if_asked_and_nothing_if_asked(opened: Any) -> None:
+    page = opened(show.board(3))
+    chosen = page.locator("select[aria-label='shown before a move']")
+    chosen.select_option("what each choice leads to")
+    first = page.locator("[aria-label='what can be placed'] button").first.inner_text()
+    assert first == "1: 0F0, 0 to 1, holds 1; then backward first ends at 12"
+    chosen.select_option("nothing")
+    assert page.locator("[aria-label='what can be placed'] button").count() == 0
+
+
+def test_a_cycle_is_stamped_again(opened: Any) -> None:
+    page = opened(show.board(n_ranks=2, n_microbatches=5))
+    assert "nothing to stamp" in press(page, "stamp")
+    paste(page, "stages=0.1&microbatches=5&moves=0F0.0F1.1F0.1B0.0B0.0F2.1F1.1B1.0B1")
+    assert press(page, "stamp").startswith("the stamp placed 4, the last is 0B2.")
+    press(page, "stamp")
+    assert [
+        span for span in page.locator("svg").get_attribute("aria-label").split(". ") if span.startswith("rank 0")
+    ] == [
+        "rank 0: 0F0 0 to 1, 0F1 1 to 2, 0B0 4 to 6, 0F2 6 to 7, 0B1 7 to 9, 0F3 9 to 10, 0B2 10 to 12, 0F4 12 to 13, "
+        "0B3 13 to 15"
+    ]
+
+
+def test_boards_that_load_their_script_each_have_patterns_of_their_own(page: Any) -> None:
+    board = show.board(3)
+    state = {name: getattr(board, name) for name in ("game", "words", "undone", "ran", "done", "chosen")}
+    page.goto("about:blank")
+    draw = """
+    async ([source, state]) => {
+      for (let i = 0; i < 4; i += 1) {
+        const board = await import("data:text/javascript;charset=utf-8," + encodeURIComponent(source + "//" + i));
+        const nothing = () => {};
+        const model = { get: (name) => state[name], set: nothing, save_changes: nothing, on: nothing, off: nothing };
+        board.default.render({ model, el: document.body });
+      }
+      return [...document.querySelectorAll("pattern")].map((each) => each.id);
+    }
+    """
+    ids = page.evaluate(draw, [board._esm, json.loads(json.dumps(state)) | {"moves": ["0F0"]}])
+    assert len(ids) == len(set(ids)) == 16
