@@ -27,6 +27,7 @@ with imports_that_stay():
         apply_ac,
         apply_compile,
         apply_expert_parallel,
+        apply_float8,
         apply_fsdp2,
         apply_tensor_parallel,
         compute_in,
@@ -63,6 +64,8 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
         apply_tensor_parallel(module, mesh)
     apply_expert_parallel(modules, mesh)
     for module in modules:
+        if asked.train.precision == "fp8":
+            apply_float8(module, mesh)
         apply_ac(module, asked.layout.ac, device_mesh=mesh)
         if asked.layout.compile:
             apply_compile(module)

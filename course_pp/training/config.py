@@ -50,7 +50,7 @@ NotNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "must b
 
 Engine = Literal["parallel", "runtime"]
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 OnNan = Literal["refuse", "skip"]
 Optimizer = Literal[
     "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"
@@ -92,8 +92,9 @@ class TrainConfig:
     group: Count | None = None
     """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
     precision: Precision = "auto"
-    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in float32. `"auto"`
-    is what `Trainer`'s stages compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU."""
+    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in float32. `"fp8"` is
+    bfloat16 with linear layers that multiply in eight bits (`apply_float8`). `"auto"` is what `Trainer`'s stages
+    compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU."""
     loss_scale: Annotated[float, _SCALE] = 2.0**16
     """The first scale of `"fp16"`, a power of two; see `course_pp.parallel.MeshGradScaler`."""
     on_nan: OnNan = "refuse"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from course_pp.model import Transformer
-from course_pp.parallel.replaced_forward import compute_dtypes
+from course_pp.parallel.replaced_forward import EightBits, compute_dtypes, has_replaced
 from course_pp.training.config import Precision, SettingError, TrainConfig
 
 # Those whose weight may have more than one dimension; every other norm's is a vector.
@@ -97,7 +97,12 @@ def lr_factor(step: int, config: TrainConfig) -> float:
     return config.min_lr + (1 - config.min_lr) * left
 
 
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # but for the products of linear layers
+}
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
@@ -114,3 +119,7 @@ def check_precision(precision: Precision, modules: Iterable[nn.Module]) -> None:
         if found != asked and (asked != torch.float32 or found == torch.float16 or found not in kept):
             how = "call compute_in(stage, dtype), or under FSDP2 apply_fsdp2 with default_mp_policy(dtype)"
             raise SettingError(f"{{precision}}, and a stage computes in {found}: {how}", precision=precision)
+        if precision == "fp8" and not has_replaced(module, EightBits):
+            raise SettingError(
+                "{precision}, and a stage has no product in eight bits: apply_float8", precision=precision
+            )

@@ -57,10 +57,10 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("schedule", "last", "precision"), [pytest.param("1f1b", 1, "fp16", marks=pytest.mark.long), ("zb_v", 0, "bf16")]
+    ("schedule", "last", "precision"), [("1f1b", 1, "fp16"), ("zb_v", 0, "bf16"), ("interleaved_1f1b", 1, "fp8")]
 )
 def test_train_reports_from_the_last_stage_only(schedule, last, precision):
-    layers = "--layers=4" if schedule == "zb_v" else "--layers=2"
+    layers = "--layers=2" if schedule == "1f1b" else "--layers=4"
     run = [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers, f"--precision={precision}", "--sample=2"]
     lines = labelled_lines(2, run)
     text = "\n".join(lines)
