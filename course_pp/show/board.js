@@ -55,8 +55,10 @@ class View {
     this.time = null;
     const times = Object.values(this.game.durations).flat().concat(this.game.transfers.filter((each) => each > 0));
     this.step = Math.min(...times);
+    const focused = this.root.contains(document.activeElement);
     this.build();
     this.read();
+    if (focused) this.root.focus();
     this.say(this.words.said || "Choose a rank and place its first action.");
   }
 
@@ -363,6 +365,7 @@ class View {
   goTo(rank, at) {
     this.rank = Math.min(this.position.ranks - 1, Math.max(0, rank));
     this.at = at === null || at >= this.end() ? null : Math.max(0, at);
+    this.rung = 0;
     this.draw();
     const span = this.under();
     const gap = this.position.gaps().find((each) => each[0] === this.rank && this.at !== null && each[1] <= this.at && this.at < each[2]);

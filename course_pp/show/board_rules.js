@@ -348,9 +348,11 @@ export function step(position, policy, references) {
   if (action === null) return null;
   const rank = position.rankOf(action), row = position.rows[rank], { kind } = parse(action), isForward = kind === "F";
   const start = position.startOf(action), free = row.at(-1)?.end ?? 0, strange = [];
-  const able = position.legal(rank), choice = (each) => parse(each).kind.replace("B", "I"); // a whole B is no other choice than its I
+  const able = position.legal(rank), half = (each) => parse(each).kind.replace("B", "I");
   const sooner = able.find((each) => position.startOf(each) < start);
-  const tied = able.find((each) => position.startOf(each) === start && choice(each) !== choice(action) && !(position.game.split && each.includes("B")));
+  // A forward against a backward: a W can always come later, and a whole B is no other choice than its I.
+  const rivals = position.game.split ? "FI" : "FB";
+  const tied = able.find((each) => position.startOf(each) === start && rivals.includes(parse(each).kind) && half(each) !== half(action));
   if (!isForward && row.every((span) => parse(span.action).kind === "F")) strange.push(`warm-up is over on rank ${rank}: ${action} is its first backward`);
   const most = Math.max(0, ...heldAfter(row)), limit = position.game.limits[rank];
   position.place(action);

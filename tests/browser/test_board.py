@@ -105,3 +105,26 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     page.click("button:text-is('clear')")
     said(page, "The board is empty.")
     assert errors(page) == []
+
+
+def test_another_level_opens_on_the_same_board_and_takes_no_moves_of_the_first(page: Any, lab: Lab) -> None:
+    open_and_run(page, lab, "from course_pp import show\nboard = show.board(6)\nboard", SLOW, until=f"{BOARD} svg")
+    page.locator(BOARD).focus()
+    for _ in range(3):
+        page.keyboard.press("f")
+    page.click("button[aria-label^='level 7:']")
+    page.keyboard.press("f")  # too late for level 6, too early for 7
+    page.wait_for_selector(f"{BOARD} h3:has-text('Level 7 of 12')", timeout=SOON)
+    said(page, "Choose a rank and place its first action.")
+    page.click("button:text-is('one step')")
+    said(page, "forward first placed 0F0.")
+    page.click("button[aria-label^='level 6:']")
+    page.wait_for_selector(f"{BOARD} h3:has-text('Level 6 of 12')", timeout=SOON)
+    said(page, "3 moves from last time")
+    page.locator("select[aria-label='who goes on']").select_option("zb_h1")
+    page.click("button:text-is('fill the rest')")
+    said(page, "Complete: makespan 14")
+    page.wait_for_selector("button:has-text('6 ✓')")
+    page.click("button:text-is('next')")
+    said(page, "1 move from last time")
+    assert errors(page) == []

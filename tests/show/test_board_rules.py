@@ -18,6 +18,7 @@ from course_pp.show.board_rules import (
     play,
     recognised,
     replay,
+    standstill,
 )
 from tests.browser.boards import random_board
 
@@ -143,6 +144,29 @@ def test_policies_finish_a_board_within_its_cap(policy: str, split: bool) -> Non
     assert position.left == 0
     assert max(position.timeline.peak_activations) <= 3
     assert advice(position, policy, {}) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_also_does_the_w_of_an_i_that_was_placed_by_hand(policy: str) -> None:
+    position = after("0F0 1F0 1I0 0I0", split=True, memory_limit=2)
+    assert {"0W0", "1W0"} <= set(fill(position, policy, {}))
+    assert (position.left, standstill(position, policy, {})) == (0, "")
+
+
+def test_whoever_stops_says_why() -> None:
+    stuck = 0
+    for seed in range(60):
+        board = random_board(seed)
+        for policy in (*POLICIES, *board["references"]):
+            position = Position(board["game"])
+            for move in board["moves"]:
+                with suppress(Refused):
+                    play(position, move)
+            fill(position, policy, board["references"])
+            why = standstill(position, policy, board["references"])
+            assert bool(why) == bool(position.left), (seed, policy)
+            stuck += bool(why)
+    assert stuck > 20
 
 
 def test_backward_first_is_1f1b_and_a_board_is_recognised_until_it_leaves_the_order() -> None:
