@@ -60,8 +60,9 @@ def cut(
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
             if is_needed and lists[name] is None:
                 raise ValueError(f"{name} is missing on a rank that needs it: give a list of {n} microbatches")
-        parts = lists["arg_mbs"] if is_first else (), lists["target_mbs"] if is_last else ()
-        return Cut(*parts, lists["kwarg_mbs"] or (), ("ready", 0))
+        # A dict alone gives the first stage's keyword arguments, as one of a whole batch does.
+        inputs = [x[0] if len(x) == 1 and isinstance(x[0], dict) else x for x in lists["arg_mbs"]] if is_first else ()
+        return Cut(inputs, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0))
     parts = split("inputs", inputs, n) if is_first else (), split("targets", targets, n) if is_last else ()
     rows = len(tensors_of(inputs)[0]) if is_first else 0
     if not kwargs and not kwargs_chunk_spec:

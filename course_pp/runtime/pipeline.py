@@ -164,7 +164,8 @@ class Pipeline:
                 None counts them, over FSDP2's data ranks too; a microbatch without any adds nothing, and a batch of
                 such has loss 0. If the gradients of several steps add up, give the number in all of them. Gradients
                 are then those of the global mean: there is nothing left to divide for the norm or the optimizer.
-            arg_mbs: of each microbatch the tuple of the first stage's arguments, where that stage is.
+            arg_mbs: of each microbatch the tuple of the first stage's arguments, where that stage is. A dict alone
+                in it gives keyword arguments.
             kwarg_mbs: of each microbatch the keyword arguments of this rank's stages, of any class. All of them get
                 these; a stage on another rank gets what that rank was given, a replicated one its own rank's.
             target_mbs: of each microbatch the targets, where the last stage is.

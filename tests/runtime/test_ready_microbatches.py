@@ -301,17 +301,18 @@ def test_a_recorded_step_takes_lists_and_counts_no_memory_that_is_the_callers() 
     x, y, kwargs = keyed_batch()
     parts = [list(each.tensor_split(M)) for each in (x, y, kwargs["mask"])]
     found = []
-    for by_keyword in (True, False):
+    for how in ("by keyword", "by position", "as a dict"):
         torch.manual_seed(0)
         recorder, given = Recorder(memory=True), {"target_mbs": parts[1]}
-        if by_keyword:
-            given |= {"arg_mbs": [(x,) for x in parts[0]], "kwarg_mbs": [{"microbatch": mask} for mask in parts[2]]}
+        pairs = list(zip(parts[0], parts[2], strict=True))
+        if how == "by keyword":
+            given |= {"arg_mbs": [(x,) for x, _ in pairs], "kwarg_mbs": [{"microbatch": mask} for _, mask in pairs]}
         else:
-            given |= {"arg_mbs": list(zip(parts[0], parts[2], strict=True))}
+            given |= {"arg_mbs": [({"x": x, "microbatch": m},) if how == "as a dict" else (x, m) for x, m in pairs]}
         stage = Scaled(is_last=True).double()
         losses, _ = run_step(build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given)
         found.append((losses, recorder.memory()[0].peaks))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 # What is refused, on every rank.
