@@ -1,6 +1,7 @@
 """The examples for models that are not ours: short, equal to one process on every layout, and able to run."""
 
 import importlib.util
+import re
 import sys
 from functools import partial
 from inspect import signature
@@ -15,13 +16,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from course_pp import parallel
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, clip_grad_norm_, destroy_distributed, find_ties, init_distributed
-from tests.equality import Trained, adamw, assert_same_training, snapshot_gradients, snapshot_parameters
-from tests.source_code.scripts import labelled_lines
+from course_pp.training.checkpoint import contents
+from tests.equality import (
+    GRADIENT_TOLERANCE,
+    Trained,
+    adamw,
+    assert_same_training,
+    snapshot_gradients,
+    snapshot_parameters,
+)
+from tests.source_code.scripts import labelled_lines, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "source_code" / "examples"
-SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
-LONGEST = 80
-RANKS_IMPORT = ["transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"]
+COMPARE_THEMSELVES = ("lora.py", "multi_token.py", "vlm.py")
+SCRIPTS = sorted({path.name for path in EXAMPLES.glob("*.py")} - {*COMPARE_THEMSELVES})
+LONGEST, LONGEST_IN_ALL = 80, 150
+RANKS_IMPORT = [
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")),
+    *("peft", "course_pp.training.checkpoint"),
+]
 STEPS, MAX_NORM = 2, 0.5
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
@@ -185,6 +198,73 @@ def test_an_example_runs_as_its_docstring_says(script: str, monkeypatch: pytest.
 def test_an_example_is_short(script: str) -> None:
     code = (EXAMPLES / script).read_text().split('"""', 2)[2]
     assert len(code.strip().splitlines()) <= LONGEST
+
+
+@pytest.mark.parametrize("script", COMPARE_THEMSELVES)
+def test_an_example_that_compares_itself_is_short(script: str) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) < LONGEST_IN_ALL
+
+
+def assert_equals_one_process(n_ranks: int, script: str, *arguments: str) -> list[str]:
+    lines = labelled_lines(n_ranks, [str(EXAMPLES / script), *arguments])
+    found = [re.search(r"equal to one process: (\S+?);?( |$)", line) for line in lines]
+    differences = [float(each[1]) for each in found if each is not None]
+    assert len(differences) == n_ranks, lines
+    assert max(differences) <= GRADIENT_TOLERANCE
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "schedule"),
+    [(2, "interleaved_1f1b"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, "1f1b"), (2, "zb_v")))],
+)
+def test_a_second_head_in_the_middle_equals_one_process(n_ranks: int, schedule: str) -> None:
+    lines = assert_equals_one_process(n_ranks, "multi_token.py", "--steps=2", f"--schedule={schedule}")
+    held = "{0: 'gpt2.transformer.wte.weight', 2: 'second.embedding.weight', 3: 'gpt2.lm_head.weight'}"
+    assert sum(held in line for line in lines) == n_ranks
+
+
+@pytest.mark.parametrize(("first_layer", "on_rank_0"), [pytest.param(0, 8, marks=pytest.mark.long), (4, 0)])
+def test_adapters_equal_one_process_and_are_saved_alone(first_layer: int, on_rank_0: int, tmp_path: Path) -> None:
+    flags = (f"--first-layer={first_layer}", f"--folder={tmp_path}")
+    for n_ranks, steps in ((2, 2), (1, 3)):  # resumed on another number of ranks
+        lines = assert_equals_one_process(n_ranks, "lora.py", *flags, f"--steps={steps}")
+        assert sum(": loss " in line for line in lines) == (4 if n_ranks == 2 else 1)
+        assert n_ranks == 1 or any(f"[rank 0] rank 0: losses, norms and {on_rank_0} adapter" in line for line in lines)
+    weights = [entry.key for entry in contents(tmp_path) if entry.key.startswith("model.")]
+    assert len(weights) == 2 * (8 - first_layer)
+    assert all("lora_" in name for name in weights)
+
+
+def test_adapters_without_peft_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"adapters come from peft, which cannot be imported.*pip install peft"):
+        load("lora").adapted(0)
+
+
+def assert_refused(words: str, *arguments: str) -> None:
+    ranks = run_script(2, [str(EXAMPLES / "vlm.py"), *arguments])
+    assert [rank.code for rank in ranks] == [2, 2]
+    assert all(re.search(words, rank.err) for rank in ranks), ranks
+
+
+def test_images_equal_one_process_and_a_thaw_is_resumed_on_either_side(tmp_path: Path) -> None:
+    flags = ("--thaw-at=2", f"--folder={tmp_path}")
+    for steps, frozen in ((1, 1), (3, 1), (4, 0)):  # before the thaw, over it, after it
+        lines = assert_equals_one_process(2, "vlm.py", *flags, f"--steps={steps}")
+        assert sum("encoder frozen" in line for line in lines) == 2 * frozen
+        if steps == 1:
+            assert_refused("--thaw-at is 0, but .* step 1 .* frozen: give 1 or more", "--thaw-at=0", flags[1])
+    assert_refused("--thaw-at is 3, but .* step 4 .* frozen until 2: give 2", "--thaw-at=3", flags[1], "--steps=5")
+
+
+def test_images_that_fit_no_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("row 0 has 4 images of 4 patches, 22 tokens with its text, but 16 fit: give", "--most-images=4")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    row = torch.zeros(7, dtype=torch.long), torch.zeros(1, 3, 8, 8)
+    with pytest.raises(ValueError, match="row 0 has 1 images of 4 patches, and 7 tokens for them: give one"):
+        load("vlm").microbatches([row])
 
 
 def torch_alone_on_rank(rank: int) -> tuple[torch.Tensor, list[float], list[float]]:
