@@ -1,6 +1,6 @@
 """The one place that touches private names of torch, which move between releases."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as _pipelining_utils
@@ -24,11 +23,6 @@ __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  #
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
     distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def unflattened(mesh: DeviceMesh, name: str, parts: Mapping[str, int]) -> DeviceMesh:
-    """Return a mesh of the same ranks with one dimension cut into ``parts``, outermost first; a collective."""
-    return mesh._unflatten(name, tuple(parts.values()), tuple(parts))
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.arguments import checked, refuse_bad_timeout
 from course_pp.collective import Ranks
-from course_pp.parallel._torch import set_timeout, unflattened
+from course_pp.parallel._torch import set_timeout
 
 Backend = Literal["gloo", "nccl"]
 
@@ -415,8 +415,11 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
         return None
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
     if config.ep > 1:
-        parts = {"efsdp": sizes["dp_shard"] // config.ep, "ep": config.ep}
-        setattr(mesh, _OF_EXPERTS, unflattened(mesh, "dp_shard", parts))
+        parts: dict[str, int] = {}
+        for name, n in kept.items():
+            parts |= {"efsdp": n // config.ep, "ep": config.ep} if name == "dp_shard" else {name: n}
+        of_experts = init_device_mesh(device.type, tuple(parts.values()), mesh_dim_names=tuple(parts))
+        setattr(mesh, _OF_EXPERTS, of_experts)
     for group in _groups_of(mesh):
         set_timeout(group, timedelta(seconds=config.timeout_s))
     if config.tp > 1:

@@ -21,6 +21,7 @@ from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.replaced_forward import (
     Compiled,
+    EightBits,
     casts_inputs,
     compute_dtypes,
     has_replaced,
@@ -268,7 +269,9 @@ class ModelStage(LocalNeighboursStage):
         self.ties: tuple[Tie, ...] = ()
         self.runs_as: ModelStage | None = None
         self._dtypes = compute_dtypes(module)
-        self.can_split = isinstance(module, PipelineStageModule) and not has_replaced(module, Compiled)
+        # A product in eight bits makes both gradients at once.
+        whole = has_replaced(module, Compiled) or has_replaced(module, EightBits)
+        self.can_split = isinstance(module, PipelineStageModule) and not whole
         self._keywords = _keywords_of(module)
         self.defers = False
         self._queues: dict[int, WeightGradients] = {}

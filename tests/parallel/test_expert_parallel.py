@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.tensor import DTensor, Shard, distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from course_pp.launch import on_ranks
@@ -123,26 +121,18 @@ def test_one_norm_clips_parts_of_every_mesh_and_evaluation_equals_one_process(su
 
 
 def gradients(rank: int) -> list[dict[str, Tensor]]:
-    """Of one backward over two rows a rank: experts sharded in a call of their own, in the block's, or not at all."""
+    """Of one backward over two rows a rank: experts sharded, or not."""
     found = []
-    for how in ("two calls", "one call", "no call"):
+    for is_sharded in (True, False):
         mesh = init_distributed(DistributedConfig(dp_shard=4, ep=2), seed=0)
         assert mesh is not None
         model = Transformer(replace(SMALL, balance="none", z_coef=0.0)).double()
         apply_expert_parallel(model, mesh)
-        if how == "two calls":
+        if is_sharded:
             apply_fsdp2(model, mesh)
-        elif how == "one call":
-            same = FSDPMeshInfo(get_efsdp_mesh(mesh), shard_mesh_dim=0)
-
-            def placed(p: nn.Parameter, same: FSDPMeshInfo = same) -> ShardPlacementResult | None:
-                return ShardPlacementResult(Shard(1), same) if isinstance(p, DTensor) else None
-
-            for part in (*model.layers.values(), model):
-                fully_shard(part, mesh=mesh["dp_shard"], shard_placement_fn=placed)
         tokens, target = (part.chunk(4)[rank] for part in batches(SMALL, 8, SMALL.max_seq_len, 1)[0])
         CrossEntropy()(model(tokens), target).backward()
-        if how == "no call":
+        if not is_sharded:
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 if isinstance(parameter, DTensor):  # which is a mean over ep
