@@ -77,6 +77,26 @@ def test_a_board_comes_back_until_it_is_cleared() -> None:
     assert show.board(3).moves == []
 
 
+def test_another_level_opens_on_the_same_board_where_it_was_left() -> None:
+    board = show.board(3)
+    board.set_state({"moves": ["0F0", "1F0"], "chosen": 5})
+    assert board.level is not None
+    assert (board.level.number, board.moves, board.par) == (5, [], 7)
+    board.fill()
+    board.set_state({"done": [5]})
+    board.set_state({"chosen": 3})
+    assert (board.moves, board.game["microbatches"]) == (["0F0", "1F0"], 3)
+    show.board(1).set_state({"done": [1]})  # it was made before level 5 was done
+    assert show.board(2).done == [1, 5]
+
+
+def test_who_cannot_finish_a_board_says_why_and_places_nothing() -> None:
+    board = show.board(3)
+    with pytest.raises(ValueError, match="gpipe does not finish this board: with 0F2, rank 0 would hold 3 activations"):
+        board.fill("gpipe")
+    assert board.moves == []
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"NAME": 3}', '{"NAME": ["0B0"]}', '{"NAME": ["x"]}'])
 def test_a_kept_board_that_cannot_be_read_begins_anew(content: str) -> None:
     show.board(3).place("0F0")
