@@ -538,7 +538,10 @@ def _agree(
     told = pipeline.gather(None if first is None else (rows_of(first), str(first)))
     rows, spelled = next(one for one in told if one is not None)
     everyone.refuse(
-        f"inputs={spelled}: all tensors must have the microbatch as their first dimension" if rows is None else None
+        f"inputs={spelled}: all tensors must have the microbatch as their first dimension; those of a step need not if "
+        "it gets ready-made microbatches, arg_mbs="
+        if rows is None
+        else None
     )
     assert rows is not None
     modules = {stage.stage_index: stage.submod for stage in stages}

@@ -53,7 +53,7 @@ def keep_adapters(module: nn.Module, state: dict[str, object], *_: object) -> No
 
 def in_one_process(first_layer: int, steps: int) -> tuple[GPT2LMHeadModel, list[tuple[float, float]]]:
     """The model after ``steps``, with the last one's gradients, and each step's loss and norm."""
-    model, seen = adapted(first_layer), []
+    model, seen = adapted(first_layer).to(pp.get_device()), []
     optimizer = adamw([model])
     for step in range(steps):
         inputs, target = batch(step, None)

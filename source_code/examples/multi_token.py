@@ -59,12 +59,13 @@ class MultiToken(nn.Module):
 
 def batch(step: int) -> Tensor:
     """Tokens (rows, seq + 2): all but two are inputs, all but the first and the last are the first head's targets."""
-    return torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=torch.Generator().manual_seed(step))
+    return tokens.to(pp.get_device())
 
 
 def in_one_process(steps: int) -> tuple[MultiToken, list[tuple[float, float]]]:
     """The model after ``steps``, with the last one's gradients, and both losses of each step, added up by hand."""
-    model, losses = MultiToken().double(), []
+    model, losses = MultiToken().double().to(pp.get_device()), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         tokens = batch(step)
@@ -85,9 +86,9 @@ def main() -> None:
     rank, _, n_ranks = pp.get_world_info()
     mesh, device = pp.init_distributed(pp.DistributedConfig(pp=n_ranks)), pp.get_device()
     example = batch(0)[: ROWS // N_MICROBATCHES]
-    stages = pp.auto_split(MultiToken().double(), example, n_stages=len(CUTS) + 1, at=CUTS)
+    stages = pp.auto_split(MultiToken().double().to(device), example, n_stages=len(CUTS) + 1, at=CUTS)
     mine = [
-        pp.build_pipeline_stage(stages[i].to(device), mesh, device, stage=i, n_stages=len(stages), inputs=example)
+        pp.build_pipeline_stage(stages[i], mesh, device, stage=i, n_stages=len(stages), inputs=example)
         for i in pp.get_stage_indices(args.schedule, rank, n_ranks, len(stages) // n_ranks)
     ]
     pipeline = pp.build_pipeline_schedule(mine, N_MICROBATCHES, CrossEntropy(), args.schedule)
@@ -95,7 +96,7 @@ def main() -> None:
     expected, losses = in_one_process(args.steps)
     furthest = 0.0
     for step in range(args.steps):
-        tokens = batch(step).to(device)
+        tokens = batch(step)
         optimizer.zero_grad()
         first = pipeline.step(tokens, target=tokens[:, 1:-1]).item()
         second = pipeline.attached[NAME]

@@ -79,14 +79,15 @@ def microbatches(batch: list[Row]) -> tuple[list[tuple[Tensor, Tensor]], list[Te
         texts, images = zip(*batch[start : start + ROWS // N_MICROBATCHES], strict=True)
         tokens = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PAD)
         after = nn.functional.pad(tokens[:, 1:], (0, 1), value=PAD)
-        arguments.append((tokens, torch.cat(images)))
-        targets.append(after.masked_fill(after <= PAD, CrossEntropy.ignore_index))  # nobody predicts images
+        arguments.append((tokens.to(pp.get_device()), torch.cat(images).to(pp.get_device())))
+        after = after.masked_fill(after <= PAD, CrossEntropy.ignore_index)  # nobody predicts images
+        targets.append(after.to(pp.get_device()))
     return arguments, targets
 
 
 def in_one_process(args: argparse.Namespace) -> tuple[VisionLanguage, list[float]]:
     """The model after all steps, with the last one's gradients, and the loss of each."""
-    model, losses, loss_fn = VisionLanguage().double(), [], CrossEntropy()
+    model, losses, loss_fn = VisionLanguage().double().to(pp.get_device()), [], CrossEntropy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
         set_encoder(model, step >= args.thaw_at)
@@ -111,7 +112,7 @@ def main() -> None:
     one_image = torch.full((PATCHES,), IMAGE), torch.zeros(1, 3, 8, 8, dtype=torch.float64)
     (example, *_), _ = microbatches([one_image] * ROWS)
     cuts = [f"decoder.transformer.h.{first}" for first, _ in pp.compute_layer_assignment(8, n_ranks)[1:]]
-    module = pp.auto_split(VisionLanguage().double(), example, n_stages=n_ranks, at=cuts)[rank].to(device)
+    module = pp.auto_split(VisionLanguage().double().to(device), example, n_stages=n_ranks, at=cuts)[rank]
     stage = pp.build_pipeline_stage(module, mesh, device, inputs=example)
     pipeline = pp.build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), "1f1b")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
