@@ -128,6 +128,7 @@ class View {
     const to = (text, label, level) => {
       const node = html(this.levels, "button", { type: "button", textContent: text, title: label }, { "aria-label": label });
       node.addEventListener("click", () => {
+        if (level === number) return;
         this.say(`Level ${level} opens as soon as the kernel answers.`);
         this.model.set("chosen", level);
         this.model.save_changes();
