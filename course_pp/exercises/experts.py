@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list, expect_number, expect_tensor
-from course_pp.exercises.formula import Formula, why
+from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.in_process import unchanged
 from course_pp.exercises.mistakes import Mistake
 
@@ -47,12 +47,15 @@ _LOGITS = ([0.5, 2.0, -1.0, 1.0], [-3.0, -1.0, -2.0, -0.5, -4.0], [1.0, 0.0], [0
 _ROUTES = [(logits, k) for logits, k in product(_LOGITS, (2, 1, 3)) if k <= len(logits)]
 
 
-def _read_route(value: Any, call: str) -> list[list[float]]:
+def _read_route(value: Any, call: str) -> list[tuple[int, float]]:
     pairs = []
     for i, pair in enumerate(expect_list(value, call)):
         expert, weight = expect_list(pair, f"{call}[{i}]", 2)
-        pairs.append([expect_int(expert, f"{call}[{i}][0]"), expect_number(weight, f"{call}[{i}][1]")])
+        pairs.append((expect_int(expert, f"{call}[{i}][0]", _PAIR), expect_number(weight, f"{call}[{i}][1]")))
     return pairs
+
+
+_PAIR = "A list of pairs (expert, weight) is asked for: the number of the expert comes first."
 
 
 def splits(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -95,11 +98,11 @@ _SPLITS = [
 ]
 
 
-def _read_splits(value: Any, call: str) -> list[list[int]]:
-    return [
+def _read_splits(value: Any, call: str) -> tuple[list[int], ...]:
+    return tuple(
         [expect_int(number, f"{call}[{i}]") for number in expect_list(each, f"{call}[{i}]")]
         for i, each in enumerate(expect_list(value, call, 2))
-    ]
+    )
 
 
 def balance(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
@@ -140,22 +143,24 @@ _WRONG_BALANCES = (
 )  # fmt: skip
 
 
+_ROWS_OF_SCORES = {4: [0.1, 0.2, 0.3, 0.4], 5: [0.05, 0.1, 0.2, 0.25, 0.4]}
+
+
 def _scores(n_tokens: int, n_experts: int, seed: int) -> list[list[float]]:
     draw = Random(seed)
-    rows = [[draw.random() + 0.05 * e for e in range(n_experts)] for _ in range(n_tokens)]
-    return [[each / sum(row) for each in row] for row in rows]
+    return [draw.sample(_ROWS_OF_SCORES[n_experts], n_experts) for _ in range(n_tokens)]
 
 
-_BALANCES = [(_scores(n, e, 10 * n + e), k) for n, e in ((4, 4), (3, 5), (6, 4)) for k in (2, 1)]
+_BALANCES = [(_scores(n, e, 10 * n + e), k) for n, e in ((3, 4), (2, 5), (5, 4)) for k in (2, 1)]
 
 
-def _read_balance(value: Any, call: str) -> list[Any]:
+def _read_balance(value: Any, call: str) -> tuple[float, list[list[float]]]:
     loss, gradient = expect_list(value, call, 2)
     rows = [
         [expect_number(each, f"{call}[1][{i}][{j}]") for j, each in enumerate(expect_list(row, f"{call}[1][{i}]"))]
         for i, row in enumerate(expect_list(gradient, f"{call}[1]"))
     ]
-    return [expect_number(loss, f"{call}[0]"), rows]
+    return expect_number(loss, f"{call}[0]"), rows
 
 
 def moved(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
@@ -191,6 +196,7 @@ _MOVES = [
     ([0.0, 0.0, 0.0, 0.0], [[8, 1, 2, 1], [2, 2, 7, 1]], 0.1),
     ([0.5, -0.25, 0.0], [[1, 5, 0], [5, 0, 1], [3, 1, 2]], 0.125),
     ([0.0, 1.0], [[4, 4]], 0.01),
+    ([0.0, 0.0, 0.0], [[1, 2, 2]], 0.25),
     ([0.1, 0.2, 0.3, 0.4], [[0, 0, 12, 0], [3, 3, 3, 3]], 0.5),
 ]
 
@@ -211,10 +217,11 @@ def mixture(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor
 
 
 class _Mixed(NamedTuple):
-    """What a mixture left: its output, and gradients by name; None for no gradient."""
+    """What a mixture left: its output, gradients by name, None for no gradient, and of each expert's calls the rows."""
 
     output: Any
     gradients: dict[str, Tensor | None]
+    calls: list[list[int]]
 
 
 _DIM, _TOKENS = 3, 10
@@ -239,19 +246,22 @@ def _mixed(rank: int, fn: Callable[..., Any], n: int, k: int, taken: int) -> _Mi
     experts, (x, chosen, weights) = _experts(n), _tokens(n, k, taken)
     x.requires_grad_()
     weights.requires_grad_()
+    calls: list[list[int]] = [[] for _ in experts]
+    for expert, seen in zip(experts, calls, strict=True):
+        expert.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
     with unchanged(x=x, chosen=chosen, weights=weights):
         output = fn(x, experts, chosen, weights)
     if not isinstance(output, Tensor) or not output.requires_grad:
-        return _Mixed(output.detach() if isinstance(output, Tensor) else output, {})
+        return _Mixed(output.detach() if isinstance(output, Tensor) else output, {}, calls)
     (output * torch.arange(1.0, output.numel() + 1).view_as(output)).sum().backward()
     named = {"x": x, "weights": weights}
     named |= {f"expert {i}'s {name}": p for i, e in enumerate(experts) for name, p in e.named_parameters()}
-    return _Mixed(output.detach(), {name: each.grad for name, each in named.items()})
+    return _Mixed(output.detach(), {name: each.grad for name, each in named.items()}, calls)
 
 
 def _grade_mixture(answer: Answer) -> None:
     for n, k, taken in ((4, 2, 4), (4, 2, 3), (6, 1, 4), (3, 3, 3)):
-        where = f"With {n} experts, k = {k} and {_TOKENS} tokens" + (f", none for expert {n - 1}" * (taken < n))
+        where = f"With {n} experts, k = {k} and {_TOKENS} tokens{f', none for expert {n - 1}' * (taken < n)},"
         [found], right = answer.on_ranks(1, _mixed, n, k, taken), _mixed(0, mixture, n, k, taken)
         output = expect_tensor(found.output, f"{answer.name}(…)", right.output.shape)
         if not torch.allclose(output, right.output):
@@ -263,26 +273,39 @@ def _grade_mixture(answer: Answer) -> None:
         for name, got in found.gradients.items():
             gradient = right.gradients[name]
             if got is None or gradient is None:  # the solution's are all there
-                raise Mistake(
-                    f"{where} {name} has no gradient at all.",
+                idle = (
                     "An expert that no token chose must be called with no rows: then its gradient is zeros. If it is "
-                    "None, FSDP2 or an exchange on another rank waits for it for ever.",
+                    "None, FSDP2 or an exchange on another rank waits for it for ever."
                 )
+                cause = f"Something is detached from {name}." if name in ("x", "weights") else idle
+                raise Mistake(f"{where} {name} {'has' if name == 'x' else 'have'} no gradient at all.", cause)
             if not torch.allclose(got, gradient):
                 raise Mistake(f"{where} the output is right, but the gradient of {name} is not.", "What is detached?")
+        if found.calls != right.calls:
+            i = next(i for i, rows in enumerate(right.calls) if found.calls[i] != rows)
+            raise Mistake(
+                f"{where} expert {i} was called with {found.calls[i]} rows, not with {right.calls[i]}.",
+                "One call each, with the rows of the tokens that chose it: that is what sparse means.",
+            )
 
 
 def _why_output(got: Tensor, right: Tensor, n: int, k: int, taken: int) -> str:
     x, chosen, weights = _tokens(n, k, taken)
-    with torch.no_grad():
-        plain, first = (
-            mixture(x, _experts(n), chosen[:, :c], w[:, :c]) for c, w in ((k, torch.ones_like(weights)), (1, weights))
-        )
+
+    def with_flaw(*changes: tuple[str, str]) -> bool:
+        with torch.no_grad():
+            return torch.allclose(got, flawed(mixture, *changes)(x, _experts(n), chosen, weights))
+
     close, rows = torch.allclose, torch.isclose(got, right).all(1)
+    with torch.no_grad():
+        first = mixture(x, _experts(n), chosen[:, :1], weights[:, :1])
+    back = "The rows are not in the order of the tokens: row i of what was computed belongs at `order[i]`."
     return why(
         (
-            (close(got.sum(0), right.sum(0)), "The rows are right, but not in the order of the tokens: put them back."),
-            (close(got, plain), "The weights are not in it."),
+            (close(got.sum(0), right.sum(0)), back),
+            (with_flaw(("torch.zeros_like(computed).index_copy(0, order, computed)", "computed")), back),
+            (with_flaw(("torch.zeros_like(computed).index_copy(0, order, computed)", "computed[order]")), back),
+            (with_flaw((" * weights[..., None]", "")), "The weights are not in it."),
             (k > 1 and close(got, first), "Only each token's first choice counts in your answer."),
             (bool(rows.any()), f"{int((~rows).sum())} of {_TOKENS} rows differ: are some dropped, as over a capacity?"),
         ),
@@ -311,7 +334,7 @@ EXERCISES: tuple[Exercise, ...] = (
         "Compare each expert's tokens with the mean over the experts.",
         "Fewer than the mean: + step. More: - step. Just the mean: as it is.",
     )),
-    Exercise(mixture, _grade_mixture, "12", "bug clinic", 3, 9, (
+    Exercise(mixture, _grade_mixture, "12", "bug clinic", 3, 12, (
         "In which order are the rows when the experts have computed them, and in which do the tokens expect them?",
         "`order` says which (token, choice) pair each row is: row i of what was computed belongs at `order[i]`.",
         "Call every expert, also with no rows; cut nothing off; `out[order] = computed`, as `index_copy` does it.",

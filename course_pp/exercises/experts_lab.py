@@ -119,6 +119,12 @@ class Trained:
         last = [load.imbalance for loads in self.loads[-10:] for load in loads.values()]
         return sum(last) / len(last)
 
+    def tokens(self, layer: int) -> list[int]:
+        """Return how many tokens each expert of a layer got in the last ten steps."""
+        return [
+            sum(each) for each in zip(*(loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]), strict=True)
+        ]
+
     @property
     def loss(self) -> float:
         """The mean of the last ten steps' losses."""

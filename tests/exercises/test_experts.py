@@ -82,6 +82,7 @@ def softmax(logits: list[float]) -> list[float]:
         (lambda logits, k: route_by_softmax_of_all(logits, k)[::-1], "worst first"),
         (lambda logits, k: sorted(route_by_softmax_of_all(logits, k)), "give the best first"),
         (lambda logits, k: [(e, 1 / k) for e, _ in route_by_softmax_of_all(logits, k)], "better expert counts more"),
+        (lambda logits, k: [(w, e) for e, w in route_by_softmax_of_all(logits, k)], "the expert comes first"),
         (lambda logits, k: dict(route_by_softmax_of_all(logits, k)), "a list is asked for"),
         (lambda logits, k: [e for e, _ in route_by_softmax_of_all(logits, k)], "a list is asked for"),
     ],
@@ -143,6 +144,14 @@ def moved_for_each(bias: list[float], counts: list[list[int]], step: float) -> l
         (lambda bias, counts, step: moved_by_sign(bias, counts, -step), "The wrong way"),
         (lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step), "kept from step to step"),
         (lambda bias, counts, step: bias, "not"),
+        (
+            lambda bias, counts, step: [
+                b + step * ((n < m) - (n > m))
+                for m in [sum(map(sum, counts)) // len(bias)]
+                for b, n in zip(bias, map(sum, zip(*counts, strict=True)), strict=True)
+            ],
+            "not",
+        ),
     ],
 )
 def test_a_wrong_move_is_told_why(answer: Answer, words: str) -> None:
@@ -166,6 +175,11 @@ def without_idle_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, we
     return out
 
 
+def on_all_tokens(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    parts = [expert(x) * (weights * (chosen == i)).sum(1, keepdim=True) for i, expert in enumerate(experts)]
+    return torch.stack(parts).sum(0)
+
+
 def over_capacity_dropped(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for i, expert in enumerate(experts):
@@ -178,12 +192,14 @@ def over_capacity_dropped(x: Tensor, experts: list[nn.Module], chosen: Tensor, w
     ("answer", "words"),
     [
         (in_order_of_experts, "not in the order of the tokens"),
+        (on_all_tokens, "expert 0 was called with [10] rows, not with [3]"),
         (without_idle_experts, "must be called with no rows"),
         (over_capacity_dropped, "are some dropped, as over a capacity?"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)), "The weights are not in it"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]), "Only each token's first choice"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).detach(), "has no gradient"),
-        (lambda x, e, c, w: mixture_by_mask(x.detach(), e, c, w), "no gradient"),
+        (lambda x, e, c, w: mixture_by_mask(x.detach(), e, c, w), "Something is detached from x"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c, w.detach()), "Something is detached from weights"),
         (lambda x, e, c, w: None, "a tensor is asked for"),
     ],
 )
