@@ -27,8 +27,9 @@ from course_pp.collective import Ranks, difference
 class MeshGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for the ranks of a mesh: an infinity on one of them is one on all.
 
-    Give it to the pipeline, as in this module's first lines: it then scales the loss, and what :func:`attach_loss`
-    adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in one process.
+    Give it to the pipeline, as in the first lines of ``course_pp.grad_scaler``: it then scales the loss, and what
+    :func:`attach_loss` adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in
+    one process.
 
     It has a scale on every rank, also where no loss is. Shards, whole gradients and a rank without any go together,
     under fused optimizers too. If a rank has several optimizers, each is skipped for itself, as torch does it: the
@@ -76,17 +77,22 @@ class MeshGradScaler(GradScaler):
             ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one of them, or if none
                 has scaled a loss; for gradients in float16, which would lose what scaling has saved.
         """
-        super().unscale_(optimizer)
         if not self.is_enabled():
             return
-        [found_inf] = self._found_inf_per_device(optimizer).values()
-        found, scaled = bool(found_inf), self.in_pipeline or self._has_scaled
+        problem, found, scaled = "", False, self.in_pipeline or self._has_scaled
+        try:
+            super().unscale_(optimizer)
+            [found_inf] = self._found_inf_per_device(optimizer).values()
+            found = bool(found_inf)
+        except (RuntimeError, ValueError) as error:  # the others are told, or they would wait
+            problem = Ranks.sentence(error)
         for ranks in self._rows():
-            told = ranks.gather((self.state_dict(), found, scaled))
-            if problem := difference([state for state, *_ in told]):
-                raise ValueError(f"MeshGradScaler: {problem}")
-            found = any(theirs for _, theirs, _ in told)
-            scaled = any(theirs for *_, theirs in told)
+            told = ranks.gather((self.state_dict(), found, scaled, problem))
+            found, scaled = any(found for _, found, *_ in told), any(scaled for *_, scaled, _ in told)
+            raised = next((problem for *_, problem in told if problem), "")
+            problem = raised or difference([state for state, *_ in told]) or ""
+        if problem:
+            raise ValueError(f"MeshGradScaler: {problem}")
         if not scaled:
             raise ValueError(
                 "this MeshGradScaler has scaled no loss: build the pipeline with scaler=, or call scale(loss)"

@@ -76,7 +76,7 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
     for name, value in kwargs.items():
         word = (spec or {}).get(name)
         if word == "rows":
-            _map_tensors(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), value)
+            map_tensors(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), value)
         elif word is None and isinstance(value, Tensor) and value.dim() > 1:
             found.append(len(value))
     return found[0] if found else 0
@@ -100,7 +100,7 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
             "'same' to give it whole to every microbatch; or give ready-made microbatches, kwarg_mbs="
         )
     tensors: list[Tensor] = []
-    _map_tensors(tensors.append, value)
+    map_tensors(tensors.append, value)
     wrong = next((tuple(t.shape) for t in tensors if t.dim() == 0 or len(t) != rows), None)
     if wrong is not None or not tensors:
         what = f"a {type(value).__name__} without a tensor" if wrong is None else f"a tensor of shape {wrong}"
@@ -112,18 +112,18 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
 
     def microbatch(i: int) -> Any:
         numbered = iter(pieces)
-        return _map_tensors(lambda _: next(numbered)[i], value)
+        return map_tensors(lambda _: next(numbered)[i], value)
 
     return [microbatch(i) for i in range(n)]
 
 
-def _map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply ``change`` to each tensor in tuples, lists and dicts; anything else stays what it is."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_tensors(change, each) for key, each in value.items()}
+        return {key: map_tensors(change, each) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        changed = [_map_tensors(change, each) for each in value]
+        changed = [map_tensors(change, each) for each in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     return value

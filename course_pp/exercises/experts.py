@@ -317,7 +317,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(route, Formula(route, _ROUTES, _WRONG_ROUTES, read=_read_route), "12", "a token chooses", 1, 5, (
         "The experts with the k largest logits; `sorted(…, key=…)[:k]`.",
         "The softmax of all logits, divided by the chosen ones' sum, is the softmax of the chosen ones.",
-        "Weight of an expert: exp(its logit) over the sum of exp over the chosen k.",
+        "Weight of an expert: `exp` of its logit, over the sum of `exp` over the chosen k.",
     )),
     Exercise(splits, Formula(splits, _SPLITS, _WRONG_SPLITS, read=_read_splits), "12", "who gets how many rows", 2, 7, (
         "With E experts on n ranks, rank r has those from r * E / n to (r + 1) * E / n, excluded.",

@@ -6,7 +6,8 @@
 
 An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017, arXiv:1701.06538).
 All experts of a layer are packed into one tensor a matrix, (n_experts, in, out), so that one grouped product does
-them all. The layer knows nothing of ranks: expert parallelism replaces the call ``self.experts(x, counts)``.
+them all. The layer knows ranks only where its loss counts over them (:func:`count_over_data_ranks`): expert
+parallelism replaces the call ``self.experts(x, counts)``.
 
 If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balance`` says what does:
 

@@ -16,7 +16,7 @@ Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -74,8 +74,10 @@ def apply_expert_parallel(
     if mesh is None:
         return ()
     # Of this package's model, stages may have none of its experts.
-    ours = any(isinstance(each, Transformer) and each.config.n_experts for each in _listed(model))
+    ours = experts is None and any(isinstance(each, Transformer) and each.config.n_experts for each in _listed(model))
     if not any(Ranks().gather(ours or any(found))):
+        if experts is not None:
+            _experts_of(_listed(model)[0], experts, mesh.size(), may_lack=False)
         raise ValueError(
             "apply_expert_parallel finds no experts on any stage: name them with experts=, a class or a name pattern "
             f"of modules that {_CALLED}; or leave ep at 1"
@@ -96,15 +98,17 @@ def _listed(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
-def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
-    """Return the modules to share out, by name; refuse one that cannot be."""
+def _experts_of(model: nn.Module, experts: Blocks, ep: int, may_lack: bool = True) -> dict[str, nn.Module]:
+    """Return the modules to share out, by name; refuse one that cannot be. A stage may have none."""
     if problem := problem_of_wrappers(model, "the model"):
         raise ValueError(problem)
     if experts is None:
         found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
     else:
-        wanted = [experts] if isinstance(experts, str | type) else list(experts)
-        found = {name: part for each in wanted for name, part in wanted_modules(model, each, "experts").items()}
+        found = {}
+        for each in [experts] if isinstance(experts, str | type) else list(experts):
+            with suppress(ValueError) if may_lack else nullcontext():
+                found |= wanted_modules(model, each, "experts")
     for name, part in found.items():
         _check(name, part, ep)
     return found
@@ -129,6 +133,12 @@ def _check(name: str, module: nn.Module, ep: int) -> None:
         shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
         raise ValueError(f"{what} holds {shapes or 'no parameters'}: each must have one expert in each row")
     [n_experts] = set(rows.values())
+    whole = next((own for own, b in module.named_buffers() if b.dim() and len(b) == n_experts), None)
+    if whole is not None:
+        raise ValueError(
+            f"{what} holds the buffer {whole!r} of {n_experts} rows, of which each rank would use the first ones: make "
+            "it a parameter without a gradient"
+        )
     if n_experts % ep:
         works = [k for k in range(1, n_experts + 1) if n_experts % k == 0]
         raise ValueError(
@@ -171,9 +181,10 @@ class Exchanged(Replaced):
         sent = counts.view(self._ep, n_here)
         came = torch.empty_like(sent)  # by rank and expert
         dist.all_to_all_single(came, sent, group=self._group)
-        n_sent, n_came = sent.sum(1).tolist(), came.sum(1).tolist()
+        n_sent, n_came = torch.stack((sent.sum(1), came.sum(1))).tolist()  # one wait for a GPU
         rows = all_to_all(x, n_sent, n_came, self._group)
-        expert = torch.arange(n_here, device=x.device).repeat(self._ep).repeat_interleave(came.flatten())
+        by_rank = torch.arange(n_here, device=x.device).repeat(self._ep)
+        expert = by_rank.repeat_interleave(came.flatten(), output_size=len(rows))
         order = expert.argsort(stable=True)
         with self._own_experts():
             rows = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
@@ -203,8 +214,9 @@ class ExchangedChoices(Exchanged):
         def compute(rows: Tensor, counts: Tensor) -> Tensor:
             """Each row is a token with one choice, of weight 1."""
             if not len(rows):
-                return _Idle.apply(rows, *self._module._parameters.values())
-            expert = torch.arange(n_here, device=rows.device).repeat_interleave(counts)[:, None]
+                return _Idle.apply(rows, *(p for p in self._module._parameters.values() if p is not None))
+            here = torch.arange(n_here, device=rows.device)
+            expert = here.repeat_interleave(counts, output_size=len(rows))[:, None]
             with patch.dict(vars(self._module), {"num_experts": n_here}):
                 return self.forward(rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype))
 

@@ -46,8 +46,12 @@ _DONE = "COURSE_PP_PINNED_PID"
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _OF_EXPERTS = "_course_pp_experts"  # under which a mesh keeps the one of experts: torch's has no place for another
 # What others call the same dimensions: a mesh with these would pass for one without any, and nothing would be cut.
+# Those of experts lie within dp_shard.
 _MISNAMED = frozenset(
-    ("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "batch", "pipe", "pipeline", "stage", "tensor", "model")
+    (
+        *("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "batch", "pipe", "pipeline", "stage", "tensor"),
+        *("model", "ep", "efsdp", "expert"),
+    )
 )
 
 
@@ -413,17 +417,22 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and config.dp_replicate > 1)}
     if not kept:
         return None
-    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    if config.ep > 1:
-        parts: dict[str, int] = {}
-        for name, n in kept.items():
-            parts |= {"efsdp": n // config.ep, "ep": config.ep} if name == "dp_shard" else {name: n}
-        of_experts = init_device_mesh(device.type, tuple(parts.values()), mesh_dim_names=tuple(parts))
-        setattr(mesh, _OF_EXPERTS, of_experts)
+    mesh = mesh_of(device.type, kept, config.ep)
     for group in _groups_of(mesh):
         set_timeout(group, timedelta(seconds=config.timeout_s))
     if config.tp > 1:
         _warn_if_tp_leaves_a_node(config.tp)
+    return mesh
+
+
+def mesh_of(kind: str, sizes: Mapping[str, int], ep: int) -> DeviceMesh:
+    """Return a mesh with these dimensions on devices of a kind; it keeps the one of experts, if ``ep`` is above 1."""
+    mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if ep > 1:
+        parts: dict[str, int] = {}
+        for name, n in sizes.items():
+            parts |= {"efsdp": n // ep, "ep": ep} if name == "dp_shard" else {name: n}
+        setattr(mesh, _OF_EXPERTS, init_device_mesh(kind, tuple(parts.values()), mesh_dim_names=tuple(parts)))
     return mesh
 
 
@@ -475,7 +484,7 @@ def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
         raise ValueError(
             f"mesh dimensions {names} must be named {', '.join(_DIMENSIONS)}, and dp_replicate needs a dp_shard beside "
             "it, of size 1 if nothing is sharded: use init_distributed, or name them so in init_device_mesh. Others, "
-            "such as cp or ep, may stand beside these"
+            "such as cp, may stand beside these; ep lies within dp_shard, DistributedConfig(ep=…)"
         )
     return device_mesh[name] if device_mesh is not None and name in names else None
 
@@ -539,6 +548,7 @@ def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 def mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return the mesh of the same ranks that has ``efsdp`` and ``ep`` in place of ``dp_shard``; None without ``ep``."""
+    _dimension(device_mesh, "dp_shard")  # refuses a mesh whose dimensions have other names
     mesh: DeviceMesh | None = getattr(device_mesh, _OF_EXPERTS, None)
     return mesh
 

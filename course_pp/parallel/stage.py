@@ -29,7 +29,7 @@ from course_pp.parallel.replaced_forward import (
     spelled,
 )
 from course_pp.parallel.split import SplitStage
-from course_pp.parallel.stage_values import ValueMeta, as_value, call
+from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call
 from course_pp.weight_gradients import Deferring, WeightGradients
 
 _TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
@@ -394,11 +394,14 @@ class ModelStage(LocalNeighboursStage):
         """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did not use."""
         if self.is_first:
             return tuple(gradients)
+
+        def sent(gradient: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor | None:
+            if gradient is not None:
+                return gradient.contiguous()
+            return meta.empty(self.device).zero_() if meta.dtype.is_floating_point else None
+
         metas = self.taken_by(microbatch).metas
-        zeros = (meta.empty(self.device).zero_() if meta.dtype.is_floating_point else None for meta in metas)
-        return tuple(
-            zero if gradient is None else gradient.contiguous() for gradient, zero in zip(gradients, zeros, strict=True)
-        )
+        return tuple(sent(gradient, meta) for gradient, meta in zip(gradients, metas, strict=True))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives before a forward, into buffers of the microbatch's own size."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -195,7 +196,24 @@ def _data_groups(ranks: Ranks, modules: Modules, sizes: Sequence[int]) -> Sequen
         found = Ranks(data_group, limit_s=ranks.limit_s).gather(mates)
         mates = {rank: [mate for theirs in found for mate in theirs[rank]] for rank in lacking}
     mates = ranks.gather(mates)[knows]
-    return [dist.new_group(mates[ranks.rank], use_local_synchronization=True)] if ranks.rank in mates else groups
+    made = _group_of(mates, ranks)
+    return [made] if ranks.rank in mates else groups
+
+
+_MADE: WeakValueDictionary[Any, dist.ProcessGroup] = WeakValueDictionary()  # until the process group is destroyed
+
+
+def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup:
+    """Return the group of this rank's mates, made once for all pipelines that have the same.
+
+    Torch names a group after the number of those there, so whoever has no mates makes one too, for itself.
+    """
+    mine = mates.get(ranks.rank, [dist.get_rank()])
+    key = dist.group.WORLD, ranks.group, ranks.rank, str(mates)
+    if key not in _MADE:
+        limit = None if ranks.limit_s is None else timedelta(seconds=ranks.limit_s)
+        _MADE[key] = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+    return _MADE[key]
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:

@@ -18,7 +18,7 @@ from course_pp.arguments import check_arguments
 from course_pp.collective import Ranks
 from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
-from course_pp.microbatches import ChunkSpec
+from course_pp.microbatches import ChunkSpec, map_tensors
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import Cut, Form, cut, joined, loss_shares, own_means, put_together
@@ -313,8 +313,9 @@ class Pipeline:
         """Do not count the batch, which its owner keeps."""
         if self._options.meter is not None:
             self._options.meter.ignore(tensors_of([batch.inputs, batch.targets]))
-            values = (value for kwargs in batch.kwargs for value in kwargs.values())
-            self._options.meter.ignore(value for value in values if isinstance(value, torch.Tensor))
+            found: list[torch.Tensor] = []
+            map_tensors(found.append, list(batch.kwargs))
+            self._options.meter.ignore(found)
 
     def _loss_of(
         self, targets: Sequence[Any], divisor: float | None

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -245,6 +245,10 @@ def applied(rank: int, mesh: DeviceMesh, what: str) -> None:
             model = nn.parallel.DistributedDataParallel(model)
         case "rows":
             model = nn.Sequential(Foreign(2, 4), Foreign())
+        case "buffer":
+            model.layers["0"].mlp.experts.register_buffer("scale", torch.ones(SMALL.n_experts))
+        case "by hand":
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     named: dict[str, Any] = {"called": "*.*.attn", "nearest": "layers.*.expert", "rows": Foreign}
     apply_expert_parallel(model, mesh, named.get(what))
 
@@ -261,6 +265,8 @@ REFUSED = {
     "DDP": "the model is wrapped in DistributedDataParallel",
     "called": r"'layers.0.attn' \(Attention\) is called with \(x, cos, .*\): experts are called with \(x, counts\) or",
     "nearest": "experts='layers.*.expert' matches no module of Transformer: the nearest names are",
+    "buffer": "holds the buffer 'scale' of",
+    "by hand": r"must be named .*; ep lies within dp_shard, DistributedConfig\(ep=…\)",
     "rows": r"'1' \(Foreign\) holds weight \(\): each must have one expert in each row",
 }
 
@@ -298,6 +304,16 @@ def test_experts_that_a_plan_has_cut_are_refused_on_every_rank() -> None:
     ranks = on_ranks(4, cut_by_plan, timeout_s=60)
     assert len(set(ranks)) == 1
     assert ranks[0].startswith("'layers.0.mlp.experts' (Experts) holds 'gate_proj', which")
+
+
+def one_stage_has_none(rank: int) -> tuple[str, ...]:
+    mesh = init_distributed(DistributedConfig(ep=2), seed=0)
+    stages = [Transformer(SMALL if has else replace(SMALL, n_experts=0)) for has in (False, True)]
+    return apply_expert_parallel(stages, mesh, "layers.0.mlp.experts")
+
+
+def test_a_stage_may_lack_the_experts_that_are_named() -> None:
+    assert on_ranks(2, one_stage_has_none, timeout_s=60) == [("layers.0.mlp.experts",)] * 2
 
 
 def without_ep(rank: int) -> tuple[Any, ...]:

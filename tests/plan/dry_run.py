@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,8 +34,7 @@ from course_pp.parallel import (
     compute_in,
     default_mp_policy,
 )
-from course_pp.parallel._torch import unflattened
-from course_pp.parallel.mesh import _OF_EXPERTS, lone_group
+from course_pp.parallel.mesh import lone_group, mesh_of
 from course_pp.parallel.schedules import torch_schedule
 from course_pp.plan.layout import Layout
 
@@ -64,7 +63,7 @@ def dry_run(
     at = layout.place(rank)
     here = [stage for stage, ranks in enumerate(layout.placement) if at.pp in ranks]
     with alone_as(rank, layout.n_ranks):
-        mesh = mesh_of(layout)
+        mesh = mesh_for(layout)
         modules = [built(config, layout, mesh, stage) for stage in here]
         held = [p.to_local() if isinstance(p, DTensor) else p for module in modules for p in module.parameters()]
         entered = ()
@@ -75,14 +74,10 @@ def dry_run(
     return DryRun(kept | {"optimizer": n_elements * size.optimizer + 4 * len(held)}, entered)
 
 
-def mesh_of(layout: Layout) -> DeviceMesh | None:
+def mesh_for(layout: Layout) -> DeviceMesh | None:
     sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
     kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)}
-    mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept)) if kept else None
-    if mesh is not None and layout.ep > 1:
-        parts = {"efsdp": layout.dp_shard // layout.ep, "ep": layout.ep}
-        setattr(mesh, _OF_EXPERTS, unflattened(mesh, "dp_shard", parts))
-    return mesh
+    return mesh_of("cpu", kept, layout.ep) if kept else None
 
 
 def built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: int) -> nn.Module:
