@@ -186,7 +186,9 @@ def refusals(rank: int) -> dict[str, list[str]]:
         "asynchronous",
         lambda: Pipeline(build("pipedream", 2, 4), module, F.mse_loss, scaler=MeshGradScaler(mesh), **pipedream),
     )
-    module.half()(x.half()).sum().backward()
+    if rank == 1:
+        module.half()
+    module(x.to(next(module.parameters()).dtype)).sum().backward()
     attempt("float16", lambda: MeshGradScaler(mesh).unscale_(optimizer))
     return said
 

@@ -40,6 +40,7 @@ class Layout:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     recompute: bool = False
     bare: bool = False
+    transport: str | None = None
     tolerance: float = 1e-12
 
     @property
@@ -124,6 +125,7 @@ def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
     here = stages_of(mesh.get_local_rank("pp"), schedule)
     modules = {stage: wrap(stages[stage], data_mesh, layout) for stage in here}
     options = {"group": mesh.get_group("pp"), "recompute": layout.recompute, "timeout_s": 20}
+    options["transport"] = layout.transport
     return Pipeline(schedule, modules, loss_fn, **options), schedule, modules, mesh
 
 
@@ -220,7 +222,8 @@ def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tup
 UNEQUAL = {
     "pp x shard": Layout("1f1b"),
     "hsdp": Layout("gpipe", pp=1, replicate=2),
-    "no weights in the last stage": Layout("1f1b", bare=True),
+    # As with NCCL, whose groups have names that all ranks must count alike.
+    "no weights in the last stage": Layout("1f1b", bare=True, transport="gloo without tags"),
     "nor under hsdp": Layout("1f1b", replicate=2, bare=True),
 }
 
