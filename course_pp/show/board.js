@@ -92,6 +92,7 @@ class View {
     };
     const goes = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "a policy that goes on" });
     this.policy = this.menu(goes, "who goes on", [...Object.keys(POLICIES), ...Object.keys(this.references)]);
+    this.policy.addEventListener("change", () => this.root.focus()); // so that n and s are keys of the board again
     button("one step", "one step of the chosen policy, key n", () => this.go(1), goes);
     button("until strange", "run the chosen policy until something is strange, key s", () => this.go(Infinity, true), goes);
     button("fill the rest", "fill the rest by the chosen policy", () => this.go(Infinity), goes);
@@ -105,7 +106,7 @@ class View {
       if (this.versus) this.say(`${this.compared()}.`);
     });
     if (this.kernel) this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
-    button("clear", "clear the board", () => this.commit([], [], "The board is empty."));
+    button("clear", "clear the board", () => this.commit([], [...this.moves, ...this.undone], "The board is empty; y brings moves back."));
     const settings = html(root, "div", { className: "cpp-bar" });
     const shown = this.menu(html(settings, "label", { textContent: "before a move, show " }), "shown before a move", SHOWN);
     shown.value = this.shown;
@@ -396,7 +397,7 @@ class View {
     const letter = press.toUpperCase();
     const place = !event.ctrlKey && press.length === 1 && "FBIW".includes(letter)
       ? () => this.attempt(() => this.place(this.position.nextOf(this.rank, letter, this.at))) : undefined;
-    const number = /^[1-9]$/.test(press) ? () => this.number(Number(press)) : undefined;
+    const number = /^[1-9]$/.test(press) ? () => this.choose(Number(press)) : undefined;
     const found = does ?? place ?? number;
     if (!found || (event.ctrlKey && !"zy".includes(press)) || (onButton && (press === "Enter" || press === " "))) return;
     event.preventDefault();
@@ -404,7 +405,7 @@ class View {
     found();
   }
 
-  number(n) {
+  choose(n) {
     const action = this.choices()[n - 1];
     if (action) this.place(action);
     else this.say(`There is no choice ${n}.`, "refused");

@@ -103,7 +103,7 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     page.click("button:text-is('▶ play')")
     said(page, "Played: 7.")
     page.click("button:text-is('clear')")
-    said(page, "The board is empty.")
+    said(page, "The board is empty; y brings moves back.")
     assert errors(page) == []
 
 

@@ -119,6 +119,19 @@ def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_the
         assert position(page) == "level=3&moves=0F0.1F0.1B0"
 
 
+def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(opened: Any) -> None:
+    page = opened(show.board(3))
+    page.locator(".cpp-board").focus()
+    page.keyboard.press("1")
+    assert position(page) == "level=3&moves=0F0"
+    page.locator("select[aria-label='who goes on']").select_option("1f1b")
+    page.keyboard.press("n")
+    assert position(page) != "level=3&moves=0F0"
+    press(page, "clear")
+    page.keyboard.press("y")
+    assert position(page) == "level=3&moves=0F0"
+
+
 def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opened: Any) -> None:
     page = opened(show.board(1), addressed=True)
     page.locator(".cpp-board").focus()
