@@ -147,7 +147,7 @@ class ModelConfig:
             )
         if self.n_experts and self.top_k > self.n_experts:
             raise ValueError(f"top_k={self.top_k} must be at most n_experts={self.n_experts}: a token's experts differ")
-        if self.n_experts and not any(map(self.has_experts, range(self.n_layers))):
+        if self.n_experts and not self.expert_layers:
             raise ValueError(
                 f"n_experts={self.n_experts}, but none of n_layers={self.n_layers} has them with "
                 f"moe_every={self.moe_every} and n_dense_layers={self.n_dense_layers}: lower these"
@@ -189,6 +189,16 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether this layer, counted from 0, has experts in place of the feed-forward block."""
         return self.n_experts > 0 and layer >= self.n_dense_layers and (layer + 1) % self.moe_every == 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(filter(self.has_experts, range(self.n_layers)))
+
+    @property
+    def router_losses(self) -> tuple[str, ...]:
+        """The names of the losses that each router has: ``"balance"``, ``"z"``, both or none."""
+        return ("balance",) * (self.balance in ("loss", "sequence")) + ("z",) * (self.z_coef > 0)
 
     @property
     def n_ffn_matrices(self) -> int:
@@ -258,7 +268,7 @@ class ModelConfig:
     @property
     def n_active_parameters(self) -> int:
         """Parameters that one token meets: all but those of experts that it does not go to."""
-        n_layers = sum(map(self.has_experts, range(self.n_layers)))
+        n_layers = len(self.expert_layers)
         return self.n_parameters - n_layers * (self.n_experts - self.top_k) * self.n_expert_parameters
 
 

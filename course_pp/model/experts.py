@@ -166,12 +166,12 @@ class MoE(nn.Module):
     def _losses(self, routing: Routing, batch_and_seq: torch.Size) -> dict[str, Tensor]:
         """Return those of one microbatch by name; none if nothing that they depend on is trained."""
         losses = {}
-        if self.config.balance in ("loss", "sequence"):
+        if "balance" in self.config.router_losses:
             scores, experts = (each.unflatten(0, batch_and_seq) for each in (routing.scores, routing.experts))
             if self.config.balance == "loss":
                 scores, experts = scores.flatten(0, 1)[None], experts.flatten(0, 1)[None]
             losses["balance"] = self.config.balance_coef * balance_loss(scores, experts, self.router.groups)
-        if self.config.z_coef:
+        if "z" in self.config.router_losses:
             losses["z"] = self.config.z_coef * z_loss(routing.logits)
         return losses if routing.scores.requires_grad else {}
 
@@ -220,7 +220,7 @@ def expert_loads(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -
     """
     modules = list(modules)
     config, device = cast(ModelConfig, modules[0].config), next(modules[0].parameters()).device
-    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
+    layers = config.expert_layers
     loads = torch.zeros(len(layers), 2, config.n_experts, dtype=torch.int64, device=device)
     for mixture in _mixtures(modules):
         loads[layers.index(mixture.layer)] += mixture.router.load

@@ -362,7 +362,7 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
     """Refuse a ``tp`` that divides no heads or feed-forward width, or logits that cannot stay cut."""
     sizes = {"n_heads": config.n_heads, "n_kv_heads": config.kv_heads}
-    if not all(map(config.has_experts, range(config.n_layers))):
+    if len(config.expert_layers) < config.n_layers:
         sizes["ffn_dim"] = config.hidden_dim
     _check_divides(tp, sizes)
     if not gather_logits and not shards_head(config, tp):

@@ -390,7 +390,7 @@ def predict_collectives(
             f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
             "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"
         )
-    n_sparse = sum(map(config.has_experts, range(config.n_layers)))
+    n_sparse = len(config.expert_layers)
     expected = (layout.dp_replicate * layout.dp_shard, n_sparse, n_microbatches, config.n_experts)
     if routed is not None and tuple(routed.shape) != expected:
         raise ValueError(
@@ -473,26 +473,22 @@ def _forwards_again(rank: _Rank, stage: StagePlan, sparse: bool) -> int:
     # torch's weight-gradient half recomputes the block once for each parameter. The first stage, which has no input
     # gradient to send, is not split, nor is one with attached losses, which puts off weight gradients itself.
     parameters = sum(map(len, stage.sparse if sparse else stage.dense))
-    attaches = stage.n_sparse and _router_losses(rank.config)
+    attaches = stage.n_sparse and rank.config.router_losses
     return 1 + (parameters if rank.splits_backward and not stage.is_first and not attaches else 0)
-
-
-def _router_losses(config: ModelConfig) -> list[str]:
-    return ["balance"] * (config.balance in ("loss", "sequence")) + ["z"] * bool(config.z_coef)
 
 
 def _experts(rank: _Rank) -> CollectiveCounts:
     """Exchanges over ``ep``: three in each forward of a layer's experts, two in its backward."""
     config, counts = rank.config, _NOTHING
-    layers = [layer for layer in range(config.n_layers) if config.has_experts(layer)]
     ranges = compute_layer_assignment(config.n_layers, rank.stages[0].n_stages)
     for stage in rank.stages:
-        for layer in (layer for layer in range(*ranges[stage.index]) if config.has_experts(layer)):
-            forwards = 1 + _forwards_again(rank, stage, sparse=True)
+        here = range(*ranges[stage.index])
+        forwards = 1 + _forwards_again(rank, stage, sparse=True)
+        for i in (i for i, layer in enumerate(config.expert_layers) if layer in here):
             numbers = rank.n_microbatches * forwards
             counts += rank.over("ep", "all_to_all", numbers, config.n_experts * torch.int64.itemsize)
             for microbatch in range(rank.n_microbatches):
-                rows = _rows_exchanged(rank, layers.index(layer), microbatch)
+                rows = _rows_exchanged(rank, i, microbatch)
                 n_bytes = rows * config.dim * rank.computed.itemsize
                 counts += rank.over("ep", "all_to_all", 2 * forwards + 2, n_bytes)
     return counts
@@ -567,7 +563,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
 def _attached_losses(rank: _Rank) -> CollectiveCounts:
     """Routers' losses: the microbatches' weights before the step, the sums of all stages' losses after it."""
     config, n_stages = rank.config, rank.stages[0].n_stages
-    kinds = _router_losses(config)
+    kinds = config.router_losses
     ranges = compute_layer_assignment(config.n_layers, n_stages)
 
     def told(pp_rank: int) -> int:
