@@ -108,11 +108,20 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
             f"keyword argument {name} is, or holds, {what}, and kwargs_chunk_spec cuts it by rows: its first "
             f"dimension must be the whole batch{size}; or say 'same'"
         )
+    return cut_rows(value, tensors, n)
+
+
+def cut_rows(value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..., Any] | None = None) -> list[Any]:
+    """Return ``value`` for each of ``n`` microbatches, its ``tensors`` cut along their first dimension.
+
+    Args:
+        mapping: ``mapping(change, value)`` finds these tensors, in this order; :func:`map_tensors` unless given.
+    """
     pieces = [tensor.tensor_split(n) for tensor in tensors]
 
     def microbatch(i: int) -> Any:
         numbered = iter(pieces)
-        return map_tensors(lambda _: next(numbered)[i], value)
+        return (mapping or map_tensors)(lambda _: next(numbered)[i], value)
 
     return [microbatch(i) for i in range(n)]
 

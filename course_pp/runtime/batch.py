@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
-from course_pp.microbatches import ChunkSpec, are_ready, cut_keywords, rows_to_cut
+from course_pp.microbatches import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
 from course_pp.runtime.payload import describe, map_tensors, tensors_of
 
 Form = tuple[str, int]
@@ -89,13 +89,7 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
             f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into {n} microbatches: "
             f"give tensors of the same first dimension, at least {n}, or {n} microbatches as {ready}"
         )
-    pieces = [tensor.tensor_split(n) for tensor in tensors]
-
-    def microbatch(i: int) -> Any:
-        numbered = iter(pieces)
-        return map_tensors(lambda _: next(numbered)[i], batch)
-
-    return [microbatch(i) for i in range(n)]
+    return cut_rows(batch, tensors, n, map_tensors)
 
 
 def loss_shares(
