@@ -48,27 +48,32 @@ def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module
     if blocks is None:
         return _longest_run(module)
     wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
-    found = {n: part for each in wanted for n, part in wanted_modules(module, each).items()} if wanted else {"": module}
+    found = {} if wanted else {"": module}
+    for each in wanted:
+        matching = modules_wanted(module, each)
+        if not matching:
+            raise ValueError(problem_of_none(module, each, "blocks"))
+        found |= matching
     _check_apart(found)
     return found
 
 
-def wanted_modules(module: nn.Module, each: type[nn.Module] | str, option: str = "blocks") -> dict[str, nn.Module]:
-    """Return the parts of a class, or whose names match a pattern; refuse ``option=each`` if there are none."""
+def modules_wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, nn.Module]:
+    """Return the parts of a class, or whose names match a pattern, by name; there may be none."""
     if isinstance(each, str):
-        if found := modules_matching(module, each):
-            return found
-        names = [name for name, _ in module.named_modules()]
-        raise ValueError(
-            f"{option}={each!r} matches no module of {type(module).__name__}: the nearest names are "
-            f"{listed(nearest(each, names) or [n for n, _ in module.named_children()])}"
-        )
-    found = {n: part for n, part in module.named_modules(remove_duplicate=False) if isinstance(part, each)}
-    if not found:
-        raise ValueError(
-            f"{option}={each.__name__} matches no module of {type(module).__name__}: {_what_is_there(module)}"
-        )
-    return found
+        return modules_matching(module, each)
+    return {n: part for n, part in module.named_modules(remove_duplicate=False) if isinstance(part, each)}
+
+
+def problem_of_none(module: nn.Module, each: type[nn.Module] | str, option: str) -> str:
+    """Return what to say where ``option=each`` matches nothing."""
+    if not isinstance(each, str):
+        return f"{option}={each.__name__} matches no module of {type(module).__name__}: {_what_is_there(module)}"
+    names = [name for name, _ in module.named_modules()]
+    return (
+        f"{option}={each!r} matches no module of {type(module).__name__}: the nearest names are "
+        f"{listed(nearest(each, names) or [n for n, _ in module.named_children()])}"
+    )
 
 
 def _check_apart(found: dict[str, nn.Module]) -> None:

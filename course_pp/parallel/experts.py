@@ -16,7 +16,7 @@ Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,7 @@ from course_pp.model import Transformer
 from course_pp.model.experts import Experts
 from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import all_to_all
-from course_pp.parallel.blocks import Blocks, wanted_modules
+from course_pp.parallel.blocks import Blocks, modules_wanted, problem_of_none
 from course_pp.parallel.mesh import get_ep_mesh
 from course_pp.parallel.replaced_forward import Replaced, check_order, replaced_forwards
 from course_pp.weight_gradients import part_of
@@ -73,11 +73,11 @@ def apply_expert_parallel(
     mesh, found = on_every_rank(device_mesh, look)
     if mesh is None:
         return ()
+    models = _listed(model)
+    _refuse_unmatched(models, _wanted(experts))
     # Of this package's model, stages may have none of its experts.
-    ours = experts is None and any(isinstance(each, Transformer) and each.config.n_experts for each in _listed(model))
+    ours = experts is None and any(isinstance(each, Transformer) and each.config.n_experts for each in models)
     if not any(Ranks().gather(ours or any(found))):
-        if experts is not None:
-            _experts_of(_listed(model)[0], experts, mesh.size(), may_lack=False)
         raise ValueError(
             "apply_expert_parallel finds no experts on any stage: name them with experts=, a class or a name pattern "
             f"of modules that {_CALLED}; or leave ep at 1"
@@ -98,17 +98,30 @@ def _listed(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
-def _experts_of(model: nn.Module, experts: Blocks, ep: int, may_lack: bool = True) -> dict[str, nn.Module]:
+def _refuse_unmatched(models: Sequence[nn.Module], wanted: Sequence[type[nn.Module] | str]) -> None:
+    """Refuse, on every rank, what matches no module of any stage; one stage may have none of it."""
+    lacking = [not any(modules_wanted(model, each) for model in models) for each in wanted]
+    said = [
+        problem_of_none(models[0], each, "experts") if lacks else ""
+        for each, lacks in zip(wanted, lacking, strict=True)
+    ]
+    for problems in zip(*Ranks().gather(said), strict=True):
+        if all(problems):
+            raise ValueError(problems[0])
+
+
+def _wanted(experts: Blocks) -> list[type[nn.Module] | str]:
+    return [] if experts is None else [experts] if isinstance(experts, str | type) else list(experts)
+
+
+def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
     """Return the modules to share out, by name; refuse one that cannot be. A stage may have none."""
     if problem := problem_of_wrappers(model, "the model"):
         raise ValueError(problem)
     if experts is None:
         found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
     else:
-        found = {}
-        for each in [experts] if isinstance(experts, str | type) else list(experts):
-            with suppress(ValueError) if may_lack else nullcontext():
-                found |= wanted_modules(model, each, "experts")
+        found = {name: part for each in _wanted(experts) for name, part in modules_wanted(model, each).items()}
     for name, part in found.items():
         _check(name, part, ep)
     return found

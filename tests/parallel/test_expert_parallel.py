@@ -250,6 +250,7 @@ def applied(rank: int, mesh: DeviceMesh, what: str) -> None:
         case "by hand":
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     named: dict[str, Any] = {"called": "*.*.attn", "nearest": "layers.*.expert", "rows": Foreign}
+    named["one of two"] = ["layers.*.mlp.experts", "layers.*.expert"]
     apply_expert_parallel(model, mesh, named.get(what))
 
 
@@ -265,6 +266,7 @@ REFUSED = {
     "DDP": "the model is wrapped in DistributedDataParallel",
     "called": r"'layers.0.attn' \(Attention\) is called with \(x, cos, .*\): experts are called with \(x, counts\) or",
     "nearest": "experts='layers.*.expert' matches no module of Transformer: the nearest names are",
+    "one of two": "experts='layers.*.expert' matches no module of Transformer",
     "buffer": "holds the buffer 'scale' of",
     "by hand": r"must be named .*; ep lies within dp_shard, DistributedConfig\(ep=…\)",
     "rows": r"'1' \(Foreign\) holds weight \(\): each must have one expert in each row",
