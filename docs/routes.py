@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from course_pp.exercises.exercise import exercises_of, find
+from course_pp.exercises.exercise import Exercise, exercises_of, find
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 _RANKS = re.compile(r"\*\*(?:\d+ to )?(\d+) ranks?\*\*")
@@ -110,6 +110,14 @@ ROUTES = (
 )
 
 
+def route(name: str) -> Route:
+    """The route with this name. Raises ValueError, which lists the names, for any other."""
+    for each in ROUTES:
+        if each.name == name:
+            return each
+    raise ValueError(f"there is no route {name!r}; choose one of {', '.join(each.name for each in ROUTES)}")
+
+
 @dataclass(frozen=True)
 class Section:
     """A section of a notebook as the routes see it: its heading, its cells, and its share of the notebook's minutes."""
@@ -169,9 +177,14 @@ def _begins(section: Section, beginning: str) -> bool:
     return section.title.startswith(f"{beginning}." if beginning.isdigit() else beginning)
 
 
+def exercises_in(part: Part) -> list[Exercise]:
+    """The exercises of a part of a route; a whole notebook that names none has all of its own."""
+    return [*map(find, part.exercises)] if part.sections or part.exercises else exercises_of(part.notebook)
+
+
 def minutes_of(part: Part) -> tuple[float, int]:
     """Minutes of reading and running, and of the exercises."""
-    exercises = map(find, part.exercises) if part.sections or part.exercises else exercises_of(part.notebook)
+    exercises = exercises_in(part)
     return sum(section.minutes for section in chosen(part)), sum(exercise.minutes for exercise in exercises)
 
 

@@ -77,6 +77,14 @@ def test_every_route_fits_its_time_and_leaves_some_for_questions():
             assert f"{sum(len(part.exercises) for part in route.parts)} exercises" in row
 
 
+def test_an_unknown_route_is_told_the_names():
+    import routes
+
+    assert [routes.route(each.name) for each in routes.ROUTES] == [*routes.ROUTES]
+    with pytest.raises(ValueError, match=r"no route 'a_week'; choose one of 45_minutes, .*, a_semester$"):
+        routes.route("a_week")
+
+
 @pytest.mark.slow
 def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monkeypatch, capsys):
     import slides
