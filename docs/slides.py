@@ -9,10 +9,8 @@ import sys
 from html import escape
 from pathlib import Path
 
-from markdown_it import MarkdownIt
-from mdit_py_plugins.dollarmath import dollarmath_plugin
+from as_html import figures, rendered
 from routes import NOTEBOOKS, ROUTES, Route, Section, chosen, minutes_of, path_of
-from sphinx_additions import mathml
 
 OUT = NOTEBOOKS.parent / "runs" / "slides"
 STYLE = """
@@ -90,21 +88,8 @@ def _slides_of_section(section: Section) -> list[str]:
         if "read" in cell["metadata"].get("tags", ()):
             lines = source.count("\n") + 1  # so small that all of them are seen at once
             slides.append(f'{heading}<pre style="--lines: {lines}"><code>{escape(source)}</code></pre>')
-        for output in cell.get("outputs", ()):
-            if picture := output.get("data", {}).get("image/png"):
-                alt = escape(output["metadata"]["image/png"].get("alt", ""))
-                data = "".join(picture).replace("\n", "")
-                slides.append(f'{heading}<img alt="{alt}" src="data:image/png;base64,{data}">')
+        slides += [heading + figure for figure in figures(cell)]
     return slides
-
-
-def rendered(markdown: str) -> str:
-    """Markdown as HTML, formulas as MathML."""
-    parser = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin, double_inline=True)
-    parser.add_render_rule("math_inline", lambda _, tokens, i, *__: mathml(tokens[i].content))
-    parser.add_render_rule("math_inline_double", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True))
-    parser.add_render_rule("math_block", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True))
-    return re.sub(r'<a href="[^"]*">(.*?)</a>', r"\1", parser.render(markdown), flags=re.S)
 
 
 def deck(title: str, slides: list[str]) -> str:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def docs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     yield
-    for name in ("comparison", "cheat_sheet", "routes", "slides", "guesses", "pages", "chapters"):
+    for name in ("comparison", "cheat_sheet", "routes", "slides", "as_html", "guesses", "pages", "chapters"):
         sys.modules.pop(name, None)
 
 
