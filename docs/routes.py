@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from course_pp.exercises.exercise import Exercise, exercises_of, find
+from course_pp.exercises.inventory import questions_about
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 _RANKS = re.compile(r"\*\*(?:\d+ to )?(\d+) ranks?\*\*")
@@ -206,11 +207,13 @@ def page() -> str:
     for route in ROUTES:
         read, solve = (sum(each) for each in zip(*map(minutes_of, route.parts), strict=True))
         left = f", {route.minutes - read - solve:.0f} for questions" if route.minutes else ""
+        about = [route.name] if route.minutes else []
+        call = f'quiz("before", about="{route.name}")' if about else 'quiz("before")'
         lines += [
             f"## {route.title}",
             "",
             f"People can say {route.goal}. {read:.0f} minutes of notebooks, {solve} of exercises{left}; up to "
-            f"{ranks_of(route)} ranks at once for each person.",
+            f"{ranks_of(route)} ranks at once for each person. `{call}` asks {len(questions_about(about))} questions.",
             "",
             "| notebook | sections | minutes | exercises | minutes |",
             "|---|---|---|---|---|",

@@ -1,32 +1,23 @@
-"""The inventory: thirty questions before and after the course, and the small file that keeps a learner's answers."""
+"""The inventory: thirty questions before and after the course."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import string
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from course_pp.arguments import checked
 from course_pp.exercises.display import Shown, Told, shows_widgets
-from course_pp.exercises.progress import STORE
-from course_pp.files import locked, write_atomically
+from course_pp.exercises.progress import STORE, When
 
 if TYPE_CHECKING:
     from course_pp.exercises.panel import Panel
 
-When = Literal["before", "after"]
-TIMES: tuple[When, ...] = get_args(When)
-Answers = dict[str, dict[str, str]]
-"""For ``before`` and ``after`` what was answered, by name of question."""
-
-_VERSION = 1
 _LETTERS = string.ascii_lowercase
 NO_ANSWER = "-"
 
@@ -91,64 +82,31 @@ class Question:
 
 
 @cache
+def _data() -> dict[str, Any]:
+    return tomllib.loads(files(__package__).joinpath("questions.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def questions() -> tuple[Question, ...]:
     """All questions, in the order of the notebooks."""
-    text = files(__package__).joinpath("questions.toml").read_text(encoding="utf-8")
     return tuple(
         Question(**{**entry, "wrong": tuple(Wrong(**wrong) for wrong in entry["wrong"])})
-        for entry in tomllib.loads(text)["question"]
+        for entry in _data()["question"]
     )
 
 
-def answers_path() -> Path:
-    """``progress_quiz.json`` beside ``progress.json``."""
-    path = STORE.path
-    return path.parent / f"{path.stem}_quiz.json"
+def questions_about(about: Sequence[str]) -> tuple[Question, ...]:
+    """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``; of none, all.
 
-
-def read_answers() -> tuple[Answers, str]:
-    """All answers, and a sentence if the file cannot be read: then it counts as empty."""
-    path = answers_path()
-    try:
-        return parse_answers(json.loads(path.read_bytes())["answers"]), ""
-    except (FileNotFoundError, NotADirectoryError):
-        return {when: {} for when in TIMES}, ""
-    except OSError as error:
-        why = str(error.strerror)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = f"it is no file of answers: {error}"
-    return {when: {} for when in TIMES}, f"Answers could not be read from {path} ({why})."
-
-
-def keep_answers(when: When, given: Mapping[str, str]) -> str:
-    """Add answers to the file; return a sentence if that cannot be."""
-    path = answers_path()
-    try:
-        if STORE.path.exists() and not STORE.path.is_file():
-            raise OSError(0, f"{STORE.path} is no file")
-        with locked(path) as path:
-            answers, note = read_answers()
-            answers[when].update(given)
-            kept = {"version": _VERSION, "answers": answers}
-            if not note:  # else somebody should look at it first
-                write_atomically(path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
-            return note
-    except OSError as error:
-        remedy = "Set COURSE_PP_PROGRESS to a file that can be written."
-        return f"Answers could not be kept in {path}: {error.strerror}. {remedy}"
-
-
-def parse_answers(data: Any) -> Answers:
-    """Check that ``data`` is what `keep_answers` writes. Raises ValueError if not; other times are passed over."""
-    if not isinstance(data, dict):
-        raise ValueError("the answers are no table")
-    found: Answers = {}
-    for when in TIMES:
-        given = data.get(when, {})
-        if not isinstance(given, dict) or not all(isinstance(answer, str) for answer in given.values()):
-            raise ValueError(f"the answers {when} are no texts by question")
-        found[when] = dict(given)
-    return found
+    Raises:
+        ValueError: a name is neither a route nor a notebook with questions.
+    """
+    routes, notebooks = _data()["routes"], {question.notebook for question in questions()}
+    for name in about:
+        if name not in routes and name not in notebooks:
+            raise ValueError(f"about is {name!r}; there are {', '.join([*routes, *sorted(notebooks)])}")
+    named = {name for route in about for name in routes.get(route, ())}
+    return tuple(each for each in questions() if not about or each.name in named or each.notebook in about)
 
 
 class WrongAnswers(Told, ValueError):
@@ -162,14 +120,14 @@ class Quiz(Shown):
 
     Attributes:
         when: ``"before"`` the course or ``"after"`` it.
-        notebook: the number of the only notebook asked about; empty for all.
+        about: routes and numbers of notebooks that are asked about; empty for everything.
         given: the answers so far, by name of question.
         earlier: those given before the course; for the gain.
         note: if answers could not be read or kept.
     """
 
-    when: str
-    notebook: str = ""
+    when: When
+    about: tuple[str, ...] = ()
     given: tuple[tuple[str, str], ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
     note: str = ""
@@ -177,7 +135,7 @@ class Quiz(Shown):
     @property
     def asked(self) -> tuple[Question, ...]:
         """The questions, in order."""
-        return tuple(question for question in questions() if self.notebook in ("", question.notebook))
+        return questions_about(self.about)
 
     @property
     def summary(self) -> str:
@@ -198,7 +156,7 @@ class Quiz(Shown):
         if self.when == "after" and all(question.name in given for question in self.asked):
             explained = [f"{i}. {q.asks}\n   {q.explain(given[q.name])}" for i, q in enumerate(self.asked, 1)]
             return "\n".join(filter(None, [*explained, self.summary, self.note]))
-        only = f', notebook="{self.notebook}"' if self.notebook else ""
+        only = f", about={list(self.about)}" if self.about else ""
         how = (
             f'Answer with quiz("{self.when}", "…"{only}): a letter for each of the {len(self.asked)} questions, '
             f"{NO_ANSWER} where you do not know."
@@ -219,7 +177,7 @@ class Quiz(Shown):
     def answer(self, question: Question, option: str | None) -> Quiz:
         """Keep an answer, None for *I do not know*; return the quiz with it."""
         given = {**dict(self.given), question.name: option or NO_ANSWER}
-        note = keep_answers(_time(self.when), {question.name: given[question.name]})
+        note = STORE.record_answers(self.when, {question.name: given[question.name]})
         return replace(self, given=tuple(given.items()), note=note)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -230,7 +188,7 @@ class Quiz(Shown):
 
 
 @checked
-def quiz(when: str, answers: str | None = None, notebook: str | None = None) -> Quiz:
+def quiz(when: When, answers: str | None = None, about: str | Sequence[str] = ()) -> Quiz:
     """Ask thirty questions on pipeline parallelism: the same before and after the course.
 
     With ipywidgets they come one at a time, by keyboard or mouse, and each answer is kept at once. Without, they are
@@ -239,22 +197,17 @@ def quiz(when: str, answers: str | None = None, notebook: str | None = None) -> 
     Args:
         when: ``"before"`` or ``"after"`` the course. Only after it is shown what is right, and why.
         answers: a letter for each question, ``-`` for *I do not know*: ``"ab-c"``.
-        notebook: ask only what this one teaches: ``"03"``.
+        about: ask only what these routes or notebooks teach: ``"a_day"``, ``"03"``, ``["02", "03"]``.
 
     Raises:
-        ValueError: ``when`` is neither, no question is about ``notebook``, or the letters do not fit the questions.
+        ValueError: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the questions.
     """
-    time = _time(when)
-    taught = sorted({question.notebook for question in questions()})
-    if notebook is not None and notebook not in taught:
-        raise ValueError(f"notebook is {notebook!r}; there are questions about {', '.join(taught)}")
-    kept, note = read_answers()
-    made = Quiz(when, notebook or "", tuple(kept[time].items()), tuple(kept["before"].items()), note)
-    if answers is not None:
-        chosen = _read(made.asked, answers)
-        note = keep_answers(time, chosen)
-        made = replace(made, given=tuple({**dict(made.given), **chosen}.items()), note=note)
-    return made.show()
+    about = (about,) if isinstance(about, str) else tuple(about)
+    asked = questions_about(about)
+    unkept = "" if answers is None else STORE.record_answers(when, _read(asked, answers))
+    kept, unread = STORE.read()
+    given, earlier = (tuple(kept.quiz[each].items()) for each in (when, "before"))
+    return Quiz(when, about, given, earlier, unkept or unread).show()
 
 
 def count_right(asked: Sequence[Question], given: tuple[tuple[str, str], ...]) -> int:
@@ -263,19 +216,12 @@ def count_right(asked: Sequence[Question], given: tuple[tuple[str, str], ...]) -
     return sum(answers.get(question.name) == question.correct for question in asked)
 
 
-def _time(when: str) -> When:
-    for time in TIMES:
-        if time == when:
-            return time
-    raise ValueError(f"when is {when!r}; it must be 'before' or 'after'")
-
-
 def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
     letters = "".join(letters.lower().split())
     if len(letters) != len(asked):
         raise WrongAnswers(
             f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or - "
-            "(notebook= asks only about one notebook)"
+            "(about= asks only about some notebooks)"
         )
     chosen = {}
     for number, (question, letter) in enumerate(zip(asked, letters, strict=True), 1):

@@ -7,20 +7,23 @@ import csv
 import io
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from course_pp.arguments import checked
-from course_pp.exercises.display import Shown, columns
+from course_pp.exercises.display import Shown, Told, columns
 from course_pp.exercises.exercise import Exercise, exercises
 from course_pp.files import locked, state_folder, write_atomically
 
-_VERSION = 1
-EXPORT_VERSION = 2
+When = Literal["before", "after"]
+TIMES: tuple[When, ...] = get_args(When)
+
+_MARK, VERSION = "course_pp_progress", 3
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Record:
         attempts: checks that did not say pending, up to the first that said correct.
         hints: how many hints were shown.
         solution_seen: whether the solution was shown before the answer was correct.
-        begun, solved: when the first check did not say pending, or the first hint was shown, and when a check first
-            said correct: seconds since 1970, 0 if it has not.
+        begun: when the first check did not say pending, or the first hint was shown: seconds since 1970; 0 if neither.
+        took_minutes: from then to the first check that said correct; 0 before.
     """
 
     correct: bool = False
@@ -41,10 +44,33 @@ class Record:
     hints: int = 0
     solution_seen: bool = False
     begun: float = field(default=0.0, compare=False)
-    solved: float = field(default=0.0, compare=False)
+    took_minutes: float = field(default=0.0, compare=False)
 
 
-_Change = Callable[[Record], Record]
+@dataclass(frozen=True)
+class Kept:
+    """What the file holds, and an export of it.
+
+    Attributes:
+        exercises: a record for each that was begun, by name.
+        quiz: for ``before`` and ``after`` what was answered, by name of question.
+        learner: an id made by chance, so that two exports of a person count once.
+        written: when the file was: seconds since 1970.
+    """
+
+    exercises: Mapping[str, Record] = field(default_factory=dict)
+    quiz: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {when: {} for when in TIMES})
+    learner: str = ""
+    written: float = field(default=0.0, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The text of a file that is written now."""
+        kept = {_MARK: VERSION, **asdict(replace(self, written=time.time()))}
+        return json.dumps(kept, indent=1, sort_keys=True) + "\n"
+
+
+_Change = Callable[[Kept], Kept]
 
 
 class Store:
@@ -55,9 +81,10 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, _Change]] = []
+        self._waiting: list[_Change] = []
         # What the file held when it was last read, for as long as it cannot be.
-        self._seen: dict[str, Record] = {}
+        self._seen = Kept()
+        self._new_learner = secrets.token_hex(4)
 
     @property
     def path(self) -> Path:
@@ -68,12 +95,12 @@ class Store:
             path = path.expanduser()
         return path
 
-    def read(self) -> tuple[dict[str, Record], str]:
-        """All records by name of exercise, and what was wrong with the file, if anything."""
-        records, note, error = self._settled()
+    def read(self) -> tuple[Kept, str]:
+        """Everything, and what was wrong with the file, if anything."""
+        kept, note, error = self._settled()
         if error:
             note = f"{note} Progress could not be read from {self.path}: {error}.".lstrip()
-        return records, note
+        return kept, note
 
     def record_attempt(self, name: str, correct: bool) -> str:
         """Count a check; return a sentence if that could not be kept as it should."""
@@ -82,10 +109,11 @@ class Store:
         def one_more(old: Record) -> Record:
             if old.correct:
                 return old
-            begun, solved = old.begun or now, now if correct else 0.0
-            return replace(old, correct=correct, attempts=old.attempts + 1, begun=begun, solved=solved)
+            begun = old.begun or now
+            took = round((now - begun) / 60, 1) if correct else 0.0
+            return replace(old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took)
 
-        return self._change(name, one_more)[1]
+        return self._change_record(name, one_more)
 
     def record_hint(self, name: str, n_hints: int) -> int:
         """Count a hint; return its number from 1, or ``n_hints + 1`` when there is none left."""
@@ -96,79 +124,104 @@ class Store:
             seen = old.hints + 1
             return replace(old, hints=min(seen, n_hints), begun=old.begun or now)
 
-        self._change(name, one_more)
+        self._change_record(name, one_more)
         return seen
 
     def record_solution(self, name: str) -> None:
-        self._change(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
+        self._change_record(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
 
-    def _change(self, name: str, change: _Change) -> tuple[Record, str]:
-        self._waiting.append((name, change))
-        records, note, error = self._settled()
+    def record_answers(self, when: When, given: Mapping[str, str]) -> str:
+        """Add answers to questions, by name; return a sentence if they could not be kept."""
+        return self._change(lambda old: replace(old, quiz={**old.quiz, when: {**old.quiz[when], **given}}))
+
+    def _change_record(self, name: str, change: Callable[[Record], Record]) -> str:
+        def of_all(old: Kept) -> Kept:
+            return replace(old, exercises={**old.exercises, name: change(old.exercises.get(name, Record()))})
+
+        return self._change(of_all)
+
+    def _change(self, change: _Change) -> str:
+        self._waiting.append(change)
+        _, note, error = self._settled()
         if error:
             remedy = "Set COURSE_PP_PROGRESS to a file that can be written."
             note = f"{note} Progress could not be kept in {self.path}: {error}. {remedy}".lstrip()
-        return records[name], note
+        return note
 
-    def _settled(self) -> tuple[dict[str, Record], str, str]:
-        """All records with every change made, those that waited included; a note; and why nothing could be kept."""
+    def _settled(self) -> tuple[Kept, str, str]:
+        """Everything with every change made, those that waited included; a note; and why nothing could be kept."""
         note = ""
         try:
             with locked(self.path) as path:
                 self._seen, note = self._load(path)
-                records = self._changed(self._seen)
-                if records != self._seen:
-                    self._save(path, records)
+                kept = self._changed(self._seen)
+                if kept != self._seen:
+                    write_atomically(path, kept.text)
         except OSError as e:
             return self._changed(self._seen), note, str(e.strerror or e)
-        self._seen = records
+        self._seen = kept
         self._waiting.clear()
-        return records, note, ""
+        return kept, note, ""
 
-    def _changed(self, records: dict[str, Record]) -> dict[str, Record]:
-        records = dict(records)
-        for name, change in self._waiting:
-            records[name] = change(records.get(name, Record()))
-        return records
+    def _changed(self, kept: Kept) -> Kept:
+        for change in self._waiting:
+            kept = change(kept)
+        return replace(kept, learner=kept.learner or self._new_learner)
 
-    def _load(self, path: Path) -> tuple[dict[str, Record], str]:
+    def _load(self, path: Path) -> tuple[Kept, str]:
         try:
-            content = path.read_bytes()
+            return parse(path.read_bytes()), ""
         except FileNotFoundError:
-            return {}, ""
-        try:
-            return _parsed(content), ""
+            return Kept(), ""
         except ValueError as e:
             aside = _free_name(path)
             os.replace(path, aside)
-            return {}, f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew."
-
-    def _save(self, path: Path, records: dict[str, Record]) -> None:
-        kept = {"version": _VERSION, "exercises": {name: asdict(record) for name, record in records.items()}}
-        write_atomically(path, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            return (
+                Kept(),
+                f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew.",
+            )
 
 
 STORE = Store()
 
 
-def _parsed(content: bytes) -> dict[str, Record]:
-    """Read records; unknown fields are passed over. Raises ValueError for anything that `Store` did not write."""
+def parse(content: bytes, version: int | None = None) -> Kept:
+    """Read `Kept.text`; unknown fields are passed over.
+
+    Raises ValueError for anything else, and for another version than ``version`` where that is given.
+    """
     try:
         data = json.loads(content.decode())
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if not isinstance(data, dict) or not isinstance(data.get("exercises"), dict):
+    if not isinstance(data, dict):
         raise ValueError("it holds no exercises")
-    records = {}
-    for name, kept in data["exercises"].items():
-        if not isinstance(kept, dict):
-            raise ValueError(f"the entry of {name!r} is no record")
-        known = {each.name: kept[each.name] for each in fields(Record) if each.name in kept}
-        for each, value in known.items():
-            if type(value) is not type(getattr(Record(), each)) or not value >= 0:
-                raise ValueError(f"{each!r} of {name!r} is {value!r}")
-        records[name] = Record(**known)
-    return records
+    # An export of version 2 had another mark.
+    if version is not None and (found := data.get(_MARK, data.get("course_pp_export"))) != version:
+        raise ValueError(
+            "it is something else" if found is None else f"version {found!r:.20}, this course reads {version}"
+        )
+    exercises, quiz = data.get("exercises"), data.get("quiz", {})
+    if not isinstance(exercises, dict) or not isinstance(quiz, dict):
+        raise ValueError("it holds no exercises")
+    learner, written = data.get("learner", ""), data.get("written", 0.0)
+    if not isinstance(learner, str) or not isinstance(written, float):
+        raise ValueError("it does not say whose it is, or since when")
+    answers: dict[str, Any] = {when: quiz.get(when, {}) for when in TIMES}
+    for when, given in answers.items():
+        if not isinstance(given, dict) or not all(isinstance(answer, str) for answer in given.values()):
+            raise ValueError(f"the answers {when} are no texts by question")
+    return Kept({name: _record(name, kept) for name, kept in exercises.items()}, answers, learner, written)
+
+
+def _record(name: str, kept: Any) -> Record:
+    if not isinstance(kept, dict):
+        raise ValueError(f"the entry of {name!r} is no record")
+    known = {each.name: kept[each.name] for each in fields(Record) if each.name in kept}
+    for each, value in known.items():
+        if type(value) is not type(getattr(Record(), each)) or not value >= 0:
+            raise ValueError(f"{each!r} of {name!r} is {value!r}")
+    return Record(**known)
 
 
 def _free_name(path: Path) -> Path:
@@ -200,24 +253,24 @@ class Progress(Shown):
     Attributes:
         rows: one an exercise.
         note: what was wrong with the file, if anything.
-        quiz: the answers given to ``quiz("before")`` and ``quiz("after")``, by name of question.
+        kept: what the file holds.
     """
 
     rows: tuple[Row, ...]
     note: str = ""
-    quiz: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    kept: Kept = field(default_factory=Kept)
 
     @property
     def summary(self) -> str:
         correct = sum(row.status == "correct" for row in self.rows)
         left = sum(row.minutes for row in self.rows if row.status != "correct")
-        answered = [f"{len(given)} {when}" for when, given in self.quiz.items() if given]
+        answered = [f"{len(given)} {when}" for when, given in self.kept.quiz.items() if given]
         quiz = f"; questions answered: {' and '.join(answered)} the course" if answered else ""
         return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "") + quiz
 
     @checked
     def to_csv(self, path: str | Path) -> Path:
-        """Write one line an exercise, with a heading. Raises OSError, with the remedy, if that cannot be."""
+        """Write one line an exercise, with a heading. Raises NotExported, with the remedy, if that cannot be."""
         text = io.StringIO()
         writer = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -226,13 +279,25 @@ class Progress(Shown):
 
     @checked
     def to_json(self, path: str | Path) -> Path:
-        """Write the exercises and the answers of the quiz. Raises OSError, with the remedy, if that cannot be.
+        """Write the exercises and the answers of the quiz, for ``python -m course_pp report``; return the file.
 
-        No name of a person is in it; ``python -m course_pp report`` reads a folder of such files.
+        It names no person. An id, made by chance, tells two exports of one learner from those of two.
+
+        Args:
+            path: a folder, in which the file is called after the id; or a file that ends in ``.json``.
+
+        Raises:
+            NotExported: that cannot be written; with the remedy.
         """
-        exercises = [asdict(row) for row in self.rows]
-        written = {"course_pp_export": EXPORT_VERSION, "exercises": exercises, "quiz": self.quiz}
-        return _exported(Path(path), json.dumps(written, indent=1) + "\n")
+        path = Path(path)
+        with contextlib.suppress(PermissionError):  # which the attempt to write tells better
+            if path.is_dir():
+                path /= f"{self.kept.learner}.json"
+        if path.suffix != ".json":
+            raise NotExported(f"There is no folder {path}: create it, or give a file that ends in .json.")
+        # When somebody worked is nobody's business.
+        exercises = {name: replace(record, begun=0.0) for name, record in self.kept.exercises.items()}
+        return _exported(path, replace(self.kept, exercises=exercises).text)
 
     def __repr__(self) -> str:
         table = columns([_HEADINGS, *map(_cells, self.rows)])
@@ -280,12 +345,13 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def progress() -> Progress:
     """Return a table over all notebooks: what is solved, with how many attempts and how much help."""
-    from course_pp.exercises.inventory import read_answers  # which keeps its file as this module does
+    kept, note = STORE.read()
+    rows = tuple(_row(exercise, kept.exercises.get(exercise.name)) for exercise in exercises())
+    return Progress(rows, note, kept).show()
 
-    records, note = STORE.read()
-    answers, note_on_answers = read_answers()
-    rows = tuple(_row(exercise, records.get(exercise.name)) for exercise in exercises())
-    return Progress(rows, " ".join(filter(None, (note, note_on_answers))), answers).show()
+
+class NotExported(Told, OSError):
+    """An export cannot be written."""
 
 
 def _exported(path: Path, text: str) -> Path:
@@ -293,7 +359,7 @@ def _exported(path: Path, text: str) -> Path:
         write_atomically(path, text)
     except OSError as e:
         # The error itself names a temporary file beside the target.
-        raise type(e)(
+        raise NotExported(
             f"{path} cannot be written: {e.strerror}. Create the folder {path.parent} first, or give a path in one "
             "that you may write to."
         ) from None
@@ -313,5 +379,5 @@ def _row(exercise: Exercise, record: Record | None) -> Row:
         record.attempts,
         record.hints,
         record.solution_seen,
-        round((record.solved - record.begun) / 60, 1) if record.correct else 0.0,
+        record.took_minutes,
     )

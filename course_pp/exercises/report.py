@@ -8,117 +8,46 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from course_pp.exercises.display import columns
 from course_pp.exercises.exercise import exercises
-from course_pp.exercises.inventory import Answers, Question, parse_answers, questions
-from course_pp.exercises.progress import EXPORT_VERSION
+from course_pp.exercises.inventory import Question, questions_about
+from course_pp.exercises.progress import TIMES, VERSION, Kept, parse
 
 HELP = "say what a class has learned, from a folder of progress().to_json(...) files"
 
-_MOST_BYTES = 10_000_000
-_STATES = ("open", "not yet", "correct")
 # Longer than anybody works on one exercise without going home.
 _MOST_MINUTES = 180.0
 _HARD = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with one .json file a person")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with the .json files of the class")
+    about = "score only what these routes or notebooks teach: a_day, 03"
+    parser.add_argument("--about", nargs="+", default=(), metavar="NAME", help=about)
     parser.add_argument("--json", action="store_true", help="print the report as one object")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report. Raises ValueError if there is no export in the folder."""
-    report = class_report(arguments.folder)
+    """Print the report. Raises ValueError if there is no export in the folder, or nothing of that name to score."""
+    report = class_report(arguments.folder, arguments.about)
     print(json.dumps(_data(report), indent=1) if arguments.json else report)
 
 
 def _data(report: ClassReport) -> dict[str, object]:
-    gains = [{**asdict(line), "gain": line.gain} for line in report.concepts]
+    whole, *concepts = ({**asdict(line), "gain": line.gain} for line in (report.whole, *report.concepts))
     exercises = [{**asdict(line), "hard": line.hard} for line in report.exercises]
-    return {**asdict(report), "concepts": gains, "exercises": exercises}
-
-
-class Damaged(ValueError):
-    """A file is no export, or not a whole one. The message is half a sentence."""
+    return {**asdict(report), "whole": whole, "concepts": concepts, "exercises": exercises}
 
 
 @dataclass(frozen=True)
-class Solved:
-    """How far one person came with one exercise.
+class Gain:
+    """Some questions over those who answered them before and after.
 
     Attributes:
-        status: ``"open"``, ``"not yet"`` or ``"correct"``.
-        took_minutes: from the first check or hint to *correct*; 0 if it is not known.
-    """
-
-    status: str
-    attempts: int
-    hints: int
-    solution_seen: bool
-    took_minutes: float
-
-
-@dataclass(frozen=True)
-class Export:
-    """One person's exercises by name, and answers to the questions. No name is in it."""
-
-    exercises: dict[str, Solved]
-    quiz: Answers
-
-
-def read_export(path: Path) -> Export:
-    """Read one file. Raises Damaged, or OSError if it cannot be read."""
-    if path.suffix == ".csv":
-        raise Damaged("is for a spreadsheet; ask for progress().to_json(...)")
-    if path.stat().st_size > _MOST_BYTES:
-        raise Damaged("is too large for an export")
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError:
-        raise Damaged("is no text") from None
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Damaged("is no JSON, or not all of it") from None
-    if not isinstance(data, dict) or "course_pp_export" not in data:
-        raise Damaged("is no export of progress()")
-    version = data["course_pp_export"]
-    if version != EXPORT_VERSION:
-        raise Damaged(f"is an export of version {str(version)[:20]}; this course reads {EXPORT_VERSION}")
-    try:
-        quiz = parse_answers(data.get("quiz", {}))
-    except ValueError as error:
-        raise Damaged(f"is damaged: {error}") from None
-    return Export(_solved(data.get("exercises")), quiz)
-
-
-def _solved(rows: Any) -> dict[str, Solved]:
-    if not isinstance(rows, list):
-        raise Damaged("is damaged: it has no exercises")
-    found = {}
-    for row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get("exercise"), str):
-            raise Damaged("is no export of progress()")
-        name, took = row["exercise"], row.get("took_minutes", 0.0)
-        counts = [row.get(count) for count in ("attempts", "hints")]
-        whole = all(type(count) is int and count >= 0 for count in counts)
-        timed = isinstance(took, int | float) and 0 <= took < float("inf")
-        if row.get("status") not in _STATES or not whole or not timed or type(row.get("solution_seen")) is not bool:
-            raise Damaged(f"is damaged: the line of {name[:40]!r} makes no sense")
-        found[name] = Solved(row["status"], row["attempts"], row["hints"], row["solution_seen"], float(took))
-    return found
-
-
-@dataclass(frozen=True)
-class ConceptGain:
-    """The questions of one concept over those who answered them before and after.
-
-    Attributes:
+        concept: what they are about; all of them are ``"everything"``.
         people: who answered at least one of its questions both times.
-        before, after: share of right answers among the questions that they answered both times.
+        before, after: share of right answers among the questions that they answered both times; 0 if nobody did.
     """
 
     concept: str
@@ -177,23 +106,28 @@ class ClassReport:
     """The whole report.
 
     Attributes:
-        people: files that were read.
-        left_out: for each file that was not, its name and why.
+        people: learners whose export was read.
+        whole: the gain of the class.
+        not_twice: files of who has answered no question both times, by what they answered instead.
+        left_out: for each file that does not count, its name and why.
     """
 
     people: int
-    concepts: tuple[ConceptGain, ...]
+    whole: Gain
+    not_twice: dict[str, list[str]]
+    concepts: tuple[Gain, ...]
     questions: tuple[QuestionLine, ...]
     exercises: tuple[ExerciseLine, ...]
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = ["1 export read" if self.people == 1 else f"{self.people} exports read", *self.left_out]
+        said = f"{self.people} learner{'' if self.people == 1 else 's'}, {self.whole.people} answered before and after"
+        if self.whole.people:
+            said += ": {2} right before, {3} after, gain {4}".format(*_gain_cells(self.whole))
+        parts = [said, *(f"answered {what}: {', '.join(files)}" for what, files in self.not_twice.items())]
+        parts += self.left_out
         if self.concepts:
-            parts += [
-                "",
-                columns([["concept", "people", "before", "after", "gain"], *map(_concept_cells, self.concepts)]),
-            ]
+            parts += ["", columns([["concept", "people", "before", "after", "gain"], *map(_gain_cells, self.concepts)])]
         missed = sorted((q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered)[:5]
         if missed:
             head = ["missed most after the course", "right", "taught in", "often answered"]
@@ -207,46 +141,73 @@ class ClassReport:
         return "\n".join(parts)
 
 
-def class_report(folder: Path) -> ClassReport:
-    """Read every ``.json`` in ``folder``. What is no such export is left out, and said.
+def class_report(folder: Path, about: Sequence[str] = ()) -> ClassReport:
+    """Read every ``.json`` in ``folder``; of two of one learner the later counts. What does not count is said.
+
+    Args:
+        folder: with files of ``progress().to_json(...)``. ``progress.json``, as the course keeps it, is one as well.
+        about: score only what these routes or notebooks teach; see `quiz`.
 
     Raises:
-        ValueError: ``folder`` is none, or nothing in it could be read.
+        ValueError: ``folder`` is none, nothing in it could be read, or nothing is known by a name in ``about``.
     """
+    asked = questions_about(about)
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder: name one with files of progress().to_json(...)")
-    exports, left_out = [], []
+    exports: dict[str, Kept] = {}
+    left_out = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".csv")):
         try:
-            exports.append(read_export(path))
-        except Damaged as error:
-            left_out.append(f"{path.name} {error}; left out")
-        except OSError as error:
-            left_out.append(f"{path.name} cannot be read ({error.strerror}); left out")
+            if path.suffix == ".csv":
+                raise ValueError("it is for a spreadsheet, ask for progress().to_json(...)")
+            exports[path.name] = parse(path.read_bytes(), VERSION)
+        except (ValueError, OSError) as error:
+            left_out.append(f"{path.name} is left out: {getattr(error, 'strerror', None) or error}")
+    latest = {kept.learner: name for name, kept in sorted(exports.items(), key=lambda each: each[1].written)}
+    for name in [name for name, kept in exports.items() if latest[kept.learner] != name]:
+        left_out.append(f"{name} is left out: {latest[exports.pop(name).learner]} is by the same learner, and no older")
     if not exports:
         why = f" ({'; '.join(left_out)})" if left_out else ""
         raise ValueError(f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)")
-    names = dict.fromkeys(question.concept for question in questions())
-    concepts = tuple(filter(None, (_gain(concept, exports) for concept in names)))
-    lines = tuple(_question(question, exports) for question in questions())
-    return ClassReport(len(exports), concepts, lines, tuple(_exercises(exports)), tuple(left_out))
+    learners = tuple(exports.values())
+    not_twice: dict[str, list[str]] = {}
+    for name, kept in exports.items():
+        if what := _not_twice(kept, asked):
+            not_twice.setdefault(what, []).append(name)
+    names = dict.fromkeys(question.concept for question in asked)
+    concepts = (_gain(name, [each for each in asked if each.concept == name], learners) for name in names)
+    return ClassReport(
+        len(learners),
+        _gain("everything", asked, learners),
+        not_twice,
+        tuple(concept for concept in concepts if concept.people),
+        tuple(_question(question, learners) for question in asked),
+        tuple(_exercises(learners)),
+        tuple(left_out),
+    )
 
 
-def _gain(concept: str, exports: Sequence[Export]) -> ConceptGain | None:
-    """None where nobody answered both times."""
-    about = [question for question in questions() if question.concept == concept]
+def _not_twice(kept: Kept, asked: Sequence[Question]) -> str:
+    """What was answered, if no question was both times."""
+    before, after = ({question.name for question in asked} & set(kept.quiz[when]) for when in TIMES)
+    if before and after:
+        return "" if before & after else "other questions after than before"
+    return "only before" if before else "only after" if after else "no question"
+
+
+def _gain(concept: str, about: Sequence[Question], learners: Sequence[Kept]) -> Gain:
     right, asked, people = {"before": 0, "after": 0}, 0, 0
-    for export in exports:
-        both = [q for q in about if all(q.name in given for given in export.quiz.values())]
+    for learner in learners:
+        both = [q for q in about if all(q.name in given for given in learner.quiz.values())]
         people += bool(both)
         asked += len(both)
         for when in right:
-            right[when] += sum(export.quiz[when][question.name] == question.correct for question in both)
-    return ConceptGain(concept, people, right["before"] / asked, right["after"] / asked) if asked else None
+            right[when] += sum(learner.quiz[when][question.name] == question.correct for question in both)
+    return Gain(concept, people, right["before"] / max(asked, 1), right["after"] / max(asked, 1))
 
 
-def _question(question: Question, exports: Sequence[Export]) -> QuestionLine:
-    given = [export.quiz["after"][question.name] for export in exports if question.name in export.quiz["after"]]
+def _question(question: Question, learners: Sequence[Kept]) -> QuestionLine:
+    given = [each.quiz["after"][question.name] for each in learners if question.name in each.quiz["after"]]
     common = [wrong.says for wrong in question.wrong if wrong.says in given]
     mistake = max(common, key=given.count, default="")
     return QuestionLine(
@@ -254,16 +215,16 @@ def _question(question: Question, exports: Sequence[Export]) -> QuestionLine:
     )
 
 
-def _exercises(exports: Sequence[Export]) -> Iterable[ExerciseLine]:
+def _exercises(learners: Sequence[Kept]) -> Iterable[ExerciseLine]:
     for exercise in exercises():
-        people = [export.exercises[exercise.name] for export in exports if exercise.name in export.exercises]
+        people = [each.exercises[exercise.name] for each in learners if exercise.name in each.exercises]
         tried = [each for each in people if each.attempts]
         times = [each.took_minutes for each in tried if 0 < each.took_minutes <= _MOST_MINUTES]
         yield ExerciseLine(
             exercise.notebook,
             exercise.name,
             len(tried),
-            sum(each.status == "correct" for each in tried),
+            sum(each.correct for each in tried),
             statistics.fmean(each.attempts for each in tried) if tried else 0.0,
             statistics.fmean(each.hints for each in tried) if tried else 0.0,
             sum(each.solution_seen for each in people),
@@ -272,7 +233,7 @@ def _exercises(exports: Sequence[Export]) -> Iterable[ExerciseLine]:
         )
 
 
-def _concept_cells(line: ConceptGain) -> list[str]:
+def _gain_cells(line: Gain) -> list[str]:
     gain = "all known before" if line.gain is None else f"{line.gain:.0%}"
     return [line.concept, str(line.people), f"{line.before:.0%}", f"{line.after:.0%}", gain]
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.timeout(480), pytest.mark.long]
 
 def test_a_question_is_answered_and_left_by_keyboard_alone(page: Any, lab: Lab) -> None:
     kept = f"import os; os.environ['COURSE_PP_PROGRESS'] = {str(lab.folder / 'progress.json')!r}"
-    cell = "from course_pp.exercises import quiz\nquiz('after', notebook='03')"
+    cell = "from course_pp.exercises import quiz\nquiz('after', about='03')"
     open_and_run(page, lab, kept, cell, until="button:text-is('I do not know')")
     page.locator("button:text-is('a')").focus()
     page.keyboard.press("Tab")

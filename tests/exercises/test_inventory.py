@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.exercises.exercise import MODULES
-from course_pp.exercises.inventory import Question, questions
+from course_pp.exercises.inventory import Question, questions, questions_about
 from course_pp.schedule import Costs, bound, build, simulate
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -65,3 +65,15 @@ def test_each_common_guess_is_refuted_by_the_notebook(question: Question) -> Non
 def test_the_right_answer_stands_in_no_place_more_than_half_of_the_time() -> None:
     places = Counter(question.options.index(question.correct) for question in questions())
     assert max(places.values()) <= 15
+
+
+def test_a_route_asks_what_its_sections_teach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(NOTEBOOKS.parent / "docs"))
+    from routes import ROUTES, chosen
+
+    *shorter, semester = ROUTES
+    assert {part.notebook for part in semester.parts} == {question.notebook for question in questions()}
+    for route in shorter:
+        taught = {(part.notebook, section.title) for part in route.parts for section in chosen(part)}
+        expected = [question for question in questions() if (question.notebook, question.section) in taught]
+        assert list(questions_about([route.name])) == expected

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.exercises import progress
-from course_pp.exercises.progress import Record, Store
+from course_pp.exercises.progress import STORE, NotExported, Record, Store, parse
 from tests.exercises.toy import only_the_toy
 
 
@@ -20,12 +21,44 @@ def toy(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.mark.parametrize("export", ["to_csv", "to_json"])
-def test_an_export_into_a_missing_folder_names_the_target_and_the_remedy(export: str, tmp_path: Path) -> None:
-    target = tmp_path / "class" / "mine.csv"
-    with pytest.raises(FileNotFoundError) as caught:
-        getattr(progress(), export)(target)
-    assert str(caught.value).startswith(f"{target} cannot be written: No such file or directory. Create the folder")
+@pytest.mark.parametrize(
+    ("export", "target", "says"),
+    [
+        ("to_csv", "class/mine.csv", "{} cannot be written: No such file or directory. Create the folder"),
+        ("to_json", "class/mine.json", "{} cannot be written: No such file or directory. Create the folder"),
+        ("to_json", "class/", "There is no folder {}: create it, or give a file that ends in .json."),
+        ("to_json", "mine", "There is no folder {}: create it, or give a file that ends in .json."),
+        ("to_json", "/proc", "/proc/"),
+    ],
+)
+def test_an_export_that_cannot_be_names_the_target_and_the_remedy(
+    export: str, target: str, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotExported) as caught:
+        getattr(progress(), export)(f"{tmp_path}/{target}" if target[0] != "/" else target)
+    assert str(caught.value).startswith(says.format(tmp_path / target))
+    assert len(caught.value._render_traceback_()) == 1
+
+
+def test_in_a_folder_each_learner_has_one_file_whose_name_names_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "class"
+    folder.mkdir()
+    files = []
+    for learner in ("a", "b", "a"):
+        monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / learner / "progress.json"))
+        monkeypatch.setattr(sys.modules["course_pp.exercises.progress"], "STORE", Store())  # a kernel of their own
+        files.append(progress().to_json(folder))
+    assert files[0] == files[2] != files[1]
+    assert sorted(folder.iterdir()) == sorted(files[:2])
+    assert re.fullmatch(r"[0-9a-f]{8}\.json", files[0].name)
+
+
+def test_an_export_does_not_say_when_somebody_worked(tmp_path: Path) -> None:
+    STORE.record_hint("double", 2)
+    assert STORE.read()[0].exercises["double"].begun > 0
+    assert parse(progress().to_json(tmp_path).read_bytes()).exercises["double"].begun == 0
 
 
 def test_an_export_lies_where_it_was_asked_for_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -65,18 +98,15 @@ def test_what_could_not_be_kept_is_kept_with_the_next_change(progress_file: Path
         assert store.record_attempt("solved", correct=False) != ""
         assert store.record_hint("double", 2) == 1
         assert store.record_hint("double", 2) == 2
-        assert store.read()[0]["double"] == Record(correct=True, attempts=2, hints=2)
+        assert store.read()[0].exercises["double"] == Record(correct=True, attempts=2, hints=2)
     other = Store()
     other.record_hint("meanwhile", 2)
     assert store.record_attempt("double", correct=False) == ""
-    assert Store().read() == (
-        {
-            "solved": Record(correct=True, attempts=1),
-            "double": Record(correct=True, attempts=2, hints=2),
-            "meanwhile": Record(hints=1),
-        },
-        "",
-    )
+    assert Store().read()[0].exercises == {
+        "solved": Record(correct=True, attempts=1),
+        "double": Record(correct=True, attempts=2, hints=2),
+        "meanwhile": Record(hints=1),
+    }
 
 
 def test_what_could_not_be_kept_is_kept_by_a_look_at_the_table(progress_file: Path) -> None:
@@ -84,15 +114,26 @@ def test_what_could_not_be_kept_is_kept_by_a_look_at_the_table(progress_file: Pa
     with locked(progress_file):
         store.record_solution("double")
     store.read()
-    assert Store().read()[0] == {"double": Record(solution_seen=True)}
+    assert Store().read()[0].exercises == {"double": Record(solution_seen=True)}
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b"\xff", b"", b"[]", b'{"exercises": {"double": {"hints": -1}}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 200_000,
+        b"\xff",
+        b"",
+        b"[]",
+        b'{"exercises": {"double": {"hints": -1}}}',
+        b'{"exercises": {}, "quiz": {"before": [1]}}',
+    ],
+)
 def test_a_file_that_cannot_be_read_is_put_aside(content: bytes, progress_file: Path) -> None:
     progress_file.write_bytes(content)
     assert "was not readable" in Store().record_attempt("double", correct=True)
     assert progress_file.with_name("progress.json.broken").read_bytes() == content
-    assert Store().read() == ({"double": Record(correct=True, attempts=1)}, "")
+    kept, note = Store().read()
+    assert (kept.exercises, note) == ({"double": Record(correct=True, attempts=1)}, "")
 
 
 @pytest.mark.parametrize(
@@ -110,8 +151,8 @@ def test_a_place_that_can_be_no_file_is_noted(place: str, why: str, monkeypatch:
     store = Store()
     note = store.record_attempt("double", correct=True)
     assert f"could not be kept in {place}: {why}" in note
-    records, note = store.read()
-    assert records == {"double": Record(correct=True, attempts=1)}
+    kept, note = store.read()
+    assert kept.exercises == {"double": Record(correct=True, attempts=1)}
     assert why in note
     assert why in progress().note
 
@@ -123,7 +164,7 @@ def test_a_link_to_the_file_stays_a_link(progress_file: Path, tmp_path: Path) ->
     Store().record_attempt("double", correct=True)
     Store().record_attempt("other", correct=True)
     assert progress_file.is_symlink()
-    assert set(Store().read()[0]) == {"double", "other"}
+    assert set(Store().read()[0].exercises) == {"double", "other"}
     assert sorted(path.name for path in real.parent.iterdir()) == ["mine.json", "mine.json.lock"]
 
 
@@ -136,7 +177,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("export", ["to_csv", "to_json"])
 def test_an_export_may_be_read_by_whom_the_umask_lets(export: str, umask: int, tmp_path: Path) -> None:
-    target = getattr(progress(), export)(tmp_path / "mine")
+    target = getattr(progress(), export)(tmp_path / "mine.json")
     assert target.stat().st_mode & 0o777 == 0o666 & ~umask
     target.chmod(0o640)
     getattr(progress(), export)(target)

@@ -1,6 +1,5 @@
 """The quiz as plain text and with buttons: what is kept, and that nothing is told before the course."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import pytest
 
 from course_pp.exercises import progress, quiz
-from course_pp.exercises.inventory import When, WrongAnswers, answers_path, questions, read_answers
+from course_pp.exercises.inventory import WrongAnswers, questions
 from course_pp.exercises.panel import Panel
+from course_pp.exercises.progress import STORE, When
 
 pytestmark = pytest.mark.usefixtures("progress_file")
 THIRD = [question for question in questions() if question.notebook == "03"]
@@ -25,20 +25,20 @@ def test_without_answers_each_question_is_printed_with_letters_and_none_is_said_
     assert text.endswith('0 of 30 answered. What is right is shown after the course: quiz("after").')
 
 
-def test_letters_are_kept_and_counted_beside_progress(progress_file: Path) -> None:
-    first = quiz("before", f"-{RIGHT[1:]}", notebook="03")
+def test_letters_are_kept_and_counted_with_progress(progress_file: Path) -> None:
+    first = quiz("before", f"-{RIGHT[1:]}", about="03")
     assert first.summary.startswith("3 of 3 answered. What is right is shown after")
-    after = quiz("after", RIGHT, notebook="03")
+    after = quiz("after", RIGHT, about="03")
     assert after.summary == "3 of 3 answered, 3 right; before the course it was 2."
-    assert answers_path().parent == progress_file.parent
-    assert progress().quiz["after"] == {question.name: question.correct for question in THIRD}
+    assert progress().kept.quiz["after"] == {question.name: question.correct for question in THIRD}
     assert progress().summary.endswith("; questions answered: 3 before and 3 after the course")
-    assert json.loads(progress().to_json(progress_file.with_name("mine.json")).read_text())["quiz"] == progress().quiz
+    progress_file.unlink()
+    assert quiz("before").summary.startswith("0 of 30 answered")
 
 
 def test_after_the_course_each_answer_is_explained_with_the_cell_that_shows_it() -> None:
     wrong = "".join("abcd"[question.options.index(question.wrong[0].says)] for question in THIRD)
-    text = quiz("after", wrong, notebook="03").text
+    text = quiz("after", wrong, about="03").text
     for question in THIRD:
         assert f"{question.correct} is right. Not {question.wrong[0].says!r}: {question.wrong[0].because}." in text
         assert f"Notebook 03, section {question.section!r}, prints: {question.output}" in text
@@ -48,44 +48,50 @@ def test_after_the_course_each_answer_is_explained_with_the_cell_that_shows_it()
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: quiz("during"), "when is 'during'; it must be 'before' or 'after'"),
-        (lambda: quiz("after", notebook="77"), "notebook is '77'; there are questions about 00, 01"),
-        (lambda: quiz("after", "ab", notebook="03"), "answers has 2 letters for 3 questions"),
-        (lambda: quiz("after", "abz", notebook="03"), "answers has 'z' for question 3: give one of a, b, c, or -"),
+        (lambda: quiz("during"), "quiz: when is 'during' .*'before', 'after'"),
+        (
+            lambda: quiz("after", about="77"),
+            "about is '77'; there are 45_minutes, 90_minutes, 180_minutes, a_day, 00, 01",
+        ),
+        (lambda: quiz("after", "ab", about="03"), "answers has 2 letters for 3 questions"),
+        (lambda: quiz("after", "abz", about="03"), "answers has 'z' for question 3: give one of a, b, c, or -"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_kept(call: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match="^" + says):
         call()
-    assert not answers_path().exists()
+    assert progress().kept.quiz == {"before": {}, "after": {}}
 
 
 def test_a_wrong_letter_is_told_without_a_traceback() -> None:
     with pytest.raises(WrongAnswers) as caught:
-        quiz("after", "abz", notebook="03")
+        quiz("after", "abz", about="03")
     assert len(caught.value._render_traceback_()) == 1
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"answers": {"before": [1]}}', '{"answers": {"after": {"x": 1}}}'])
-def test_a_damaged_file_is_noted_and_left_as_it_is(content: str) -> None:
-    answers_path().parent.mkdir(parents=True, exist_ok=True)
-    answers_path().write_text(content)
-    made = quiz("after", RIGHT, notebook="03")
-    assert made.note.startswith(f"Answers could not be read from {answers_path()} (it is no file of answers: ")
-    assert made.note in progress().note
-    assert answers_path().read_text() == content
+@pytest.mark.parametrize(
+    ("about", "names"),
+    [
+        ("45_minutes", ["bubble_of_1f1b", "held_under_1f1b"]),
+        (["09", "45_minutes"], ["bubble_of_1f1b", "held_under_1f1b", "full_state_dict", "killed_save"]),
+    ],
+)
+def test_it_asks_about_routes_and_notebooks_in_the_order_of_the_course(
+    about: str | list[str], names: list[str]
+) -> None:
+    assert [question.name for question in quiz("before", about=about).asked] == names
 
 
 def test_where_nothing_can_be_kept_the_answers_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COURSE_PP_PROGRESS", "/dev/null")
-    made = quiz("after", RIGHT, notebook="03")
+    made = quiz("after", RIGHT, about="03")
     assert "3 of 3 answered, 3 right." in made.summary
     assert "COURSE_PP_PROGRESS" in made.note
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> None:
-    panel = Panel(quiz(when, notebook="03"))
+    panel = Panel(quiz(when, about="03"))
     for question in THIRD:
         assert question.asks in panel._asks.value
         assert [button.tooltip for button in panel.answers[:-1]] == list(question.options)
@@ -93,7 +99,7 @@ def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> No
         right = panel.answers[question.options.index(question.correct)]
         right.click()
         assert [button for button in panel.answers if "✓" in button.description] == [right]
-        assert read_answers()[0][when][question.name] == question.correct
+        assert STORE.read()[0].quiz[when][question.name] == question.correct
         assert (question.output in panel._said.value) == (when == "after")
         panel.next.click()
     assert "3 of 3 answered" in panel._said.value
@@ -101,13 +107,13 @@ def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> No
     panel.back.click()
     panel.answers[-1].click()
     assert panel.answers[-1].description == "✓ I do not know"
-    assert read_answers()[0][when][THIRD[-1].name] == "-"
+    assert STORE.read()[0].quiz[when][THIRD[-1].name] == "-"
 
 
 def test_without_widgets_a_notebook_gets_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def bundle(widgets: bool) -> dict[str, Any]:
         monkeypatch.setattr("course_pp.exercises.inventory.shows_widgets", lambda: widgets)
-        return quiz("before", notebook="03")._repr_mimebundle_()
+        return quiz("before", about="03")._repr_mimebundle_()
 
     assert set(bundle(False)) == {"text/plain"}
     assert "application/vnd.jupyter.widget-view+json" in bundle(True)
