@@ -1,6 +1,6 @@
 """Loss scaling for float16: one scale for a whole mesh, and steps that all its ranks take or skip together.
 
-    scaler = MeshGradScaler(device_mesh)
+    scaler = MeshGradScaler()
     pipeline = build_pipeline_schedule(stage, 8, loss_fn, scaler=scaler)  # or runtime's Pipeline(..., scaler=scaler)
     loss = pipeline.step(inputs, target=targets)  # as without a scaler; gradients are scale times as large
     scaler.unscale_(optimizer)                    # before clip_grad_norm_; else step does it
@@ -15,17 +15,15 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.collective import Ranks, difference
 
 
 class MeshGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` for the ranks of a mesh: an infinity on one of them is one on all.
+    """``torch.amp.GradScaler`` for all ranks of a run: an infinity on one of them is one on all.
 
     Give it to the pipeline, as in the first lines of ``course_pp.grad_scaler``: it then scales the loss, and what
     :func:`attach_loss` adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in
@@ -36,7 +34,6 @@ class MeshGradScaler(GradScaler):
     first one of every rank together, the second ones together. So give a rank's stages one optimizer.
 
     Args:
-        device_mesh: the mesh of :func:`course_pp.parallel.init_distributed`; None is all ranks, or this process alone.
         init_scale: the first scale.
         growth_factor: the scale grows by it after ``growth_interval`` steps in a row without an infinity.
         backoff_factor: the scale is multiplied by it after a step with one.
@@ -47,7 +44,6 @@ class MeshGradScaler(GradScaler):
 
     def __init__(
         self,
-        device_mesh: DeviceMesh | None = None,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -58,7 +54,6 @@ class MeshGradScaler(GradScaler):
         # The scale is on the CPU, wherever the gradients are: each step asks for it as a number.
         super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         super().scale(torch.ones(()))  # or there would be none before the first loss
-        self._device_mesh = device_mesh
         self.in_pipeline = self._has_scaled = False
 
     def scale(self, outputs: Any) -> Any:
@@ -86,18 +81,15 @@ class MeshGradScaler(GradScaler):
             found = bool(found_inf)
         except (RuntimeError, ValueError) as error:  # the others are told, or they would wait
             problem = Ranks.sentence(error)
-        for ranks in self._rows():
-            told = ranks.gather((self.state_dict(), found, scaled, problem))
-            found, scaled = any(found for _, found, *_ in told), any(scaled for *_, scaled, _ in told)
-            raised = next((problem for *_, problem in told if problem), "")
-            problem = raised or difference([state for state, *_ in told]) or ""
-        if problem:
-            raise ValueError(f"MeshGradScaler: {problem}")
-        if not scaled:
+        told = Ranks().gather((self.state_dict(), found, scaled, problem))
+        raised = next((problem for *_, problem in told if problem), None) or difference([state for state, *_ in told])
+        if raised:
+            raise ValueError(f"MeshGradScaler: {raised}")
+        if not any(scaled for *_, scaled, _ in told):
             raise ValueError(
                 "this MeshGradScaler has scaled no loss: build the pipeline with scaler=, or call scale(loss)"
             )
-        found_inf.fill_(found)
+        found_inf.fill_(any(found for _, found, *_ in told))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer, unless a rank has found an infinity; unscale first, if that is not done.
@@ -126,10 +118,3 @@ class MeshGradScaler(GradScaler):
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, here, inv_scale.to(device))
             found_inf += here.cpu()
         return {found_inf.device: found_inf}
-
-    def _rows(self) -> list[Ranks]:
-        """The groups in which ranks meet, one after the other: after the last, each rank knows what any has found."""
-        mesh = self._device_mesh
-        if mesh is None or mesh.size() == dist.get_world_size():
-            return [Ranks()]
-        return [Ranks(mesh.get_group(dimension)) for dimension in range(mesh.ndim)]

@@ -68,7 +68,7 @@ def on_rank(rank: int, engine: str, recipe: Recipe, fused: bool) -> Seen:
     modules = build_modules(recipe, mesh)
     for module in modules:
         attach_to(module.layers, attach_loss)
-    optimizer, scaler = (sharded_adamw if fused else adamw)(modules), MeshGradScaler(mesh, **SCALING)
+    optimizer, scaler = (sharded_adamw if fused else adamw)(modules), MeshGradScaler(**SCALING)
     seen, rows = Seen([], [], [], [], {}), slice(get_dp_rank(mesh), None, get_dp_size(mesh))
     if engine == "parallel":
         sizes = mesh, "cpu", ROWS // get_dp_size(mesh) // N_MICROBATCHES, SEQ_LEN
@@ -170,26 +170,26 @@ def refusals(rank: int) -> dict[str, list[str]]:
         said[name] = str(refusal.value)
 
     for build_here in (in_parallel, in_runtime):
-        on_one = MeshGradScaler(mesh) if rank == 1 else None
+        on_one = MeshGradScaler() if rank == 1 else None
         attempt(f"{build_here.__name__}, one rank", lambda make=build_here, scaler=on_one: make(scaler))
         attempt(f"{build_here.__name__}, torch's", lambda make=build_here: make(torch.amp.GradScaler("cpu")))
-    pipeline, scaler, optimizer = in_parallel(MeshGradScaler(mesh)), MeshGradScaler(mesh), adamw([module])
+    pipeline, scaler, optimizer = in_parallel(MeshGradScaler()), MeshGradScaler(), adamw([module])
     attempt("unscales alone", lambda: scaler.unscale_(optimizer) if rank else pipeline.step(x, target=x))
-    other = MeshGradScaler(mesh, init_scale=2.0**rank)
+    other = MeshGradScaler(init_scale=2.0**rank)
     attempt("loaded on one", lambda: other.unscale_(optimizer))
-    attempt("given to none", lambda: MeshGradScaler(mesh).unscale_(optimizer))
-    other = MeshGradScaler(mesh)
+    attempt("given to none", lambda: MeshGradScaler().unscale_(optimizer))
+    other = MeshGradScaler()
     twice = in_runtime(other, lambda output, target: other.scale(F.mse_loss(output, target)))
     attempt("scaled twice", lambda: twice.step(x, x))
     pipedream = {"optimizers": {rank: optimizer}, "versions": "stash"}
     attempt(
         "asynchronous",
-        lambda: Pipeline(build("pipedream", 2, 4), module, F.mse_loss, scaler=MeshGradScaler(mesh), **pipedream),
+        lambda: Pipeline(build("pipedream", 2, 4), module, F.mse_loss, scaler=MeshGradScaler(), **pipedream),
     )
     if rank == 1:
         module.half()
     module(x.to(next(module.parameters()).dtype)).sum().backward()
-    attempt("float16", lambda: MeshGradScaler(mesh).unscale_(optimizer))
+    attempt("float16", lambda: MeshGradScaler().unscale_(optimizer))
     return said
 
 
@@ -218,7 +218,7 @@ def overflow(rank: int) -> list[tuple[bool, float, bool]]:
     mesh, module, found = init_distributed(DistributedConfig(pp=2)), nn.Linear(4, 4), []
     x, before = torch.full((8, 4), math.inf), module.weight.detach().clone()
     for engine in ("parallel", "runtime"):
-        scaler, optimizer = MeshGradScaler(mesh, init_scale=8.0), adamw([module])
+        scaler, optimizer = MeshGradScaler(init_scale=8.0), adamw([module])
         if engine == "parallel":
             stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
             loss = build_pipeline_schedule(stage, 4, F.mse_loss, scaler=scaler).step(x, target=x).item()
@@ -237,7 +237,7 @@ def test_a_loss_that_is_not_finite_is_skipped_under_either_engine() -> None:
 def frozen_stage(rank: int) -> tuple[float, bool]:
     """The scale and whether weights moved, after an infinity where the other rank has no gradient at all."""
     mesh, module = init_distributed(DistributedConfig(dp_shard=2)), nn.Linear(1, 1)
-    optimizer, scaler = adamw([module]), MeshGradScaler(mesh, init_scale=8.0)
+    optimizer, scaler = adamw([module]), MeshGradScaler(init_scale=8.0)
     before = module.weight.detach().clone()
     if rank == 1:
         scaler.scale(module(torch.full((1, 1), math.inf)).sum()).backward()

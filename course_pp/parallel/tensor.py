@@ -45,7 +45,7 @@ from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel.blocks import listed, modules_matching, nearest
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.replaced_forward import check_order
-from course_pp.plan.layout import shards_head
+from course_pp.plan.layout import cut_by_tp, shards_head
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
 """Styles by name pattern, or what makes them of a module and ``tp``."""
@@ -361,10 +361,7 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
 
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
     """Refuse a ``tp`` that divides no heads or feed-forward width, or logits that cannot stay cut."""
-    sizes = {"n_heads": config.n_heads, "n_kv_heads": config.kv_heads}
-    if len(config.expert_layers) < config.n_layers:
-        sizes["ffn_dim"] = config.hidden_dim
-    _check_divides(tp, sizes)
+    _check_divides(tp, cut_by_tp(config))
     if not gather_logits and not shards_head(config, tp):
         raise ValueError(
             f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "

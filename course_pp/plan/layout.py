@@ -167,7 +167,7 @@ def shards_head(config: ModelConfig, tp: int) -> bool:
 
 def cut_by_tp(model: ModelConfig) -> dict[str, int]:
     """Return the sizes that ``tp`` must divide."""
-    sizes = {"n_heads": model.n_heads, "kv_heads": model.kv_heads}
+    sizes = {"n_heads": model.n_heads, "n_kv_heads": model.kv_heads}
     if len(model.expert_layers) < model.n_layers:
         sizes["ffn_dim"] = model.hidden_dim
     return sizes

@@ -133,7 +133,7 @@ class Trainer:
             self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
             everyone.require_equal({"precision": config.precision})
         everyone.collectively(lambda: check_precision(config.precision, self.modules))
-        self._scaler = MeshGradScaler(device_mesh, init_scale=config.loss_scale, enabled=config.precision == "fp16")
+        self._scaler = MeshGradScaler(init_scale=config.loss_scale, enabled=config.precision == "fp16")
         self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, self.held.tied))
         what, where = (config, self.held, loss_fn, self._scaler), (device_mesh, self.device)
         self._engine: PipelineEngine
