@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -36,130 +35,21 @@ from tests.equality import (
     snapshot_parameters,
     train,
 )
+from tests.packed import (
+    DIM,
+    N_MICROBATCHES,
+    STEPS,
+    Block,
+    Mask,
+    Offsets,
+    Rows,
+    given,
+    model,
+    of_ranks,
+    one_process,
+    packed,
+)
 from tests.parallel.small import build, model_config
-
-N_MICROBATCHES, VOCAB, DIM, N_DOCUMENTS = 4, 13, 8, 3
-
-
-class Offsets(NamedTuple):
-    """Where the documents of each row begin and end, (rows, documents + 1); and the longest one's length."""
-
-    starts: Tensor
-    longest: int
-
-
-class Mask:
-    """Which positions see which, (rows, length, length): an object that nobody but the model can read."""
-
-    def __init__(self, offsets: Offsets, length: int) -> None:
-        document = (offsets.starts[:, None] <= torch.arange(length)[:, None]).sum(-1)
-        same = document[:, :, None] == document[:, None]
-        self._visible = same & torch.ones(length, length, dtype=torch.bool).tril()
-
-    def hide(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(~self._visible, -torch.inf)
-
-
-class Block(nn.Module):
-    """Attention within a document: over each by its offsets, or over the row behind a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, offsets: Offsets, mask: Mask | None) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        if mask is not None:
-            return x + self.out(mask.hide(q @ k.mT).softmax(-1) @ v)
-        rows = []
-        for row, starts in enumerate(offsets.starts.tolist()):
-            documents = [slice(*ends) for ends in pairwise(starts)]
-            if max(document.stop - document.start for document in documents) > offsets.longest:
-                raise ValueError(f"a document is longer than {offsets.longest}")
-            rows.append(torch.cat([_attend(q[row, each], k[row, each], v[row, each]) for each in documents]))
-        return x + self.out(torch.stack(rows))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
-
-
-class Packed(nn.Module):
-    """Some of a language model's parts; each stage is given the offsets, or the mask, of its microbatch."""
-
-    def __init__(self, parts: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict(parts)
-
-    def forward(self, x: Tensor, offsets: Offsets, mask: Mask | None = None) -> Tensor:
-        for part in self.parts.values():
-            x = part(x, offsets, mask) if isinstance(part, Block) else part(x)
-        return x
-
-    def cut(self, n_stages: int) -> list["Packed"]:
-        names = list(self.parts)
-        bounds = [round(stage * len(names) / n_stages) for stage in range(n_stages + 1)]
-        return [Packed({name: self.parts[name] for name in names[start:end]}) for start, end in pairwise(bounds)]
-
-
-def model() -> Packed:
-    """Its embedding and its head are one weight."""
-    torch.manual_seed(0)
-    parts: dict[str, nn.Module] = {"embed": nn.Embedding(VOCAB, DIM)}
-    parts |= {f"block{i}": Block() for i in range(6)} | {"head": nn.Linear(DIM, VOCAB, bias=False)}
-    parts["head"].weight = parts["embed"].weight
-    return Packed(parts).double()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A microbatch: rows of three documents each, whose last tokens have no target."""
-
-    tokens: Tensor
-    targets: Tensor
-    offsets: Offsets
-
-    def documents(self) -> list[tuple[Tensor, Tensor, Offsets]]:
-        found = []
-        for tokens, targets, starts in zip(self.tokens, self.targets, self.offsets.starts.tolist(), strict=True):
-            for start, end in pairwise(starts):
-                whole = Offsets(torch.tensor([[0, end - start]]), end - start)
-                found.append((tokens[None, start:end], targets[None, start:end], whole))
-        return found
-
-
-def packed(rows: int, length: int, seed: int) -> Rows:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB, (rows, length), generator=generator)
-    cuts = torch.stack([torch.randperm(length - 1, generator=generator)[: N_DOCUMENTS - 1] + 1 for _ in range(rows)])
-    starts = torch.cat([torch.zeros(rows, 1), cuts.sort(1).values, torch.full((rows, 1), length)], 1).long()
-    targets = tokens.roll(-1, 1).scatter(1, starts[:, 1:] - 1, -100)
-    return Rows(tokens, targets, Offsets(starts, int(starts.diff(dim=1).max())))
-
-
-SIZES = [
-    [(1, 9), (2, 7), (1, 12), (1, 9), (2, 5), (1, 9), (3, 4), (1, 9)],
-    [(2, 6), (1, 5), (1, 14), (2, 7), (1, 9), (2, 7), (1, 12), (1, 3)],
-]
-"""Rows and length of each microbatch of two data ranks, in two steps."""
-
-STEPS = [[packed(*size, seed=10 * step + i) for i, size in enumerate(sizes)] for step, sizes in enumerate(SIZES)]
-STEPS[0][1].targets.fill_(-100)  # a microbatch that counts no token
-
-
-def one_process(data: Sequence[Sequence[Rows]]) -> Trained:
-    """The documents one by one, each loss over the tokens of its step."""
-    whole, loss_fn = model(), CrossEntropy()
-
-    def step(i: int) -> Tensor:
-        documents = [document for rows in data[i] for document in rows.documents()]
-        n_tokens = sum(loss_fn.count(targets) for _, targets, _ in documents)
-        loss = sum(loss_fn.total(whole(tokens, offsets), targets) / n_tokens for tokens, targets, offsets in documents)
-        loss.backward()
-        return loss.detach()
-
-    return train([whole], len(data), step)
 
 
 @dataclass(frozen=True)
@@ -202,33 +92,22 @@ def train_case(case: Case, mesh: Any) -> tuple[Trained, list[float]]:
     evaluated = []
 
     def step(i: int) -> Tensor:
-        lists = given(STEPS[i][get_dp_rank(mesh) :: get_dp_size(mesh)][:N_MICROBATCHES], pipeline, case.masked)
+        lists = given_to(pipeline, STEPS[i][get_dp_rank(mesh) :: get_dp_size(mesh)][:N_MICROBATCHES], case.masked)
         evaluated.append(pipeline.eval(**lists).item())
         return pipeline.step(**lists)
 
     return train(modules, len(STEPS), step, sharded_adamw(modules)), evaluated
 
 
-def given(data: Sequence[Rows], pipeline: Any, masked: bool = False) -> dict[str, Any]:
-    """What a rank gives: the ends to the ends, and its own objects to every stage."""
-    keywords = [{"offsets": rows.offsets} for rows in data]
-    for each, rows in zip(keywords, data, strict=True):
-        if masked:
-            each["mask"] = Mask(rows.offsets, rows.tokens.shape[1])
-    lists: dict[str, Any] = {"kwarg_mbs": keywords}
-    if pipeline.stages[0].is_first:
-        lists["arg_mbs"] = [(rows.tokens,) for rows in data]
-    if pipeline.stages[-1].is_last:
-        lists["target_mbs"] = [rows.targets for rows in data]
-    return lists
+def given_to(pipeline: Any, data: Sequence[Rows], masked: bool = False) -> dict[str, Any]:
+    return given(data, pipeline.stages[0].is_first, pipeline.stages[-1].is_last, masked)
 
 
 @pytest.mark.parametrize(("cases", "dp"), [(CASES, 1), (CASES[1:4], 2)])
 def test_packed_sequences_equal_their_documents_one_by_one(
     cases: tuple[Case, ...], dp: int, subtests: pytest.Subtests
 ) -> None:
-    data = [[rows for rank in range(dp) for rows in step[rank::dp][:N_MICROBATCHES]] for step in STEPS]
-    reference, ranks = one_process(data), on_ranks(2 * dp, train_on_rank, cases, dp, timeout_s=100)
+    reference, ranks = one_process(of_ranks(dp)), on_ranks(2 * dp, train_on_rank, cases, dp, timeout_s=100)
     for i, case in enumerate(cases):
         with subtests.test(case=case):
             assert_same_training([rank[i][0] for rank in ranks], reference, tied=find_ties(model()))
@@ -430,7 +309,7 @@ def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
     stage = build_pipeline_stage(model().cut(2)[rank], mesh, "cpu", inputs=example, outputs=sent)
     pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), "1f1b", tied=find_ties(model()))
     whole = {"offsets": WHOLE.offsets, "target": WHOLE.targets, "kwargs_chunk_spec": {"offsets": "rows"}}
-    for changes, inputs, right in (WRONG, (), given(DATA, pipeline)), (WRONG_WHOLE, (WHOLE.tokens,), whole):
+    for changes, inputs, right in (WRONG, (), given_to(pipeline, DATA)), (WRONG_WHOLE, (WHOLE.tokens,), whole):
         for name, (change, _) in changes.items():
             lists = {key: list(value) if isinstance(value, list) else value for key, value in right.items()}
             change(rank, lists)
@@ -438,7 +317,7 @@ def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
             with pytest.raises((ValueError, TypeError), match=r".") as refusal:
                 pipeline.step(*wrong, **lists)
             said[f"{name}, {len(inputs)}"] = str(refusal.value)
-    losses = [pipeline.step(**given(DATA, pipeline)), pipeline.step(WHOLE.tokens, **whole)]
+    losses = [pipeline.step(**given_to(pipeline, DATA)), pipeline.step(WHOLE.tokens, **whole)]
     same = {
         "offsets": None,
         "mask": Mask(Offsets(SAME.offsets.starts[:1], 3), 8),

@@ -2,188 +2,89 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from course_pp.launch import on_ranks
 from course_pp.microbatches import cut_keywords
 from course_pp.model import CrossEntropy
+from course_pp.parallel import find_ties
 from course_pp.runtime import Pipeline, PipelineError, Recorder, run_step
 from course_pp.schedule import Schedule, build
+from tests import packed
+from tests.equality import Trained, assert_same_training, sharded_adamw, train
+from tests.packed import STEPS
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
-from tests.runtime.stepping import TOLERANCE, gradients, through
+from tests.runtime.stepping import TOLERANCE, gradients
 
 pytestmark = pytest.mark.timeout(60)
 
-WIDTH, VOCABULARY, M = 4, 7, 4
-
-
-class Packed(NamedTuple):
-    """Where the documents of a microbatch begin and end, its rows put one after another; and no tensor."""
-
-    offsets: Tensor
-    name: str
-
-
-class Microbatch(NamedTuple):
-    tokens: Tensor
-    target: Tensor
-    packed: Packed
-
-
-def microbatches(seed: int) -> list[Microbatch]:
-    """Rows of three documents of unequal length; microbatches differ in rows, lengths and counted tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for i in range(M):
-        rows, lengths = 1 + (i + seed) % 3, [2 + i % 2, 1 + seed, 4]
-        tokens, target = torch.randint(VOCABULARY, (2, rows, sum(lengths)), generator=generator)
-        target[:, : i % 3] = -100
-        if i == 2:
-            target[:] = -100
-        found.append(Microbatch(tokens, target, Packed(torch.tensor([0, *lengths * rows]).cumsum(0), "packed")))
-    return found
-
-
-class Stage(nn.Module):
-    """Attention within documents, whose offsets come by keyword."""
-
-    def __init__(self, stage: int, n_stages: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH) if stage == 0 else None
-        self.mix, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if stage == n_stages - 1 else None
-
-    def forward(self, x: Tensor, packed: Packed) -> Tensor:
-        assert type(packed) is Packed
-        x = x if self.embed is None else self.embed(x)
-        documents = [self.attended(x.flatten(0, 1)[a:b]) for a, b in pairwise(packed.offsets.tolist())]
-        x = x + self.linear(torch.cat(documents).view(x.shape))
-        return x if self.head is None else self.head(x)
-
-    def attended(self, x: Tensor) -> Tensor:
-        scores = self.mix(x) @ x.T
-        return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1) @ x
-
-
-def make_stages(n: int, tied: bool) -> list[Stage]:
-    torch.manual_seed(0)
-    stages = [Stage(i, n).double() for i in range(n)]
-    if tied:
-        stages[-1].head.weight.data.copy_(stages[0].embed.weight.data)
-    return stages
+WIDTH, M = 4, 4
 
 
 @dataclass(frozen=True)
 class Case:
     schedule: str
-    data: int = 1
-    tied: bool = False
+    masked: bool = False
     recompute: bool = False
 
-    @property
-    def ties(self) -> list[dict[int, str]]:
-        return [{0: "embed.weight", build(self.schedule, 2, M).n_stages - 1: "head.weight"}] if self.tied else []
+
+def trained(rank: int, cases: Sequence[Case], dp: int) -> list[tuple[Trained, list[Tensor] | None]]:
+    mesh = init_device_mesh("cpu", (2, dp), mesh_dim_names=("pp", "data"))
+    return [train_case(case, mesh) for case in cases]
 
 
-class Found(NamedTuple):
-    """Of two steps, whose gradients add up; outputs are the second batch's, by microbatch, where they are."""
-
-    losses: list[float]
-    outputs: list[Tensor] | None
-    gradients: dict[str, Tensor]
-
-
-def trained(rank: int, cases: Sequence[Case]) -> list[Found]:
-    return [one_case(case) for case in cases]
-
-
-def one_case(case: Case) -> Found:
-    mesh = init_device_mesh("cpu", (2, case.data), mesh_dim_names=("pp", "data"))
-    rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("data")
-    schedule = build(case.schedule, 2, M)
-    stages = make_stages(schedule.n_stages, case.tied)
-    mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
-    for module in mine.values() if case.data > 1 else ():
+def train_case(case: Case, mesh: DeviceMesh) -> tuple[Trained, list[Tensor] | None]:
+    """What training leaves, and before it the outputs of this rank's first batch, by microbatch, where they are."""
+    (rank, replica), dp, schedule = mesh.get_coordinate(), mesh["data"].size(), build(case.schedule, 2, M)
+    whole = packed.model(tied=dp == 1)  # here weights that are sharded cannot be tied
+    mine = {stage: whole.cut(schedule.n_stages)[stage] for stage in stages_of(rank, schedule)}
+    for module in mine.values() if dp > 1 else ():
         fully_shard(module, mesh=mesh["data"])
-    options = {"group": mesh.get_group("pp"), "tied": case.ties, "recompute": case.recompute, "timeout_s": 20}
+    tied = [{0: "parts.embed.weight", schedule.n_stages - 1: "parts.head.weight"}] if dp == 1 else []
+    options = {"group": mesh.get_group("pp"), "tied": tied, "recompute": case.recompute, "timeout_s": 20}
     pipeline = Pipeline(schedule, mine, CrossEntropy(), **options)
-    losses = []
-    for step in range(2):
-        batch = microbatches(2 * step + replica)
-        arg_mbs = [(each.tokens,) for each in batch] if 0 in mine else None
-        target_mbs = [each.target for each in batch] if schedule.n_stages - 1 in mine else None
-        kwarg_mbs = [{"packed": each.packed} for each in batch]
-        losses.append(sum(pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)))
-    outputs = pipeline.evaluate(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
-    whole = {
-        f"{i}.{n}": getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
-        for i, m in mine.items()
-        for n, p in m.named_parameters()
-    }
-    return Found(losses, outputs, whole)
 
+    def given(i: int) -> dict[str, Any]:
+        return packed.given(STEPS[i][replica::dp][:M], 0 in mine, schedule.n_stages - 1 in mine, case.masked)
 
-def document_by_document(case: Case) -> Found:
-    """Each document alone, in one row of its own."""
-    n = build(case.schedule, 2, M).n_stages
-    stages = make_stages(n, case.tied)
-    losses = []
-    for step in range(2):
-        batch = [each for replica in range(case.data) for each in microbatches(2 * step + replica)]
-        count = sum((each.target != -100).sum() for each in batch)
-        total = 0.0
-        for each in batch:
-            for a, b in pairwise(each.packed.offsets.tolist()):
-                x = each.tokens.flatten()[None, a:b]
-                for stage in stages:
-                    x = stage(x, Packed(torch.tensor([0, b - a]), "alone"))
-                loss = CrossEntropy().total(x, each.target.flatten()[None, a:b]) / count
-                loss.backward()
-                total += loss.item()
-        losses.append(total)
-    outputs = [through([partial(stage, packed=each.packed) for stage in stages], each.tokens) for each in batch]
-    gradients = {f"{i}.{name}": p.grad for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
-    for tie in case.ties:
-        names = [f"{stage}.{name}" for stage, name in tie.items()]
-        gradients.update(dict.fromkeys(names, sum(gradients[name] for name in names)))
-    return Found(losses, outputs, gradients)
+    lists = given(0)
+    outputs = pipeline.evaluate(arg_mbs=lists.get("arg_mbs"), kwarg_mbs=lists["kwarg_mbs"])
+    held = list(mine.values())
+    return train(held, len(STEPS), lambda i: sum(pipeline.step(**given(i))), sharded_adamw(held)), outputs
 
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
 ON_2_RANKS = [
-    *(Case(name, tied=tied) for name in SCHEDULES for tied in (False, True)),
+    *(Case(name, masked=name in ("zb_h1", "zb_v")) for name in SCHEDULES),
     *(Case(name, recompute=True) for name in ("1f1b", "zb_v")),
     Case("chimera"),
 ]
-ON_4_RANKS = [Case(name, data=2) for name in SCHEDULES]
+ON_4_RANKS = [Case(name) for name in SCHEDULES]
 
 
-@pytest.mark.parametrize("cases", [ON_2_RANKS, ON_4_RANKS], ids=["pp", "with FSDP2"])
-def test_packed_documents_are_as_good_as_alone(cases: Sequence[Case], subtests: Any) -> None:
+@pytest.mark.parametrize(("cases", "dp"), [(ON_2_RANKS, 1), (ON_4_RANKS, 2)], ids=["pp", "with FSDP2"])
+def test_packed_documents_are_as_good_as_alone(cases: Sequence[Case], dp: int, subtests: Any) -> None:
+    data, whole = packed.of_ranks(dp), packed.model(tied=dp == 1)
+    with torch.no_grad():
+        expected = [whole(rows.tokens, rows.offsets) for rows in data[0]]
     with no_process_left():
-        ranks = on_ranks(2 * cases[0].data, trained, cases, timeout_s=50)
+        ranks = on_ranks(2 * dp, trained, cases, dp, timeout_s=50)
+    reference = packed.one_process(data, tied=dp == 1)
     for case, found in zip(cases, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(case)):
-            expected = document_by_document(case)
-            assert {name for rank in found for name in rank.gradients} == set(expected.gradients)
-            outputs = [output for rank in found for output in rank.outputs or ()]
-            assert len(outputs) == M * case.data * len(build(case.schedule, 2, M).placement[-1])
-            for output, known in zip(outputs, 2 * expected.outputs, strict=False):
+            assert_same_training([each for each, _ in found], reference, tied=find_ties(whole))
+            outputs = [output for _, each in found for output in each or ()]
+            assert len(outputs) == M * dp * len(build(case.schedule, 2, M).placement[-1])
+            for output, known in zip(outputs, 2 * expected, strict=False):
                 torch.testing.assert_close(output, known, rtol=0, atol=TOLERANCE)
-            for rank in found:
-                assert rank.losses == pytest.approx(expected.losses, rel=TOLERANCE)
-                for name, gradient in rank.gradients.items():
-                    torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=TOLERANCE)
 
 
 # A whole batch, with keyword arguments.
