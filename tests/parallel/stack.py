@@ -13,6 +13,7 @@ from course_pp.parallel import (
     apply_ac,
     apply_compile,
     apply_expert_parallel,
+    apply_float8,
     apply_fsdp2,
     apply_tensor_parallel,
     build_pipeline_schedule,
@@ -44,6 +45,7 @@ class Recipe:
 
     Attributes:
         compiler: a backend of torch.compile; None compiles nothing.
+        float8: a recipe of products in eight bits.
         dtype: computed in. Parameters are float64 for float64, else float32.
     """
 
@@ -51,6 +53,7 @@ class Recipe:
     schedule: str = "1f1b"
     ac: Literal["none", "full", "selective"] = "none"
     compiler: str | None = None
+    float8: Literal["tensorwise", "rowwise"] | None = None
     dtype: torch.dtype = torch.float64
     n_microbatches: int = N_MICROBATCHES
 
@@ -97,6 +100,8 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
         apply_tensor_parallel(module, mesh)
         if config.n_experts:
             apply_expert_parallel(module, mesh)
+        if recipe.float8 is not None:
+            apply_float8(module, mesh, recipe.float8)
         apply_ac(module, recipe.ac)
         if recipe.compiler is not None:
             apply_compile(module, backend=recipe.compiler)

@@ -3,37 +3,21 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel import (
-    DistributedConfig,
-    apply_ac,
-    apply_float8,
-    apply_fsdp2,
-    apply_tensor_parallel,
-    build_pipeline_schedule,
-    build_pipeline_stage,
-    build_stage_module,
-    default_mp_policy,
-    get_device,
-    get_dp_rank,
-    get_dp_size,
-    get_pp_rank,
-    get_pp_size,
-    get_stage_indices,
-    init_distributed,
-)
-from tests.equality import Trained, adamw, assert_same_training, batches, sharded_adamw, train
+from course_pp.model import CrossEntropy, Transformer
+from course_pp.parallel import DistributedConfig, apply_ac, apply_float8
+from tests.equality import Trained, adamw, assert_same_training, train
+from tests.parallel import stack
+from tests.parallel.stack import DATA
 
-CONFIG = ModelConfig(dim=32, n_layers=4, n_heads=4, vocab_size=24, ffn_dim=64, max_seq_len=16)
-ROWS, N_MICROBATCHES = 8, 2
-DATA = batches(CONFIG, ROWS, 8, 3)
-RECIPES = ("tensorwise", "rowwise")
+CONFIG = replace(stack.CONFIG, dim=32, n_layers=4, ffn_dim=64, n_kv_heads=None)
+RECIPES: tuple[Literal["tensorwise", "rowwise"], ...] = ("tensorwise", "rowwise")
 # Sums in another order differ in the 24th bit, and then some number is rounded to its other neighbour in float8.
 TOLERANCES = (1e-5, 1e-3)  # seen: 2e-6 of gradients, 1e-4 of parameters after three AdamW steps
 
@@ -67,37 +51,12 @@ LAYOUTS = {
 }
 
 
-def train_on_rank(rank: int, layout: DistributedConfig) -> list[Trained]:
-    return [train_with(layout, recipe, LAYOUTS[layout]) for recipe in RECIPES]
-
-
-def train_with(layout: DistributedConfig, recipe: str, schedule: str) -> Trained:
-    mesh = init_distributed(layout, seed=0)
-    places = get_stage_indices(schedule, get_pp_rank(mesh), get_pp_size(mesh))
-    modules = [build_stage_module(CONFIG, i, get_pp_size(mesh) * len(places)) for i in places]
-    for module in modules:
-        apply_tensor_parallel(module, mesh)
-        apply_float8(module, mesh, recipe)
-        apply_ac(module, "full")
-        apply_fsdp2(module, mesh, default_mp_policy(torch.float32))
-    n_data = get_dp_size(mesh)
-    sizes = (mesh, get_device("gloo"), ROWS // n_data // N_MICROBATCHES, 8, torch.float32)
-    stages = [build_pipeline_stage(module, *sizes) for module in modules]
-    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), schedule)
-
-    def step(i: int) -> Tensor:
-        mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)] for part in DATA[i])
-        return pipeline.step(mine, target=theirs)
-
-    return train(modules, len(DATA), step, sharded_adamw(modules))
-
-
 def in_one_process(n_data: int, recipe: str) -> Trained:
     """The whole model on the same pieces: each microbatch of each data rank has scales of its own."""
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     apply_float8(model, None, recipe)
-    pieces = n_data * N_MICROBATCHES
+    pieces = n_data * 2
 
     def step(i: int) -> Tensor:
         total = torch.zeros(())
@@ -112,8 +71,9 @@ def in_one_process(n_data: int, recipe: str) -> Trained:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts_equal_the_same_conversion_on_one_process(layout: DistributedConfig, subtests: pytest.Subtests) -> None:
-    n_ranks = layout.pp * layout.dp_shard * layout.tp
-    ranks = on_ranks(n_ranks, train_on_rank, layout, timeout_s=100)
+    plain = stack.Recipe(layout, LAYOUTS[layout], "full", dtype=torch.float32, n_microbatches=2)
+    recipes = [replace(plain, float8=recipe) for recipe in RECIPES]
+    ranks = on_ranks(layout.pp * layout.dp_shard * layout.tp, stack.train_on_rank, recipes, CONFIG, timeout_s=100)
     for recipe, found in zip(RECIPES, zip(*ranks, strict=True), strict=True):
         with subtests.test(recipe):
             assert_same_training(list(found), in_one_process(layout.dp_shard, recipe), tolerances=TOLERANCES)
