@@ -13,7 +13,7 @@ WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help setup lab doctor run lint types images site slides notebooks clean \
+.PHONY: FORCE help setup lab doctor run lint types images site slides handout notebooks clean \
   test test-fast test-browser test-long test-notebooks test-slurm test-gpu test-full quick-half quick-rest tests some-notebooks other-notebooks
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make images          redraw the figures used in prose"
 	@echo "make site            build the pages of the course in runs/site/html, offline"
 	@echo "make slides          decks of slides in runs/slides, one a route of INSTRUCTOR.md"
+	@echo "make handout         a route on paper in runs/handouts, for people and for teachers: ROUTE=a_day"
 	@echo "make notebooks       run the notebooks again and save them in place"
 	@echo "make setup           only set up $(VENV); every other target does it when needed"
 	@echo "make clean           remove $(VENV)"
@@ -142,6 +143,9 @@ site: $(READY)
 
 slides: $(READY)
 	@$(BIN)/python docs/slides.py $(ARGS)
+
+handout: $(READY)
+	@$(BIN)/python docs/handouts.py $(ROUTE) $(ARGS)
 
 notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \

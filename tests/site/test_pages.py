@@ -1,11 +1,14 @@
 """Pages and pictures that the package makes are those that are committed."""
 
+import html
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from course_pp.exercises import Verdict
 from course_pp.schedule import names, theory
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +18,17 @@ ROOT = Path(__file__).parents[2]
 def docs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     yield
-    for name in ("comparison", "cheat_sheet", "routes", "slides", "as_html", "guesses", "pages", "chapters"):
+    for name in (
+        "comparison",
+        "cheat_sheet",
+        "routes",
+        "slides",
+        "as_html",
+        "handouts",
+        "guesses",
+        "pages",
+        "chapters",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -100,9 +113,63 @@ def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monk
         assert "$" not in re.sub(r"<pre>.*?</pre>|<script>.*?</script>", "", text, flags=re.S)
 
 
-def test_each_guess_has_its_question_and_its_result():
-    import json
+def test_a_handout_has_each_exercise_once_and_no_solution_but_for_teachers(monkeypatch):
+    import handouts
+    import routes
 
+    monkeypatch.setattr(handouts, "judge", lambda exercise, wrong: Verdict("not yet", "", cause="the cause"))
+    cells = [cell for path in (ROOT / "notebooks").glob("*.ipynb") for cell in json.loads(path.read_bytes())["cells"]]
+    shipped = "\n".join("".join(cell["source"]) for cell in cells)
+    for each in routes.ROUTES:
+        exercises = [exercise for part in each.parts for exercise in routes.exercises_in(part)]
+        people = handouts.sheet(each, "exercises", handouts.for_people)
+        teacher = handouts.sheet(each, "teacher", handouts.for_teachers)
+        for sheet in (people, teacher):
+            assert sheet.count("<article>") == sheet.count("<h2>") == len(exercises)
+        # What stands in the notebooks holds no solution: tests of these see to it.
+        assert [code for code in codes(people) if code not in shipped] == []
+        for exercise, for_person, for_teacher in zip(
+            exercises, people.split("<article>")[1:], teacher.split("<article>")[1:], strict=True
+        ):
+            about = f": {exercise.title} {exercise.stars} {exercise.minutes} minutes"
+            assert about in for_person
+            assert about in for_teacher
+            assert f"def {exercise.name}(" in for_person
+            assert "NotImplementedError" not in for_person
+            assert exercise.source in codes(for_teacher)
+            assert "the cause" in for_teacher, exercise.name
+            assert for_teacher.count("<li>") >= len(exercise.hints)
+            assert "<details>" not in for_person
+
+
+def codes(sheet: str) -> list[str]:
+    return [html.unescape(code) for code in re.findall(r"<pre><code>(.*?)</code></pre>", sheet, re.S)]
+
+
+@pytest.mark.slow
+def test_a_teacher_reads_what_checks_say_of_common_mistakes(tmp_path, monkeypatch, capsys):
+    import handouts
+
+    monkeypatch.setattr(sys, "argv", ["handouts.py", "45_minutes", "--out", str(tmp_path)])
+    assert handouts.main() == 0
+    text = (tmp_path / "45_minutes_teacher.html").read_text(encoding="utf-8")
+    assert "return (p - 1) / m</code>" in text
+    assert "That is idle time over useful time." in text
+    assert "- warm_up = min(m, p - 1 - rank)\n+ warm_up = m</code>" in text
+    assert "That is what GPipe holds" in text
+    assert not re.findall(r'(?:src|href)="http', text)
+
+
+def test_an_unknown_route_has_no_handout(tmp_path, monkeypatch, capsys):
+    import handouts
+
+    monkeypatch.setattr(sys, "argv", ["handouts.py", "a_week", "--out", str(tmp_path / "none")])
+    assert handouts.main() == 2
+    assert "'a_week'; choose one of 45_minutes, 90_minutes" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_each_guess_has_its_question_and_its_result():
     import guesses
 
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):

@@ -1,0 +1,146 @@
+"""Sheets of paper for a route: its exercises for people, solutions and mistakes for teachers: make handout ROUTE=a_day
+
+Each of the two is one file in runs/handouts that needs nothing else. Print it from a browser, on A4 or Letter.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from as_html import figures, rendered
+from routes import NOTEBOOKS, Route, exercises_in, route, sections_of
+
+from course_pp.exercises.checking import judge
+from course_pp.exercises.exercise import Exercise, number_of
+from course_pp.exercises.wrong_answers import written, wrong_answers
+
+OUT = NOTEBOOKS.parent / "runs" / "handouts"
+STYLE = """
+@page { margin: 16mm 17mm }
+html { font: 10.5pt/1.4 "DejaVu Sans", Verdana, sans-serif; color: #000; background: #fff }
+body { max-width: 180mm; margin: 0 auto }
+h1 { font-size: 17pt; margin: 0 } h2 { font-size: 12.5pt; margin: 0 } h3 { font-size: 10.5pt; margin: 3mm 0 1mm }
+h1, h2, h3, .where { break-after: avoid }
+article { border-top: 0.5pt solid #000; margin-top: 7mm; padding-top: 3mm }
+p, ol { margin: 1.5mm 0; orphans: 3; widows: 3 }
+.where, .seen { color: #444; font-size: 9pt }
+pre, code { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 8.5pt }
+pre { background: #f3f4f5; padding: 2mm; margin: 1.5mm 0; white-space: pre-wrap; break-inside: avoid }
+img { max-width: 100%; max-height: 85mm; display: block; margin: 2mm 0; break-inside: avoid }
+pre:has(+ .line), pre + .line { break-after: avoid }
+.line { height: 8mm; border-bottom: 0.5pt solid #999 }
+table { border-collapse: collapse; width: 100% } tr { break-inside: avoid }
+td { border: 0.5pt solid #999; padding: 1mm 2mm; vertical-align: top } td:first-child { width: 45% }
+td pre { margin: 0; padding: 0 }
+"""
+
+
+def main() -> int:
+    """Write both sheets of a route."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("route", nargs="?", default="", help="its name, as docs/routes.py has it")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for the sheets")
+    given = parser.parse_args()
+    try:
+        asked = route(given.route)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    for kind, of_exercise in (("exercises", for_people), ("teacher", for_teachers)):
+        path = given.out / f"{asked.name}_{kind}.html"
+        path.write_text(sheet(asked, kind, of_exercise), encoding="utf-8")
+        print(path)
+    return 0
+
+
+def sheet(asked: Route, kind: str, of_exercise: Callable[[Exercise], str]) -> str:
+    """A page of its own with all exercises of a route."""
+    exercises = [exercise for part in asked.parts for exercise in exercises_in(part)]
+    title = f"Pipeline parallelism: {asked.title}" + ", for the teacher" * (kind == "teacher")
+    minutes = sum(exercise.minutes for exercise in exercises)
+    articles = "\n".join(f"<article>{of_exercise(exercise)}</article>" for exercise in exercises)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>"
+        f"<p>{len(exercises)} exercises, {minutes} minutes.</p>\n{articles}\n</main></body></html>\n"
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """An exercise in its notebook: its section, what stands last before it as HTML, its statement, its stub."""
+
+    section: str
+    before: list[str]
+    statement: str
+    stub: str
+
+
+def task_of(exercise: Exercise) -> Task:
+    """Look an exercise up in its notebook. Raises ValueError if it is not there."""
+    for section in sections_of(exercise.notebook):
+        before: dict[str, str] = {}
+        for cell, after in zip(section.cells, [*section.cells[1:], {}], strict=True):
+            source = cell["source"]
+            if cell["cell_type"] == "code":
+                if shown := figures(cell):
+                    before["figure"] = shown[-1]
+                if "read" in cell["metadata"].get("tags", ()):
+                    before["code"] = code(re.sub(r"\Aguess_.*\n+", "", source))
+                continue
+            text, _, found = source.partition("### Exercise ")
+            # Not the section's heading, nor a diagnosis, which says what is to be found.
+            before["text"] = rendered(re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S))
+            heading, _, statement = found.partition("\n")
+            if heading.startswith(f"{number_of(exercise)} "):
+                return Task(section.title, [before[kind] for kind in sorted(before)], statement, after["source"])
+            if found:
+                before = {}
+    raise ValueError(f"notebook {exercise.notebook} does not have the exercise {exercise.name}")
+
+
+def heading(exercise: Exercise, section: str) -> str:
+    """Which exercise of which notebook, how hard, how long; where it stands."""
+    name = f"{exercise.notebook}, exercise {number_of(exercise)}: {exercise.title}"
+    return (
+        f"<h2>{escape(name)} {exercise.stars} {exercise.minutes} minutes</h2>"
+        f'<p class="where">Section <em>{escape(section)}</em></p>'
+    )
+
+
+def for_people(exercise: Exercise) -> str:
+    """The exercise with what it needs of its section, and lines to write on."""
+    task = task_of(exercise)
+    stub = re.sub(r"  # noqa.*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
+    lines = '<div class="line"></div>' * (2 + len(exercise.source.splitlines()))
+    return "".join([heading(exercise, task.section), *task.before, rendered(task.statement), code(stub), lines])
+
+
+def for_teachers(exercise: Exercise) -> str:
+    """What was asked, the tested solution, what people write instead and are told, and the hints."""
+    task, rows, told = task_of(exercise), "", set[str]()
+    for wrong in wrong_answers(exercise):
+        verdict = judge(exercise, wrong)
+        if verdict.cause and verdict.cause not in told:
+            told.add(verdict.cause)
+            seen = f'<div class="seen">{rendered(verdict.symptom)}</div>'
+            rows += f"<tr><td>{code(written(exercise, wrong))}</td><td>{rendered(verdict.cause)}{seen}</td></tr>"
+    hints = "".join(f"<li>{rendered(hint)}</li>" for hint in exercise.hints)
+    return (
+        f"{heading(exercise, task.section)}{rendered(task.statement)}<h3>Solution</h3>{code(exercise.source)}"
+        f"<h3>Common mistakes, and what to say</h3><table>{rows}</table>"
+        f"<h3>Hints</h3><ol>{hints}</ol>"
+    )
+
+
+def code(source: str) -> str:
+    return f"<pre><code>{escape(source)}</code></pre>"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
