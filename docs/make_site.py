@@ -38,7 +38,8 @@ PARTS = (
     (
         "Taking part",
         "For who teaches the course, and who changes it.",
-        "INSTRUCTOR generated/routes generated/guesses ARCHITECTURE CONTRIBUTING docs/develop docs/release CHANGELOG",
+        "INSTRUCTOR docs/trouble generated/routes generated/guesses ARCHITECTURE CONTRIBUTING docs/develop "
+        "docs/release CHANGELOG",
     ),
 )
 

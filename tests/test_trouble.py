@@ -59,9 +59,11 @@ def test_what_the_page_says_is_what_is_printed(symptom, tmp_path, monkeypatch):
 
 
 def raised(fn, *args, **kwargs):
-    with pytest.raises(Exception) as error:
-        fn(*args, **kwargs)
-    return f"{error.type.__name__}: {error.value}"
+    try:
+        value = fn(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    pytest.fail(f"nothing is raised, but {value!r} returned")
 
 
 @when("A name is unknown")
@@ -125,15 +127,21 @@ def tools(folder, monkeypatch, **programs):
 
 
 def ended_by_slurm(folder, monkeypatch, state):
-    tools(folder, monkeypatch, scontrol=f"echo JobState={state}", squeue="echo 9")
-    return str(Job("course_pp-x", os.environ).verdict([], "srun", a_rank_failed=False))
+    tools(folder, monkeypatch, scontrol=f"echo JobState={state}")
+    return str(job().verdict([], "srun", a_rank_failed=False))
+
+
+def job():
+    found = Job("course_pp-x", os.environ)
+    found.number = "9"
+    return found
 
 
 def queued(folder, monkeypatch, reason):
-    tools(folder, monkeypatch, squeue=f'case "$*" in *--user*) echo "9|PD|gpu|{reason}";; *) echo 8; echo 9;; esac')
+    tools(folder, monkeypatch, squeue=f'case "$*" in *%r) echo "9|PD|gpu|{reason}";; *) echo 8; echo 9;; esac')
     for name in ("_FIRST_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
-    return Job("course_pp-x", os.environ)
+    return job()
 
 
 @when("`%torchrun` or `on_ranks` waits in a queue")
@@ -164,12 +172,12 @@ def _(folder, monkeypatch):
 def _(folder, monkeypatch):
     (folder / "site.toml").write_text('partion = "gpu"')
     monkeypatch.setenv("COURSE_PP_SITE", str(folder / "site.toml"))
-    refused = Job("course_pp-x", os.environ, inside="9").verdict(
-        ["srun: error: Unable to allocate resources: Invalid account"], "srun -A x", a_rank_failed=False
-    )
-    job = queued(folder, monkeypatch, "PartitionTimeLimit")
-    job.queue_line()
-    return f"{raised(load_site)} {refused} {raised(job.queue_line)}"
+    waiting = queued(folder, monkeypatch, "PartitionTimeLimit")
+    pretend(folder / "scontrol", "exit 1")
+    said = ["srun: error: Unable to allocate resources: Invalid account"]
+    refused = job().verdict(said, "srun -A x", a_rank_failed=False)
+    waiting.queue_line()
+    return f"{raised(load_site)} {refused} {raised(waiting.queue_line)}"
 
 
 @when("JupyterLab has another port")
