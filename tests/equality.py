@@ -50,12 +50,14 @@ def train(
 ) -> Trained:
     """What ``n_steps`` of AdamW leave behind; ``step(i)`` computes gradients and returns the loss."""
     modules, trained = list(modules), Trained([], {}, {})
-    optimizer = optimizer or adamw(modules)
+    optimizer = optimizer or (adamw(modules) if modules else None)
     for i in range(n_steps):
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.zero_grad()
         trained.losses.append(float(step(i)))
         trained.gradients = trained.gradients or snapshot_gradients(modules)
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
     trained.parameters = snapshot_parameters(modules)
     return trained
 

@@ -147,10 +147,6 @@ def assert_equal_sums(found: Sequence[Sequence[dict[str, float]]], expected: Seq
         torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}")
 
 
-def test_there_are_fifteen_synchronous_schedules() -> None:
-    assert len(SYNCHRONOUS) == 15
-
-
 @pytest.mark.parametrize(
     ("name", "recompute", "loss_fn"),
     crossed(
@@ -164,15 +160,6 @@ def test_the_runtime_adds_an_attached_loss_under_every_schedule(name: str, recom
     with no_process_left():
         found = on_ranks(2, runtime_steps, name, 2, steps, loss_fn, recompute, timeout_s=30.0)
     expected, sums = parts_in_one_process(n_stages, steps, loss_fn)
-    assert_equal_steps([done for done, _ in found], expected)
-    assert_equal_sums([each for _, each in found], sums)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v", "chimera"])
-def test_an_attached_loss_on_four_ranks(name: str) -> None:
-    steps, n_stages = [batch(8)], build(name, 4, 8).n_stages
-    found = on_ranks(4, runtime_steps, name, 4, steps, CrossEntropy(), False, timeout_s=30.0)
-    expected, sums = parts_in_one_process(n_stages, steps, CrossEntropy())
     assert_equal_steps([done for done, _ in found], expected)
     assert_equal_sums([each for _, each in found], sums)
 
@@ -399,44 +386,34 @@ REFUSALS = {
 ZEROS = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
 
 
-def refused_by_runtime(rank: int, what: str, recompute: bool) -> str:
-    pipeline = Pipeline(build("1f1b", 2, M), Wrong(rank, what).double(), F.mse_loss, recompute=recompute, timeout_s=20)
-    try:
-        pipeline.step(ZEROS, ZEROS)
-    except PipelineError as error:
-        return str(error)
-    return "nothing was refused"
-
-
-def refused_by_parallel(rank: int, what: str) -> str:
+def in_parallel(module: nn.Module) -> PipelineSchedule:
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    try:
-        stage = build_pipeline_stage(Wrong(rank, what).double(), mesh, "cpu", inputs=ZEROS[: ROWS // M])
-        build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=()).step(ZEROS, target=ZEROS)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=ZEROS[: ROWS // M])
+    return build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=())
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def refused(rank: int, engine: str, what: str) -> str:
+    module, options = Wrong(rank, what).double(), {"recompute": engine == "runtime, recomputed", "timeout_s": 20}
+    if engine == "parallel":
+        step = partial(in_parallel(module).step, target=ZEROS)
+    else:
+        step = partial(Pipeline(build("1f1b", 2, M), module, F.mse_loss, **options).step, targets=ZEROS)
+    with pytest.raises((PipelineError, ValueError)) as refusal:
+        step(ZEROS)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("engine", ["runtime", "runtime, recomputed", "parallel"])
 @pytest.mark.parametrize(("what", "words"), REFUSALS.items(), ids=REFUSALS)
-def test_the_runtime_refuses_a_wrong_loss_on_every_rank(what: str, words: str, recompute: bool) -> None:
-    for told in on_ranks(2, refused_by_runtime, what, recompute, timeout_s=30.0):
-        assert re.search(rf"attach_loss\(name='aux'\).*{words}", told), told
-
-
-@pytest.mark.parametrize(("what", "words"), REFUSALS.items(), ids=REFUSALS)
-def test_parallel_refuses_a_wrong_loss_on_every_rank(what: str, words: str) -> None:
+def test_a_wrong_loss_is_refused_on_every_rank(what: str, words: str, engine: str) -> None:
     with no_process_left():
-        for told in on_ranks(2, refused_by_parallel, what, timeout_s=30.0):
+        for told in on_ranks(2, refused, engine, what, timeout_s=30.0):
             assert re.search(rf"attach_loss\(name='aux'\).*{words}", told), told
 
 
 def attached_too_late(rank: int) -> None:
-    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     module = Wrong(rank, "").double()
-    stage = build_pipeline_stage(module, mesh, "cpu", inputs=ZEROS[: ROWS // M])
-    pipeline = build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=())
+    pipeline = in_parallel(module)
     pipeline.step(ZEROS, target=ZEROS)
     module.what = "in one stage"
     try:
@@ -452,10 +429,8 @@ def test_parallel_refuses_a_loss_that_begins_after_the_first_step() -> None:
 
 def attached_in_turn(rank: int) -> list[dict[str, float]]:
     """What both engines say after a step that attaches, and after one that does not."""
-    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     module = Wrong(rank, "").double()
-    stage = build_pipeline_stage(module, mesh, "cpu", inputs=ZEROS[: ROWS // M])
-    ours = build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=())
+    ours = in_parallel(module)
     plain = Pipeline(build("1f1b", 2, M), module, F.mse_loss)
     found = []
     for module.what in ("in one stage", ""):
@@ -474,9 +449,7 @@ def test_sums_are_those_of_the_last_step() -> None:
 
 def messages_when_nobody_attaches(rank: int) -> tuple[list[int], dict[str, float]]:
     """Broadcasts in each of two steps, by which weights would be told."""
-    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    stage = build_pipeline_stage(Wrong(rank, "").double(), mesh, "cpu", inputs=ZEROS[: ROWS // M])
-    pipeline = build_pipeline_schedule(stage, M, F.mse_loss, "1f1b", tied=())
+    pipeline = in_parallel(Wrong(rank, "").double())
     counted: list[int] = []
     for _ in range(2):
         with patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:

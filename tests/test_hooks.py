@@ -266,15 +266,6 @@ def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
     assert called == ["first", "second", "second"]
 
 
-def test_hooks_may_change_their_parameter_in_place_as_in_a_backward() -> None:
-    module = nn.Linear(WIDTH, 1, bias=False)
-    nn.init.ones_(module.weight)
-    module.weight.register_post_accumulate_grad_hook(lambda weight: weight.sub_(weight.grad))
-    with called_once([module]):
-        backward(module)
-    assert module.weight.eq(0).all()
-
-
 def test_hooks_that_are_removed_inside_are_not_called_and_stay_away() -> None:
     module, called = nn.Linear(WIDTH, 1), []
     first, handle, last = (

@@ -33,7 +33,6 @@ from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.training.checkpoint import load, save
 from tests.equality import adamw, full, sharded_adamw
-from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, model_config
 
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
 
@@ -105,40 +104,6 @@ def _output(mesh: DeviceMesh, n_stages: int, gather_logits: bool) -> tuple[list[
 
 def test_with_tensor_parallelism_the_output_is_no_view_on_which_hooks_could_be_lost() -> None:
     assert on_ranks(2, outputs_on_rank) == [[([], False)] * 4] * 2
-
-
-def accumulated_on_rank(rank: int, case: Case, config: ModelConfig, data: Data) -> dict[str, Tensor]:
-    """Gradients of two steps without an optimizer's in between."""
-    mesh = init_distributed(case.distributed, seed=0)
-    modules = build_modules(case, config, mesh)
-    pipeline = build_pipeline(case, modules, mesh, case.n_microbatches, CrossEntropy())
-    for batch in data:
-        inputs, target = (rows.chunk(case.n_data)[get_dp_rank(mesh)] for rows in batch)
-        pipeline.step(inputs, target=target)
-    return {name: full(p.grad) for module in modules for name, p in module.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "policy", "tied"),
-    [
-        ("1f1b", True, False),
-        ("1f1b", False, True),
-        ("zb_v", "auto", True),
-    ],
-)
-def test_sharded_gradients_of_two_steps_add_up(schedule: str, policy: Any, tied: bool) -> None:
-    case = Case(pp=2, dp_shard=2, schedule=schedule, reshard=policy)
-    config = replace(model_config(case, tied), n_layers=2 if schedule == "1f1b" else 4)  # one a stage
-    data, _ = data_of(config, case.batch, padded=False)
-    torch.manual_seed(0)
-    model = Transformer(config).double()
-    for inputs, target in data:
-        CrossEntropy()(model(inputs), target).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    for gradients in on_ranks(4, accumulated_on_rank, case, config, data):
-        for name, gradient in gradients.items():
-            source = "embed.weight" if tied and name == "head.weight" else name
-            torch.testing.assert_close(gradient, expected[source], rtol=0, atol=1e-14)
 
 
 def materialised_on_rank(rank: int, layout: DistributedConfig, config: ModelConfig) -> list[str]:

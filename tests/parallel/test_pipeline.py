@@ -20,38 +20,17 @@ from course_pp.parallel import (
 )
 from course_pp.schedule import find
 from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
-from tests.grids import crossed
 from tests.parallel.small import BATCH, SEQ_LEN, build, model_config, tokens
 
 HALVES = (torch.bfloat16, torch.float16)
-SINGLE_AND_V = ("1f1b", "zb_v", "interleaved_zb")
 
 
-def summed_reference(config, data, weights, loss_fn, **kwargs):
-    """Gradients of the weighted sum of the batches' losses, in one process."""
+def in_one_process(config, batch, loss_fn, **kwargs):
     torch.manual_seed(0)
     model = Transformer(config).double()
-    losses = []
-    for (inputs, target), weight in zip(data, weights, strict=True):
-        loss = loss_fn(model(inputs, **kwargs), target)
-        (weight * loss).backward()
-        losses.append(loss.item())
-    return Trained(losses, snapshot_gradients([model]), snapshot_parameters([model]))
-
-
-def accumulate_on_rank(rank, pp, config, data, schedule):
-    mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
-    modules, pipeline = build(config, mesh, pp, rank, schedule, CrossEntropy())
-    losses = [pipeline.step(inputs, target=target).item() for inputs, target in data]
-    return Trained(losses, snapshot_gradients(modules), snapshot_parameters(modules))
-
-
-@pytest.mark.parametrize(("schedule", "tied"), crossed(SINGLE_AND_V, [False, True]))
-def test_gradients_of_two_steps_add_up_without_being_rescaled(schedule, tied):
-    config = model_config(tied)
-    data = batches(config, BATCH, SEQ_LEN, 2)
-    reference = summed_reference(config, data, (1, 1), CrossEntropy())
-    assert_equals_one_process(on_ranks(2, accumulate_on_rank, 2, config, data, schedule), reference, config)
+    loss = loss_fn(model(batch[0], **kwargs), batch[1])
+    loss.backward()
+    return Trained([loss.item()], snapshot_gradients([model]), snapshot_parameters([model]))
 
 
 def padded_batch(config):
@@ -79,7 +58,7 @@ def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
 def test_keywords_reach_every_stage_and_unequal_microbatches_are_weighted_by_their_tokens(schedule):
     config = model_config(tied=True)
     inputs, target, kwargs = padded_batch(config)
-    reference = summed_reference(config, [(inputs, target)], (1,), CrossEntropy(), **kwargs)
+    reference = in_one_process(config, (inputs, target), CrossEntropy(), **kwargs)
     ranks = on_ranks(2, step_on_rank, 2, config, [(inputs, target)], schedule, CrossEntropy(), kwargs)
     assert_equals_one_process([trained for trained, _ in ranks], reference, config)
     assert [evaluated for _, evaluated in ranks] == pytest.approx(reference.losses * 2, rel=1e-12)
@@ -92,7 +71,7 @@ def test_a_plain_loss_function_is_averaged_over_microbatches():
     def squared(output, target):
         return (output**2).mean()
 
-    reference = summed_reference(config, data, (1,), squared)
+    reference = in_one_process(config, data[0], squared)
     ranks = on_ranks(2, step_on_rank, 2, config, data, "1f1b", squared, {})
     assert_equals_one_process([trained for trained, _ in ranks], reference, config)
 
@@ -131,7 +110,7 @@ def lone_pipelines_on_rank(rank, config, data):
 def test_without_a_pipeline_dimension_a_rank_runs_all_stages_itself():
     config = model_config(tied=True)
     [data] = batches(config, BATCH, SEQ_LEN, 1)
-    expected = summed_reference(config, [data], (1,), CrossEntropy()).losses[0]
+    expected = in_one_process(config, data, CrossEntropy()).losses[0]
     for losses in on_ranks(2, lone_pipelines_on_rank, config, data):
         assert losses == pytest.approx([expected] * 3, rel=1e-12)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, compute_layer_assignment
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Action, Overlap, Schedule
-from tests.equality import Trained, adamw, batches, snapshot_gradients, snapshot_parameters, train_in_one_process
+from tests.equality import Trained, batches, train, train_in_one_process
 
 BATCH, SEQ_LEN, STEPS = 16, 4, 2
 
@@ -105,17 +105,7 @@ def run(
     """
     modules = stage_modules(rank, schedule, config, layer_ranges)
     pipeline = Pipeline(schedule, modules, loss_fn, tied=tied_ends(config, schedule), timeout_s=20, **options)
-    optimizer = adamw(modules.values()) if modules else None
-    losses, gradients = [], {}
-    for step, (inputs, target) in enumerate(data):
-        for module in modules.values():
-            module.zero_grad()
-        losses.append(sum(pipeline.step(*for_rank(rank, schedule, inputs, target))))
-        if step == 0:
-            gradients = snapshot_gradients(modules.values())
-        if optimizer is not None:
-            optimizer.step()
-    return Trained(losses, gradients, snapshot_parameters(modules.values()))
+    return train(modules.values(), len(data), lambda i: sum(pipeline.step(*for_rank(rank, schedule, *data[i]))))
 
 
 def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[Any, Any]:

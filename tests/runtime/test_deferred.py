@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -420,21 +420,3 @@ def test_input_and_weight_halves_together_do_the_products_of_one_backward(index:
     # The first stage's input needs no gradient.
     assert counts["I"] == Counter(product=n - (index == 0) + again, gelu_backward=n, gelu=again)
     assert counts["W"] == Counter(product=n, sum=n)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_stage_that_recomputes_splits_its_backward_just_the_same(autocast: bool) -> None:
-    found = []
-    for recompute in (False, True):
-        module = made(layers)
-        stage = Stage(1, module, CPU, recompute, None)
-        x = input_of((5, WIDTH), module)
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            output, _ = stage.forward(0, x, None, True)
-            (of_input,) = stage.backward_input(0, (torch.ones_like(output),))
-            assert not gradients(module)
-            stage.backward_weight(0)
-        assert of_input is not None
-        found.append({"output": output, "input": of_input, **gradients(module)})
-    kept, recomputed = found
-    assert_same_bits(recomputed, kept)

@@ -224,13 +224,6 @@ def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(
             assert_right(trained[what], job)
 
 
-@pytest.mark.long
-def test_replicas_of_a_stage_stay_equal_bit_by_bit() -> None:
-    first, second, _ = trained_with_options()["replicated (2, 1) 5"]
-    assert first.parameters.keys() == second.parameters.keys()
-    assert all(torch.equal(value, second.parameters[name]) for name, value in first.parameters.items())
-
-
 def test_tied_ends_stay_equal_bit_by_bit() -> None:
     trained = trained_with_options(TIED)
     ranks = trained["tied interleaved_1f1b"]

@@ -183,36 +183,7 @@ def test_hooks_on_saved_tensors_change_no_gradient(
     assert_equal_steps(found, in_one_process(M, make, steps))
 
 
-class Slope(nn.Module):
-    """Uses the derivative of its layer in its forward, as physics-informed models do."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.layer(at).sum(), at)
-        return self.layer(x) + slope
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_a_stage_may_differentiate_in_its_forward(name: str) -> None:
-    def make() -> Stages:
-        return [Slope(layer) for layer in layers(3)]
-
-    steps = [batch(), batch(1)]
-    assert_equal_steps(run_steps(build(name, 3, M), make, steps), in_one_process(M, make, steps))
-
-
 # Accumulation, tied and replicated weights
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_gradients_of_several_steps_add_up(name: str) -> None:
-    schedule, make = build(name, 3, M), partial(layers, 3)
-    steps = [batch(), batch(1, keep_gradients=True), batch(2, keep_gradients=True), batch(3)]
-    assert_equal_steps(run_steps(schedule, make, steps), in_one_process(M, make, steps))
 
 
 class Embed(nn.Module):

@@ -2,71 +2,51 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Costs, Overlap, Schedule, check, from_torch_csv, optima, search, to_torch_csv
-from tests.equality import GRADIENT_TOLERANCE
 from tests.runtime.random_schedules import broken_schedule, random_schedule
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import stages_of
+from tests.runtime.stepping import Done, Step, assert_equal_steps, in_one_process, stepped
 
 SEEDS, FEW_SEEDS = range(200), range(40)
 # Each channel needs a process group of its own then, which takes time to make.
 WITHOUT_TAGS_EVERY = 7
 WIDTH = 4
-STEPS = 2
 
 
-def tiny_model(n_stages: int) -> nn.Sequential:
+def tiny_stages(n: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n_stages)]).double()
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(n)]
 
 
-def batch_for(schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, one sample more than two a microbatch: they cannot all be of one size."""
+def steps_for(schedule: Schedule) -> list[Step]:
+    """One sample more than two a microbatch: they cannot all be of one size. The first step agrees on shapes, the
+    second finds them settled; their gradients add up."""
     generator = torch.Generator().manual_seed(1)
-    inputs, targets = torch.randn(
-        2, 2 * schedule.n_microbatches + 1, WIDTH, generator=generator, dtype=torch.float64
-    ).unbind()
-    return inputs, targets
+    shape = 2 * schedule.n_microbatches + 1, WIDTH
+    inputs, targets = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    return [Step(inputs, targets), Step(inputs, targets, keep_gradients=True)]
 
 
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-
-
-def in_one_process(schedule: Schedule) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the gradients summed over the steps."""
-    model = tiny_model(schedule.n_stages)
-    inputs, targets = batch_for(schedule)
-    loss = nn.functional.mse_loss(model(inputs), targets)
-    (STEPS * loss).backward()
-    return loss.item(), gradients(model)
-
-
-def in_a_pipeline(
-    rank: int, schedule: Schedule, group: dist.ProcessGroup | None, transport: str
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Each step's loss, and the summed gradients. The first step agrees on shapes, the second finds them settled."""
-    model = tiny_model(schedule.n_stages)
-    mine = stages_of(rank, schedule)
-    stages, options = {stage: model[stage] for stage in mine}, {"group": group, "transport": transport}
-    pipeline = Pipeline(schedule, stages, nn.functional.mse_loss, timeout_s=30, **options)
-    losses = [sum(pipeline.step(*for_rank(rank, schedule, *batch_for(schedule)))) for _ in range(STEPS)]
-    return losses, {name: grad for name, grad in gradients(model).items() if int(name.split(".")[0]) in mine}
+def in_a_pipeline(rank: int, schedule: Schedule, group: dist.ProcessGroup | None, transport: str) -> list[Done]:
+    options = {"group": group, "transport": transport, "timeout_s": 30}
+    return stepped(rank, schedule, partial(tiny_stages, schedule.n_stages), steps_for(schedule), **options)
 
 
 def transport_of(seed: int) -> str:
     return "gloo" if seed % WITHOUT_TAGS_EVERY else "gloo without tags"
 
 
-def run_all_on_rank(rank: int, seeds: range) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
+def run_all_on_rank(rank: int, seeds: range) -> dict[int, list[Done]]:
     """Every schedule on as many of the ranks as it has; what each leaves on this rank, by seed."""
     groups: dict[int, dist.ProcessGroup] = {}
     for size in (1, 2, 3):
@@ -100,16 +80,9 @@ def test_a_random_legal_schedule_runs_with_the_loss_and_gradients_of_one_process
             assert_equal(schedule, [results[seed] for results in ranks[: schedule.n_ranks]])
 
 
-def assert_equal(schedule: Schedule, ranks: Sequence[tuple[list[float], dict[str, Tensor]]]) -> None:
-    """Each rank's losses and all their gradients together are those of one process."""
-    loss, expected = in_one_process(schedule)
-    seen: set[str] = set()
-    for rank, (losses, found) in enumerate(ranks):
-        assert losses == pytest.approx([loss] * STEPS, rel=GRADIENT_TOLERANCE), f"loss on rank {rank}"
-        for name, grad in found.items():
-            assert (grad - expected[name]).abs().max() <= GRADIENT_TOLERANCE, f"gradient of {name} on rank {rank}"
-        seen |= found.keys()
-    assert seen == expected.keys(), "parameters without a gradient"
+def assert_equal(schedule: Schedule, ranks: Sequence[list[Done]]) -> None:
+    make = partial(tiny_stages, schedule.n_stages)
+    assert_equal_steps(ranks, in_one_process(schedule.n_microbatches, make, steps_for(schedule)))
 
 
 KINDS: dict[str, Callable[[Schedule], bool]] = {
@@ -147,8 +120,8 @@ def test_the_reason_is_what_was_done_to_the_schedule() -> None:
         assert re.search(told[way], " ".join(check(schedule))), (way, schedule)
 
 
-def refuse_on_rank(rank: int) -> tuple[int, list[float]]:
-    """How many broken schedules were refused, though only one rank has got them; the losses of a legal one after."""
+def refuse_on_rank(rank: int) -> tuple[int, list[Done]]:
+    """How many broken schedules were refused, though only one rank has got them; then what a legal one leaves."""
     refused = 0
     legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
     for seed in SEEDS:
@@ -158,18 +131,18 @@ def refuse_on_rank(rank: int) -> tuple[int, list[float]]:
             with pytest.raises(ValueError, match=f"rank {seed % 4}: .* cannot run"):
                 Pipeline(given, stages_for(rank, given), nn.functional.mse_loss)
             refused += 1
-    return refused, in_a_pipeline(rank, legal, None, "gloo")[0]
+    return refused, in_a_pipeline(rank, legal, None, "gloo")
 
 
 @pytest.mark.long
 def test_every_rank_refuses_what_one_rank_cannot_run_and_can_go_on_with_another() -> None:
     legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
-    for refused, losses in on_ranks(4, refuse_on_rank):
-        assert refused > 20
-        assert losses == pytest.approx([in_one_process(legal)[0]] * STEPS, rel=GRADIENT_TOLERANCE)
+    ranks = on_ranks(4, refuse_on_rank)
+    assert all(refused > 20 for refused, _ in ranks)
+    assert_equal(legal, [done for _, done in ranks])
 
 
-def run_each(rank: int, schedules: list[Schedule]) -> list[tuple[list[float], dict[str, Tensor]]]:
+def run_each(rank: int, schedules: list[Schedule]) -> list[list[Done]]:
     return [in_a_pipeline(rank, schedule, None, "gloo") for schedule in schedules]
 
 

@@ -333,19 +333,6 @@ def test_the_outputs_of_hugging_face_models_cross_and_reach_the_loss_as_they_are
     assert_equal_steps(found, in_one_process(M, make, steps, loss_of_model_output))
 
 
-def test_the_batch_may_be_a_tuple_a_dict_or_a_list_of_microbatches() -> None:
-    schedule = build("1f1b", 2, M)
-    make = partial(blocks, 2)
-    torch.manual_seed(0)
-    x, skip, target = (torch.randn(2 * M, 3, WIDTH, dtype=torch.float64) for _ in range(3))
-    pieces = [(x[2 * i : 2 * i + 2], skip[2 * i : 2 * i + 2]) for i in range(M)]
-    steps = [Step((x, skip), target), Step({"skip": skip, "x": x}, target), Step(pieces, list(target.tensor_split(M)))]
-    found = run_steps(schedule, make, steps)
-    reference = in_one_process(M, make, steps)
-    assert_equal_steps(found, reference)
-    assert reference[0].losses == reference[1].losses == reference[2].losses
-
-
 def alternating(rank: int, schedules: Sequence[Schedule], steps: Sequence[Step], transport: str) -> list[list[Done]]:
     """Two pipelines with two models of their own, in turns."""
     pipelines = []

@@ -12,7 +12,6 @@ from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig
-from course_pp.training.checkpoint import load, save
 from course_pp.training.logs import METRICS
 from tests.training.small import MODEL, RUN, Trained, assert_equals, in_one_process, train, trainer
 
@@ -37,27 +36,6 @@ def test_experts_equal_one_process_with_their_loads_and_biases(n_ranks: int) -> 
     assert any(bias.any() for name, bias in reference.parameters.items() if name.endswith("router.bias"))
     for name in names:
         assert_equals([found[name] for found in ranks], reference)
-
-
-def saved(rank: int, folder: Path) -> list[float]:
-    run = trainer(RUN, EXPERTS, DistributedConfig(pp=2, dp_shard=2, ep=2))
-    run.train_step()
-    save(folder, 1, run.modules, run.optimizer, device_mesh=run._mesh, extra=run.state())
-    return [run.train_step().loss for _ in range(2)]
-
-
-def resumed(rank: int, folder: Path) -> tuple[list[float], list[bool]]:
-    run = trainer(RUN, EXPERTS, DistributedConfig(pp=2))
-    run.load_state(load(folder, run.modules, run.optimizer, device_mesh=run._mesh).extra)
-    moved = [bool(b.any()) for m in run.modules for name, b in m.named_buffers() if name.endswith("router.bias")]
-    return [run.train_step().loss for _ in range(2)], moved
-
-
-def test_a_checkpoint_of_experts_goes_on_at_another_layout(tmp_path: Path) -> None:
-    expected, *_ = on_ranks(4, saved, tmp_path, timeout_s=60)
-    for losses, moved in on_ranks(2, resumed, tmp_path, timeout_s=60):
-        assert moved == [True, True]
-        torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
 
 
 def skipping(rank: int) -> tuple[bool, list[Any], list[Any]]:
