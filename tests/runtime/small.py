@@ -6,7 +6,7 @@ ranks = on_ranks(2, run, build("1f1b", 2, 8), config, data)
 assert_equals_one_process(ranks, in_one_process(config, data), config)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ Batches = list[tuple[Tensor, Tensor]]
 LayerRanges = Sequence[tuple[int, int]]
 
 
-def model_config(n_layers: int, tied: bool = False) -> ModelConfig:
+def model_config(n_layers: int) -> ModelConfig:
     """A decoder with ``n_layers`` of 1,440 parameters."""
     sizes = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 13, "vocab_size": 23, "max_seq_len": 8}
-    return ModelConfig(n_layers=n_layers, tie_embeddings=tied, **sizes)
+    return ModelConfig(n_layers=n_layers, **sizes)
 
 
 def mean_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -79,12 +79,6 @@ def stage_modules(
     }
 
 
-def tied_ends(config: ModelConfig, schedule: Schedule) -> list[Mapping[int, str]]:
-    """What the pipeline must be told of a model whose embedding and head are one, if they are in two stages."""
-    last = schedule.n_stages - 1
-    return [{0: "embed.weight", last: "head.weight"}] if config.tie_embeddings and last else []
-
-
 def run(
     rank: int,
     schedule: Schedule,
@@ -104,7 +98,7 @@ def run(
         Losses, the first step's gradients and the last parameters of this rank.
     """
     modules = stage_modules(rank, schedule, config, layer_ranges)
-    pipeline = Pipeline(schedule, modules, loss_fn, tied=tied_ends(config, schedule), timeout_s=20, **options)
+    pipeline = Pipeline(schedule, modules, loss_fn, timeout_s=20, **options)
     return train(modules.values(), len(data), lambda i: sum(pipeline.step(*for_rank(rank, schedule, *data[i]))))
 
 

@@ -1,7 +1,7 @@
 """A step of any schedule equals a step in one process: loss, every gradient, every parameter."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, run_step
 from course_pp.schedule import Schedule, build, names
-from tests.equality import GRADIENT_TOLERANCE, Trained, assert_equals_one_process, snapshot_gradients
-from tests.once import once
+from tests.equality import GRADIENT_TOLERANCE, Trained, assert_same_training, snapshot_gradients
 from tests.runtime.small import (
     BATCH,
     LayerRanges,
@@ -101,47 +100,28 @@ SAMPLE = [case for case in cases() if is_sample(case)]
 THE_REST = [case for case in cases() if not is_sample(case)]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A training run; its arguments are those of :func:`tests.runtime.small.run`."""
-
-    schedule: Schedule
-    n_layers: int
-    layer_ranges: LayerRanges | None = None
-    tied: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def train_on_rank(rank: int, jobs: Sequence[Job]) -> list[Trained]:
-    """One job after another: starting ranks takes longer than training so small a model."""
-    trained = []
-    for job in jobs:
-        config = model_config(job.n_layers, job.tied)
-        trained.append(run(rank, job.schedule, config, small_batches(config), job.layer_ranges, **job.options))
-    return trained
+def train_on_rank(rank: int, cases: Sequence[Case]) -> list[Trained]:
+    """One case after another: starting ranks takes longer than training so small a model."""
+    configs = [model_config(case.n_layers) for case in cases]
+    return [
+        run(rank, case.schedule, config, small_batches(config), case.layer_ranges)
+        for case, config in zip(cases, configs, strict=True)
+    ]
 
 
 @cache
-def reference(n_layers: int, tied: bool = False) -> Trained:
-    config = model_config(n_layers, tied)
+def reference(n_layers: int) -> Trained:
+    config = model_config(n_layers)
     return in_one_process(config, small_batches(config))
-
-
-def assert_right(ranks: Sequence[Trained], job: Job) -> None:
-    assert_equals_one_process(list(ranks), reference(job.n_layers, job.tied), model_config(job.n_layers, job.tied))
-
-
-def job_of(case: Case) -> Job:
-    return Job(case.schedule, case.n_layers, case.layer_ranges)
 
 
 def assert_all_right(pp: int, cases: Sequence[Case], timeout_s: float, subtests: pytest.Subtests) -> None:
     """Each of the cases on ``pp`` ranks leaves every rank as one process would."""
     mine = [case for case in cases if case.pp == pp]
-    ranks = on_ranks(pp, train_on_rank, [job_of(case) for case in mine], timeout_s=timeout_s)
+    ranks = on_ranks(pp, train_on_rank, mine, timeout_s=timeout_s)
     for case, trained in zip(mine, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(case)):
-            assert_right(trained, job_of(case))
+            assert_same_training(list(trained), reference(case.n_layers))
 
 
 @pytest.mark.parametrize("pp", [pytest.param(pp, marks=pytest.mark.long if pp > 3 else ()) for pp in SIZES])
@@ -166,70 +146,6 @@ def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_and_with_even_
     assert every == {(case.name, case.pp, case.layers) for case in (*SAMPLE, *THE_REST)}
     assert any(case.m < case.pp for case in SAMPLE)
     assert any(case.m > case.pp and case.m % case.pp for case in SAMPLE)
-
-
-# Schedules without tags and recomputed; with tied weights; replicas of each stage, and microbatches.
-Options = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[tuple[int, ...], int], ...]]
-FEW: Options = (
-    ("interleaved_1f1b", "zb_v"),
-    ("1f1b", "interleaved_1f1b", "zb_v"),
-    (((2, 1), 5), ((1, 2), 6), ((3,), 1)),
-)
-TIED: Options = ((), ("interleaved_1f1b", "zb_v"), ())
-ALL: Options = (
-    ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"),
-    ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"),
-    tuple((replicas, m) for replicas in ((2, 1), (1, 2), (3,)) for m in (1, 5, 6)),
-)
-
-
-def with_options(options: Options) -> dict[str, Job]:
-    """Three ranks, in ways other than the plainest."""
-    plainly, tied, replicas_and_m = options
-    jobs = {}
-    for name in plainly:
-        plain = Job(build(name, 3, 6), 6)
-        jobs[f"without tags {name}"] = replace(plain, options={"transport": "gloo without tags"})
-        jobs[f"recomputed {name}"] = replace(plain, options={"recompute": True})
-    for name in tied:
-        jobs[f"tied {name}"] = Job(build(name, 3, 6), 6, tied=True)
-    for replicas, m in replicas_and_m:
-        jobs[f"replicated {replicas} {m}"] = Job(replicated(replicas, m), 3)
-    jobs["replicated and tied"] = Job(replicated((2, 1), 5), 3, tied=True)
-    return jobs
-
-
-def replicated(replicas: tuple[int, ...], m: int) -> Schedule:
-    """Stages that several ranks share, each microbatch on one of them: PipeDream with its updates left out."""
-    asynchronous = build("pipedream", sum(replicas), m, replicas=replicas)
-    rows = (tuple(action for action in row if action.parts[0].kind != "U") for row in asynchronous.actions)
-    return Schedule("replicated", asynchronous.placement, tuple(rows))
-
-
-@once
-def trained_with_options(options: Options = FEW) -> dict[str, tuple[Trained, ...]]:
-    jobs = with_options(options)
-    ranks = on_ranks(3, train_on_rank, list(jobs.values()), timeout_s=100)
-    return dict(zip(jobs, zip(*ranks, strict=True), strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.full)])
-def test_training_without_tags_recomputed_tied_or_replicated_equals_one_process(
-    options: Options, subtests: pytest.Subtests
-) -> None:
-    trained = trained_with_options(options)
-    for what, job in with_options(options).items():
-        with subtests.test(what):
-            assert_right(trained[what], job)
-
-
-def test_tied_ends_stay_equal_bit_by_bit() -> None:
-    trained = trained_with_options(TIED)
-    ranks = trained["tied interleaved_1f1b"]
-    assert torch.equal(ranks[0].parameters["embed.weight"], ranks[2].parameters["head.weight"])
-    (v_shaped, _, _) = trained["tied zb_v"]
-    assert torch.equal(v_shaped.parameters["embed.weight"], v_shaped.parameters["head.weight"])
 
 
 def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:
@@ -287,7 +203,7 @@ def test_one_process_needs_no_process_group() -> None:
     config = model_config(3)
     assert not torch.distributed.is_initialized()
     trained_here = run(0, schedule, config, small_batches(config), uneven_layers(3, 2))
-    assert_equals_one_process([trained_here], reference(3), config)
+    assert_same_training([trained_here], reference(3))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("looped_bfs", "B"), ("interleaved_1f1b", "B"), ("zb_h1", "W")])
