@@ -27,7 +27,7 @@ class Board {
 
   take(chosen) {
     const data = chosen ? LEVELS[chosen - 1] : this.own, moves = stored(data.name, (move) => typeof move === "string");
-    const said = moves.length ? "From last time; clear the board to begin anew." : "";
+    const said = flat(moves) ? "From last time; clear the board to begin anew." : "";
     this.state = { ...data, words: { ...data.words, said }, chosen, moves, undone: [], ran: null, done: stored("done", Number.isInteger) };
   }
 

@@ -1,14 +1,19 @@
 // The board in the browser. The rules stand above, from board_rules.js; here they are drawn and played by mouse and keys.
 
 const SVG = "http://www.w3.org/2000/svg";
-const LEFT = 74, RIGHT = 70, TOP = 24, WIDTH = 976, BOX = 28, STRIP = 9, GAP = 16;
+const LEFT = 74, RIGHT = 70, TOP = 36, WIDTH = 976, BOX = 28, STRIP = 9, GAP = 16;
 const COLOURS = { F: "#56B4E9", B: "#D55E00", I: "#E69F00", W: "#009E73" };
 const STROKES = { I: "M2 2h2v2h-2z", W: "M0 6L6 0" };
 const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
-  "numbered ones; n takes one step of the policy, s runs it until something is strange, t stamps the last cycle again; u undoes, " +
+  "numbered ones; n takes one step of the policy, or opens the next level after par, s runs it until something is " +
+  "strange (a tie, a wait, a full cap, a new phase), t stamps the last cycle again; u undoes, " +
   "y redoes, Delete takes away, h hints, and hints more, c shows the critical path, p plays";
 const SHOWN = ["nothing", "what is ready", "what each choice leads to"];
+
+// What is on the board after these moves, as a text: a load or a clear, "=0F0.1F0" or "=", is one of them, so it can be undone.
+const flat = (moves) => moves.slice(Math.max(0, moves.findLastIndex((move) => move.startsWith("=")))).join(".").replace(/^=\.?/, "");
+const named = (move) => (move === "=" ? "clearing the board" : move.startsWith("=") ? "loading a position" : move);
 
 function svg(parent, tag, attributes, text) {
   const node = document.createElementNS(SVG, tag);
@@ -50,6 +55,8 @@ class View {
     this.head = this.number ? `level=${this.number}` : `stages=${placement.join(".")}&microbatches=${microbatches}`;
     this.rank = 0;
     this.at = null; // the end of the row
+    this.simple = this.game.split ? "zero bubble" : "backward first";
+    this.planned = null;
     this.path = false;
     this.versus = "";
     this.time = null;
@@ -75,7 +82,7 @@ class View {
     html(root, "h3", { textContent: words.title });
     html(root, "p", { textContent: words.story });
     this.facts = html(root, "div", { className: "cpp-facts" });
-    this.chart = svg(root, "svg", { role: "img" });
+    this.chart = svg(html(root, "div", { className: "cpp-chart" }), "svg", { role: "img" });
     this.chart.addEventListener("click", (event) => this.click(event));
     this.chart.addEventListener("dblclick", (event) => this.click(event, true));
     this.palette = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "what can be placed" });
@@ -92,21 +99,26 @@ class View {
     };
     const goes = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "a policy that goes on" });
     this.policy = this.menu(goes, "who goes on", [...Object.keys(POLICIES), ...Object.keys(this.references)]);
+    this.policy.value = this.simple;
     this.policy.addEventListener("change", () => this.root.focus()); // so that n and s are keys of the board again
     button("one step", "one step of the chosen policy, key n", () => this.go(1), goes);
     button("until strange", "run the chosen policy until something is strange, key s", () => this.go(Infinity, true), goes);
     button("fill the rest", "fill the rest by the chosen policy", () => this.go(Infinity), goes);
     button("stamp", "repeat each rank's last cycle for the next microbatches, key t", () => this.go(Infinity, false, "the stamp"), goes);
+    this.every = html(html(goes, "label", { textContent: "every " }), "input", { type: "number", className: "cpp-every", min: 1, placeholder: "last" },
+      { "aria-label": "microbatches from one stamp to the next; the last cycle's if empty" });
     this.buttons.path = button("critical path", "critical path, key c", () => this.togglePath());
     this.buttons.play = button("▶ play", "play, key p", () => this.togglePlay());
     this.other = this.menu(bar, "compare with", ["compare with …", ...Object.keys(this.references)]);
     this.other.addEventListener("change", () => {
       this.versus = this.other.value in this.references ? this.other.value : "";
       this.draw();
-      if (this.versus) this.say(`${this.compared()}.`);
+      if (this.versus) this.say(`Compared: ${this.compared()}.`);
     });
     if (this.kernel) this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
-    button("clear", "clear the board", () => this.commit([], [...this.moves, ...this.undone], "The board is empty; y brings moves back."));
+    button("clear", "clear the board", () => {
+      if (flat(this.moves)) this.commit([...this.moves, "="], [], "The board is empty; u brings the moves back.");
+    });
     const settings = html(root, "div", { className: "cpp-bar" });
     const shown = this.menu(html(settings, "label", { textContent: "before a move, show " }), "shown before a move", SHOWN);
     shown.value = this.shown;
@@ -117,6 +129,11 @@ class View {
     this.text = html(html(settings, "label", { textContent: "position ", className: "cpp-position" }), "input", { type: "text", spellcheck: false },
       { "aria-label": "position as text, to copy; paste another and press Enter" });
     this.text.addEventListener("focus", () => this.text.select());
+    this.text.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      this.text.value = this.written();
+      this.root.focus();
+    });
     this.text.addEventListener("change", () => this.load(this.text.value));
     this.now = html(root, "div", { className: "cpp-now" }, { "aria-live": "polite" });
     html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: this.kernel ? `${HELP}, r runs it on ranks.` : `${HELP}.` });
@@ -128,20 +145,28 @@ class View {
     this.levels.replaceChildren();
     const to = (text, label, level) => {
       const node = html(this.levels, "button", { type: "button", textContent: text, title: label }, { "aria-label": label });
-      node.addEventListener("click", () => {
-        if (level === number) return;
-        this.say(`Level ${level} opens as soon as the kernel answers.`);
-        this.model.set("chosen", level);
-        this.model.save_changes();
-      });
+      node.addEventListener("click", () => this.openLevel(level));
       return node;
     };
     levels.forEach((title, i) => {
       const is = done.includes(i + 1), node = to(is ? `${i + 1} ✓` : String(i + 1), `level ${i + 1}: ${title}${is ? ", done" : ""}`, i + 1);
       if (i + 1 === number) node.setAttribute("aria-current", "true");
     });
-    const open = [...levels.keys()].map((i) => ((number + i) % levels.length) + 1).find((each) => !done.includes(each) && each !== number);
-    if (open) to("next", `next level that is not done: ${open}`, open);
+    const next = this.next();
+    if (next) to("next", `next level that is not done: ${next}`, next);
+  }
+
+  // The next level that is not done, round the list; undefined if there is none.
+  next() {
+    const { number, words: { levels } } = this, done = this.model.get("done");
+    return [...levels.keys()].map((i) => ((number + i) % levels.length) + 1).find((each) => !done.includes(each) && each !== number);
+  }
+
+  openLevel(level) {
+    if (level === this.number) return;
+    this.say(`Level ${level} opens as soon as the kernel answers.`);
+    this.model.set("chosen", level);
+    this.model.save_changes();
   }
 
   menu(parent, label, options) {
@@ -175,18 +200,23 @@ class View {
       this.text.value = this.written();
       this.say(`Not loaded: ${why}.`, "refused");
     };
-    if (level !== null && this.number) {
+    if (/^\d+$/.test(level) && this.number) {
       if (!this.words.levels[level - 1]) return refuse(`there is no level ${level}; levels are 1 to ${this.words.levels.length}`);
       if (Number(level) !== this.number) return refuse(`it is of level ${level}, and this is level ${this.number}: choose level ${level} first`);
     }
-    if (!given.has("moves")) return refuse(`this is no position; one reads ${this.head}&moves=0F0.1F0`);
+    if (given.getAll("moves").length > 1) return refuse("moves= is there twice: give it once");
+    if (!given.has("moves")) {
+      const start = /moves=/.test(text) ? "& is missing before moves" : /^\s*\d+[FBIW]\d/.test(text) ? `moves alone: put ${this.head}&moves= before them` : "this is no position";
+      return refuse(`${start}; one reads ${this.head}&moves=0F0.1F0`);
+    }
     const moves = given.get("moves").split(".").filter(Boolean);
     given.delete("moves");
-    const head = decodeURIComponent(String(given));
-    if (head !== this.head) return refuse(`it is of ${head || "no board"}, and this board is ${this.head}`);
+    const head = decodeURIComponent(String(given)), plain = (each) => each.replace("level=", "level ");
+    if (head !== this.head) return refuse(`it is of ${plain(head) || "no board"}, and this board is ${plain(this.head)}`);
     const position = new Position(this.game);
     for (const [i, move] of moves.entries()) {
       try {
+        if (!MOVE.test(move)) throw new Refused("unknown", /[FBIW].*[FBIW]/.test(move) ? "put a dot between moves" : FORM);
         play(position, move);
       } catch (refused) {
         if (!(refused instanceof Refused)) throw refused;
@@ -194,26 +224,28 @@ class View {
       }
     }
     this.at = null;
-    this.commit(moves, [], `Loaded: ${moves.length} ${moves.length === 1 ? "move" : "moves"}.`);
+    const isSame = moves.join(".") === flat(this.moves);
+    this.commit(isSame ? this.moves : [...this.moves, `=${moves.join(".")}`], isSame ? this.undone : [],
+      `Loaded: ${moves.length} ${moves.length === 1 ? "move" : "moves"}.`);
   }
 
   written(moves = this.moves) {
-    return `${this.head}&moves=${moves.join(".")}`;
+    return `${this.head}&moves=${flat(moves)}`;
   }
 
-  commit(moves, undone, text, kind = "") {
+  commit(moves, undone, text) {
     if (this.model.get("chosen") !== this.number) return; // another level is about to open
     this.model.set("moves", moves);
     this.model.set("undone", undone);
     this.model.save_changes();
     this.time = null;
     this.read();
-    this.say(text, kind);
+    this.say(...this.outcome(text));
   }
 
   say(text, kind = "") {
     this.now.dataset.kind = kind;
-    this.now.textContent = text;
+    this.now.textContent = text.replace(/^[a-z]/, (first) => first.toUpperCase());
   }
 
   attempt(does) {
@@ -230,37 +262,85 @@ class View {
       const rank = this.position.rankOf(action), index = this.position.place(action, this.at);
       const span = this.position.rows[rank].find((each) => each.action === action);
       this.at = null;
-      const [text, kind] = this.outcome(`${action} on rank ${rank} from ${spelled(span.start)} to ${spelled(span.end)}.`);
-      this.commit([...this.moves, index === null ? action : `${action}@${index}`], [], text, kind);
+      this.commit([...this.moves, index === null ? action : `${action}@${index}`], [], `${action} on rank ${rank} from ${spelled(span.start)} to ${spelled(span.end)}.`);
     });
   }
 
+  // What is to be said after a move: `text`, and whether the board is full or cannot become full any more.
   outcome(text) {
-    if (this.position.left === 0) {
-      const end = spelled(this.position.makespan), { par, bound } = this.words;
-      const share = Math.round((100 * bound) / this.position.makespan);
-      const score = `Complete: makespan ${end}, score ${share}% (no order beats ${spelled(bound)})`;
-      if (par === null || this.position.makespan > par) return [`${score}${par === null ? "" : `; par is ${spelled(par)}`}.`, ""];
-      const done = this.model.get("done");
-      if (!done.includes(this.number)) this.model.set("done", [...done, this.number]);
-      return [`${score}: par.`, "good"];
+    const { position, words: { par, bound } } = this;
+    if (position.left) return position.finishes() ? [text, ""] : [`${text} ${this.stuck()}`, "refused"];
+    const end = position.makespan, share = Math.round((100 * bound) / end);
+    const score = `${text} Complete: makespan ${spelled(end)}, score ${share}% (no order beats ${spelled(bound)})`;
+    if (par === null) return [`${score}.`, ""];
+    if (end > par) return [`${score}; par is ${spelled(par)}. ${this.lost()}`, ""];
+    const done = this.model.get("done"), next = this.next();
+    if (!done.includes(this.number)) this.model.set("done", [...done, this.number]);
+    return [`${score}: par. ${next ? `Next: level ${next} (key n).` : "All twelve done."}`, "good"];
+  }
+
+  full() {
+    this.say(...this.outcome("The board is full."));
+  }
+
+  // After par to the next level.
+  onward() {
+    this.full();
+    if (this.next() && this.position.makespan <= this.words.par) this.openLevel(this.next());
+  }
+
+  // The first move after which `holds` is no longer true of the board, and the position before it.
+  turn(holds) {
+    const moves = flat(this.moves).split("."), before = (count) => replay(this.game, moves.slice(0, count));
+    let low = 0;
+    for (let high = moves.length; high - low > 1; ) {
+      const middle = (low + high) >> 1;
+      if (holds(before(middle))) low = middle;
+      else high = middle;
     }
-    if (this.position.rows.every((_, rank) => !this.position.legal(rank).length)) {
-      return [`${text} Nothing is legal any more: the caps are full. Undo.`, "refused"];
+    return [moves[low], before(low)];
+  }
+
+  stuck() {
+    const [move] = this.turn((position) => position.finishes());
+    return `Stuck: after ${move} the caps leave no way to the end. Take it back, by u or by Delete on it.`;
+  }
+
+  lost() {
+    const [move, before] = this.turn((position) => this.plan(position).end <= this.words.par), plan = this.plan(before);
+    const action = move.split("@")[0], rank = before.rankOf(action);
+    const [better, at] = plan.first ?? [plan.order[rank][before.rows[rank].length], null];
+    const when = (each, time) => {
+      const after = before.copy();
+      after.place(each, time);
+      return spelled(after.spans.find((span) => span.action === each).start);
+    };
+    const instead = better === action ? `in the gap at ${when(better, at)} it keeps par` : before.whyNot(better, at) ? `rank ${rank} does better to wait for ${better}` : `${better} at ${when(better, at)} keeps it`;
+    return `Par was lost with ${action} on rank ${rank}: ${instead}. Take ${action} back, by u or by Delete on it.`;
+  }
+
+  // The order that is best from a position on; the worked one if that is still followed.
+  plan(position) {
+    const { par, bound, worked } = this.words, [name] = Object.keys(worked), all = { ...this.references, ...worked };
+    if (name && follows(position, worked[name])) return { name: name in this.references ? name : "a worked order", end: par, order: worked[name], sure: true };
+    const target = par ?? bound, old = this.planned, placed = position.rows.map((row) => row.length);
+    const isOn = old && !old.first && follows(position, old.order);
+    if (!isOn || (old.end > target && placed.some((count, rank) => count < old.placed[rank]))) {
+      this.planned = { ...best(position, target, all), placed };
     }
-    return [text, ""];
+    return this.planned;
   }
 
   undo() {
     if (!this.moves.length) return this.say("There is nothing to undo.", "refused");
     const last = this.moves.at(-1);
-    this.commit(this.moves.slice(0, -1), [last, ...this.undone], `Undone: ${last}.`);
+    this.commit(this.moves.slice(0, -1), [last, ...this.undone], `Undone: ${named(last)}.`);
   }
 
   redo() {
     if (!this.undone.length) return this.say("There is nothing to redo.", "refused");
     const [next, ...rest] = this.undone;
-    this.commit([...this.moves, next], rest, `Redone: ${next}.`);
+    this.commit([...this.moves, next], rest, `Redone: ${named(next)}.`);
   }
 
   remove() {
@@ -272,43 +352,43 @@ class View {
 
   // Let a policy, a named order or the stamp place up to so many; stop at what is strange if asked.
   go(most, watch = false, by = this.policy.value) {
-    const stamp = by === "the stamp", references = stamp ? { [by]: stamped(this.position) } : this.references, moves = [];
+    if (!this.position.left) return this.full();
+    const stamp = by === "the stamp", every = Number(this.every.value), moves = [];
+    const references = stamp ? { [by]: stamped(this.position, every) } : this.references;
     if (stamp && references[by].every((row, rank) => row.length === this.position.rows[rank].length)) {
-      return this.say("There is nothing to stamp: no rank has done the same for two microbatches yet.", "refused");
+      return this.say(`There is nothing to stamp: no rank has ended on what it did for ${every ? `the microbatch ${every} earlier` : "an earlier microbatch"}.`, "refused");
     }
     let taken = null;
     while (moves.length < most && (taken = step(this.position, by, references))) {
       moves.push(taken.action);
       if (watch && taken.strange.length) break;
     }
-    const why = standstill(this.position, by, references), last = moves.at(-1);
-    if (!moves.length) return this.say(this.position.left ? `${by} stops: ${why}. Undo, or choose another.` : "The board is complete.", "refused");
-    let text = moves.length === 1 ? `${by} placed ${last}.` : `${by} placed ${moves.length}, the last is ${last}.`;
+    const why = taken || !this.position.left ? "" : standstill(this.position, by, references), last = moves.at(-1);
+    if (!moves.length) return this.say(`No move by ${by}: ${why}. ${this.position.finishes() ? "Undo, or choose another." : this.stuck()}`, "refused");
+    let text = `Placed ${moves.length === 1 ? "" : `${moves.length}, the last is `}${last}, by ${by}.`;
     this.rank = this.position.rankOf(last);
     this.at = null;
-    if (taken?.strange.length && (watch || most === 1)) text += ` Here ${taken.strange.join("; ")}.`;
-    else if (!taken && this.position.left && why) text += ` Then it stops: ${why}.`;
-    const [said, kind] = this.outcome(text);
-    this.commit([...this.moves, ...moves], [], this.position.left ? said : `${text} ${said}`, kind);
+    if (taken?.strange.length && (watch || most === 1)) text += ` Strange here: ${taken.strange.join("; ")}.`;
+    else if (why) text += ` Then it stops: ${why}.`;
+    this.commit([...this.moves, ...moves], [], text);
   }
 
-  // First where to look, then why, then the move itself.
+  // First where to look, then why, then the move itself: toward the best that the board can still become.
   hint() {
-    const simple = this.game.split ? "zero bubble" : "backward first", { worked } = this.words, [name] = Object.keys(worked);
-    const all = { ...this.references, ...worked };
-    const ask = (policy) => advice(this.position, policy, all, this.rank) ?? advice(this.position, policy, all);
-    const first = name && follows(this.position, worked[name]) ? ask(name) : null;
-    const action = first ?? ask(simple);
-    if (!action) return this.say(this.position.left ? "Nothing is legal: undo." : "The board is complete.");
-    const from = !first ? simple : name in this.references ? name : "a worked order";
-    this.rank = this.position.rankOf(action);
-    this.at = null;
-    const rung = this.rung;
+    const { position, rung, words: { par } } = this;
+    if (!position.left) return this.full();
+    if (!position.finishes()) return this.say(this.stuck(), "refused");
+    const plan = this.plan(position), ask = (rank) => advice(position, "it", { it: plan.order }, rank);
+    const [action, at] = plan.first ?? [ask(this.rank) ?? ask(null), null], after = position.copy();
+    after.place(action, at);
+    [this.rank, this.at] = [position.rankOf(action), at];
     this.draw();
     this.rung = Math.min(2, rung + 1);
-    const start = spelled(this.position.startOf(action));
-    this.say([`Look at rank ${this.rank}: it can act at ${start}. Press again for a reason.`,
-      `${this.reason(action)}. Press again for the move.`, `Hint, from ${from}: ${action} on rank ${this.rank}.`][rung]);
+    const start = spelled(after.rows[this.rank].find((span) => span.action === action).start), end = spelled(plan.end);
+    const isLost = par !== null && plan.end > par && plan.sure;
+    const from = plan.name ? `from ${plan.name}` : plan.end === par ? "toward par" : plan.sure ? `toward ${end}, the best from here` : "a guess";
+    this.say([`${isLost ? `${this.lost()} Or go on: ` : ""}look at rank ${this.rank}: it can act at ${start}. Press again for a reason.`,
+      `${this.reason(action)}. Press again for the move.`, `Hint, ${from}: ${action} on rank ${this.rank}${at === null ? "" : `, at ${start}`}.`][rung]);
   }
 
   reason(action) {
@@ -330,11 +410,12 @@ class View {
     this.path = !this.path;
     this.buttons.path.setAttribute("aria-pressed", this.path);
     this.draw();
-    if (this.path) this.say(`Critical path: ${this.position.criticalPath().join(" → ") || "nothing yet"}.`);
+    this.say(this.path ? `Critical path: ${this.position.criticalPath().join(" → ") || "nothing yet"}.` : "The critical path is hidden.");
   }
 
   togglePlay() {
     if (this.time !== null) {
+      this.say(`Stopped at ${spelled(this.time)}.`);
       this.time = null;
       return this.draw();
     }
@@ -353,6 +434,7 @@ class View {
     };
     if (!end) return this.say("There is nothing to play.", "refused");
     this.time = 0;
+    this.say("Playing; p stops.");
     requestAnimationFrame(tick);
   }
 
@@ -391,7 +473,7 @@ class View {
       Home: () => this.goTo(this.rank, 0), End: () => this.goTo(this.rank, null),
       u: () => this.undo(), z: event.ctrlKey ? () => this.undo() : undefined, y: () => this.redo(),
       Delete: () => this.remove(), Backspace: () => this.remove(), h: () => this.hint(), c: () => this.togglePath(),
-      p: () => this.togglePlay(), r: () => this.run(), n: () => this.go(1), s: () => this.go(Infinity, true),
+      p: () => this.togglePlay(), r: () => this.run(), n: () => (this.position.left ? this.go(1) : this.onward()), s: () => this.go(Infinity, true),
       t: () => this.go(Infinity, false, "the stamp"),
     }[press];
     const letter = press.toUpperCase();
@@ -430,15 +512,16 @@ class View {
   }
 
   draw() {
-    const { position, chart } = this, { par } = this.words;
+    const { position, chart } = this, { par, bound } = this.words;
     const ran = this.model.get("ran");
     const run = ran && ran.of === this.moves.join(" ") ? ran : null;
     const other = this.versus ? this.ordered(this.versus) : null;
     const under = (other ? 1 : 0) + (run ? 1 : 0);
     this.row = BOX + STRIP + GAP + under * 14;
     const height = TOP + this.row * position.ranks + 4;
-    const ends = [position.makespan + 2 * this.step, (par ?? 0) + this.step, ...(other ?? []).map((span) => span.end), run ? run.end : 0];
-    this.scale = (WIDTH - LEFT - RIGHT) / Math.max(8 * this.step, ...ends);
+    const ends = [position.makespan + this.step, ...(other ?? []).map((span) => span.end), run ? run.end : 0];
+    const base = Math.max(8 * this.step, (par ?? bound) + 2 * this.step); // beyond it the axis grows by quarters, not with each move
+    this.scale = (WIDTH - LEFT - RIGHT) / (base * Math.max(1, Math.ceil((4 * Math.max(...ends)) / base) / 4));
     chart.replaceChildren();
     chart.setAttribute("viewBox", `0 0 ${WIDTH} ${height}`);
     chart.setAttribute("aria-label", this.summary());
@@ -480,7 +563,7 @@ class View {
     if (par !== null) {
       const x = LEFT + par * this.scale;
       svg(this.chart, "path", { d: `M${x} ${TOP - 6}V${height - 4}`, stroke: "var(--mark)", "stroke-width": 2, "stroke-dasharray": "5 4" });
-      svg(this.chart, "text", { x: x + 4, y: TOP - 1, "font-size": 11 }, "par");
+      svg(this.chart, "text", { x, y: TOP - 9, "font-size": 11, "text-anchor": "middle" }, "par");
     }
   }
 
@@ -508,7 +591,7 @@ class View {
     const size = Math.min(12, height - 1);
     for (const label of [several ? span.action : `${kind}${microbatch}`, String(microbatch)]) {
       if (size >= 8 && 0.68 * size * label.length + 2 <= width) {
-        svg(this.chart, "text", { x: x + width / 2, y: y + height / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle", class: "cpp-on-box" }, label);
+        svg(this.chart, "text", { x: x + width / 2, y: y + height / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle", class: "cpp-on-box", stroke: COLOURS[kind] }, label);
         break;
       }
     }
@@ -517,7 +600,7 @@ class View {
   // A bar below the row: as high as what the rank holds, up to its cap.
   drawMemory(rank, y) {
     const row = this.position.rows[rank], held = heldAfter(row), cap = this.game.limits[rank];
-    const most = cap ?? Math.max(1, ...held);
+    const most = cap ?? Math.max(1, ...this.position.peaks);
     row.forEach((span, i) => {
       const from = parse(span.action).kind === "F" ? span.start : span.end;
       const next = row[i + 1], until = !next ? this.position.makespan : parse(next.action).kind === "F" ? next.start : next.end;
@@ -540,7 +623,7 @@ class View {
       const x = LEFT + from * this.scale, width = (to - from) * this.scale;
       if (width < 3) continue;
       svg(this.chart, "path", { d: `M${x + 1} ${y + 3}V${y}H${x + width - 1}V${y + 3}`, fill: "none", stroke: "var(--quiet)" });
-      if (width > 44) svg(this.chart, "text", { x: x + width / 2, y: y + 9, "font-size": 9, "text-anchor": "middle" }, name);
+      svg(this.chart, "text", { x: x + width / 2, y: y + 9, "font-size": 9, "text-anchor": "middle" }, width > 44 ? name : name[0]);
     }
   }
 
@@ -600,8 +683,7 @@ class View {
   }
 
   leadsTo(action) {
-    const copy = new Position(this.game), simple = this.game.split ? "zero bubble" : "backward first";
-    for (const move of this.moves) play(copy, move);
+    const { simple } = this, copy = this.position.copy();
     copy.place(action, this.at);
     const row = copy.rows[this.rank], span = row.find((each) => each.action === action);
     const told = `, ${spelled(span.start)} to ${spelled(span.end)}, holds ${heldAfter(row)[row.indexOf(span)]}`;

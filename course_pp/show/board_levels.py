@@ -120,7 +120,7 @@ LEVELS = (
     Level(
         11,
         "Slow links, split backwards",
-        "The same links, with I and W. No rank need wait for more than its first input.",
+        "The same links, with I and W. Rank 0 need wait only once, for its first gradient.",
         *(2, 4, "zb_h2", 14),
         memory_limit=(3, 3),
         costs=Costs(latency=1),

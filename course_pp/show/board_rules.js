@@ -3,7 +3,7 @@
 
 const ORDER = "FBIW";
 export const POLICIES = { "forward first": "FIBW", "backward first": "BIFW", "zero bubble": "IFWB" };
-const MOVE = /^(-?)(\d{1,6}[FBIW]\d{1,6})(?:@(\d{1,6}))?$/;
+const MOVE = /^(-?)(\d{1,6}[FBIW]\d{1,6})(?:@(\d{1,6}))?$/, FORM = "write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0";
 
 // Not an Error, whose stack would cost more than the rule: thousands are thrown and caught for one list of legal actions.
 export class Refused {
@@ -56,6 +56,10 @@ export class Position {
     this.stagesOf = game.limits.map((_, rank) => game.placement.flatMap((home, stage) => (home === rank ? [stage] : [])));
     this.rows = game.limits.map(() => []);
     this.maker = new Map();
+  }
+
+  copy() {
+    return Object.assign(new Position(this.game), { rows: this.rows.map((row) => [...row]), maker: new Map(this.maker) });
   }
 
   rankOf(action) {
@@ -113,6 +117,26 @@ export class Position {
       }
     }
     return found.sort((a, b) => (less(a.rank, b.rank) ? -1 : 1)).map((each) => each.action);
+  }
+
+  // Whether the caps let every microbatch come back, after `also` too. One that has room to go on to the end frees all
+  // that it holds, and any other only takes room meanwhile: so if none can, no order can.
+  finishes(also = null) {
+    const held = this.game.limits.map(() => 0), made = (what, stage, i) => this.maker.has(key(what, stage, i));
+    const flying = Array.from({ length: this.game.microbatches }, (_, i) => {
+      const holds = this.game.limits.map(() => 0), takes = this.game.limits.map(() => 0);
+      this.game.placement.forEach((rank, stage) => {
+        if (!made("activation", stage, i) && also !== `${stage}F${i}`) takes[rank] += 1;
+        else if (!made("gradient", stage, i)) holds[rank] += 1;
+      });
+      holds.forEach((count, rank) => { held[rank] += count; });
+      return { holds, takes };
+    });
+    for (;;) {
+      const next = flying.findIndex(({ takes }) => takes.every((more, rank) => held[rank] + more <= (this.game.limits[rank] ?? Infinity)));
+      if (next < 0) return !flying.length;
+      flying.splice(next, 1)[0].holds.forEach((count, rank) => { held[rank] -= count; });
+    }
   }
 
   startOf(action) {
@@ -229,7 +253,8 @@ export class Position {
       if (!this.maker.has(product.key)) {
         const kinds = product.what === "activation" ? ["F"] : this.game.split ? ["I", "B"] : ["B"];
         const makers = kinds.map((each) => `${product.stage}${each}${product.microbatch}`).join(" or ");
-        throw new Refused("missing", `${action} needs ${product.key}: place ${makers} first`);
+        const named = product.stage !== stage ? product.key : kind === "W" ? "its own input gradient" : "its own forward";
+        throw new Refused("missing", `${action} needs ${named}: place ${makers} first`);
       }
     }
   }
@@ -290,9 +315,14 @@ export class Position {
 }
 
 export function play(position, move) {
+  if (move.startsWith("=")) { // this in place of all
+    const { rows, maker } = replay(position.game, move.slice(1).split(".").filter(Boolean));
+    Object.assign(position, { rows, maker });
+    return;
+  }
   const match = MOVE.exec(move);
   if (!match || (match[1] && match[3])) {
-    throw new Refused("unknown", "write stage, kind and microbatch, as in 0F0, 0W0@3 or -0F0");
+    throw new Refused("unknown", FORM);
   }
   const { stage, kind, microbatch } = parse(match[2]), action = `${stage}${kind}${microbatch}`;
   if (match[1]) position.remove(action);
@@ -320,7 +350,8 @@ export function standstill(position, policy, references) {
     candidates = order.flatMap((row, rank) => row.slice(position.rows[rank].length).slice(0, 1));
   }
   const refusals = candidates.map((action) => position.whyNot(action));
-  return refusals.find((refused) => refused?.why === "memory")?.message ?? "";
+  const full = refusals.find((refused) => refused?.why === "memory"); // a stamp may stop for other reasons
+  return (full ?? refusals.find((refused) => refused && refused.why !== "placed"))?.message ?? "";
 }
 
 export function advice(position, policy, references, rank = null) {
@@ -366,11 +397,13 @@ export function step(position, policy, references) {
   return { action, strange };
 }
 
-// Each rank's row with its last cycle once more: what it did since it last did the same for an earlier microbatch.
-export function stamped(position) {
+// Each rank's row with its last cycle once more: what it did since it last did the same for an earlier microbatch, or for
+// the one so `many` earlier.
+export function stamped(position, many = 0) {
   return position.rows.map((row) => {
     const actions = row.map((span) => parse(span.action)), last = actions.at(-1);
-    const before = actions.slice(0, -1).findLastIndex((each) => each.kind === last.kind && each.stage === last.stage);
+    const before = actions.slice(0, -1).findLastIndex((each) =>
+      each.kind === last.kind && each.stage === last.stage && (!many || each.microbatch === last.microbatch - many));
     const shift = before < 0 ? 0 : last.microbatch - actions[before].microbatch;
     const again = shift > 0 ? actions.slice(before + 1) : [];
     return [...row.map((span) => span.action), ...again.map(({ stage, kind, microbatch }) => ({ stage, kind, microbatch: microbatch + shift }))
@@ -394,7 +427,7 @@ function ofReference(position, order, rank) {
 }
 
 function ofPolicy(position, policy, rank) {
-  const { split } = position.game;
+  const { split } = position.game, isOpen = position.finishes();
   let best = null;
   for (const action of position.legal(rank)) {
     const { stage, kind, microbatch } = parse(action);
@@ -403,7 +436,142 @@ function ofPolicy(position, policy, rank) {
     if (split && kind === "I" && policy !== "zero bubble") continue;
     if (policy === "backward first" && kind === "F" && position.inFlight(stage) >= position.stages - stage) continue;
     const order = [position.startOf(action), POLICIES[policy].indexOf(kind), microbatch, -stage, rank];
-    if (best === null || less(order, best.rank)) best = { rank: order, action };
+    if (best !== null && !less(order, best.rank)) continue;
+    if (kind === "F" && isOpen && !position.finishes(action)) continue; // the caps would then stop all
+    best = { rank: order, action };
   }
   return best;
+}
+
+// The best that a position can still become: {end, order}, `sure` if nothing is better, `first` = [action, time] if that
+// goes into a gap. It tries orders in which no rank waits for what starts only when another could have been done by then
+// (Giffler and Thompson 1960), unless the cap makes a forward wait; up to so `many`, so it may miss the best.
+export function best(position, target, references, effort = { left: 20000 }) {
+  const { game, stages } = position, { placement, limits, split } = game, steps = 2 * stages, tiny = 1e-9;
+  const stageOf = (step) => (step < stages ? step : steps - 1 - step), home = (step) => placement[stageOf(step)];
+  const kindOf = (step) => (step < stages ? "F" : split ? "I" : "B"), time = (step) => game.durations[kindOf(step)][stageOf(step)];
+  const later = (stage) => (split ? game.durations.W[stage] : 0);
+  // From the start of a step to that of the next, and to the end of all that follows.
+  const hops = [...Array(steps).keys()].map((step) => time(step) + (step + 1 === steps || home(step) === home(step + 1) ? 0
+    : game.transfers[Math.min(stageOf(step), stageOf(step + 1))]));
+  const tails = Array(steps + 1).fill(0);
+  for (let step = steps - 1; step >= 0; step -= 1) {
+    tails[step] = Math.max(hops[step] + tails[step + 1], time(step) + (step < stages ? 0 : later(stageOf(step))));
+  }
+  const after = limits.map((_, rank) => (split ? 0 : Math.min(...position.stagesOf[rank].map((stage) => {
+    const step = steps - 1 - stage;
+    return tails[step] - time(step);
+  }))));
+  const free = position.rows.map((row) => row.at(-1)?.end ?? 0), held = position.rows.map((row) => heldAfter(row).at(-1) ?? 0);
+  const rest = limits.map(() => 0), halves = placement.map(() => []), banned = placement.map(() => false), path = [];
+  const flying = Array.from({ length: game.microbatches }, (_, i) => {
+    let step = 0;
+    const made = (what, stage) => position.maker.has(key(what, stage, i));
+    while (step < steps && made(step < stages ? "activation" : "gradient", stageOf(step))) step += 1;
+    for (let each = step; each < steps; each += 1) rest[home(each)] += time(each) + (each < stages ? 0 : later(stageOf(each)));
+    placement.forEach((rank, stage) => {
+      if (!made("gradient", stage) || made("weight gradient", stage)) return;
+      halves[stage].push(i);
+      rest[rank] += later(stage);
+    });
+    const wanted = step < steps ? position.needs(`${stageOf(step)}${kindOf(step)}${i}`) : [];
+    return { step, from: Math.max(0, ...wanted.map((each) => position.arrival(each, home(step)))) };
+  });
+  let found = null, limit = target + 2 * tiny, seen = new Set();
+
+  const least = () => {
+    const heads = rest.map(() => Infinity);
+    let end = 0;
+    halves.forEach((waiting, stage) => { if (waiting.length) heads[placement[stage]] = free[placement[stage]]; });
+    for (const { step, from } of flying) {
+      for (let each = step, at = from; each < steps; each += 1) {
+        at = Math.max(at, free[home(each)]);
+        heads[home(each)] = Math.min(heads[home(each)], at);
+        end = Math.max(end, at + tails[each]);
+        at += hops[each];
+      }
+    }
+    rest.forEach((work, rank) => { end = Math.max(end, work > tiny ? heads[rank] + work + (after[rank]) : free[rank]); });
+    return end;
+  };
+  const options = () => {
+    const able = [];
+    placement.forEach((rank, stage) => {
+      if (halves[stage].length) able.push({ rank, stage, kind: "W", i: halves[stage][0], start: free[rank], took: later(stage) });
+      for (const step of [stage, steps - 1 - stage]) {
+        if (step < stages && (banned[stage] || held[rank] >= (limits[rank] ?? Infinity))) continue;
+        let i = -1;
+        flying.forEach((each, other) => { if (each.step === step && (i < 0 || each.from < flying[i].from)) i = other; });
+        if (i >= 0) able.push({ rank, stage, kind: kindOf(step), i, start: Math.max(free[rank], flying[i].from), took: time(step) });
+      }
+    });
+    return able;
+  };
+  const go = () => {
+    effort.left -= 1;
+    if (effort.left < 0 || least() > limit - tiny) return;
+    const able = options();
+    if (!able.length) {
+      if (flying.every(({ step }) => step === steps)) [found, limit] = [[...path], Math.max(...free)];
+      return;
+    }
+    const state = [free, held, halves.map((each) => each.length), banned.map(Number), flying.map(({ step, from }) => `${step}@${from}`).sort()].join("|");
+    if (seen.has(state)) return;
+    seen.add(state);
+    const soonest = able.reduce((a, b) => (b.start + b.took < a.start + a.took - tiny ? b : a)), { rank, stage, kind } = soonest;
+    const capped = kind === "F" && limits[rank] !== null;
+    const tried = capped ? [soonest] : able.filter((each) => each.rank === rank && each.start < soonest.start + soonest.took - tiny);
+    for (const each of tried.sort((a, b) => a.start - b.start || "IBFW".indexOf(a.kind) - "IBFW".indexOf(b.kind))) {
+      place(each);
+      if (found && limit <= target + tiny) return;
+    }
+    if (!capped) return;
+    banned[stage] = true; // it waits for another of its rank
+    go();
+    banned[stage] = false;
+  };
+  const place = ({ rank, stage, kind, i, start, took }) => {
+    const was = { free: free[rank], rest: rest[rank], held: held[rank], banned: [...banned], ...flying[i] }, waiting = [...halves[stage]];
+    free[rank] = start + took;
+    rest[rank] -= took;
+    held[rank] += kind === "F" ? 1 : kind === "I" ? 0 : -1;
+    for (const each of position.stagesOf[rank]) banned[each] = false;
+    if (kind === "W") halves[stage].shift();
+    else flying[i] = { step: was.step + 1, from: start + hops[was.step] };
+    if (kind === "I") halves[stage].push(i);
+    path.push([rank, `${stage}${kind}${i}`]);
+    go();
+    path.pop();
+    [free[rank], rest[rank], held[rank], flying[i], halves[stage]] = [was.free, was.rest, was.held, { step: was.step, from: was.from }, waiting];
+    was.banned.forEach((each, other) => { banned[other] = each; });
+  };
+
+  go();
+  const ordered = (of) => of.rows.map((row) => row.map((span) => span.action));
+  let result = { end: Infinity, order: null, sure: effort.left >= 0 };
+  if (!found) {
+    for (const policy of [...Object.keys(POLICIES), ...Object.keys(references)]) {
+      const copy = position.copy();
+      fill(copy, policy, references);
+      if (!copy.left && copy.makespan < result.end) result = { ...result, end: copy.makespan, order: ordered(copy) };
+    }
+    seen = new Set();
+    limit = result.end;
+    go();
+    result.sure = effort.left >= 0;
+  }
+  if (found) {
+    const order = ordered(position);
+    for (const [rank, action] of found) order[rank].push(action);
+    Object.assign(result, { end: limit, order });
+  }
+  for (const [rank, from] of result.end > target + tiny ? position.gaps() : []) {
+    for (const action of position.legal(rank, from)) {
+      const copy = position.copy();
+      if (copy.place(action, from) === null) continue;
+      const other = best(copy, target, references, effort);
+      if (other.end < result.end) result = { ...other, first: [action, from] };
+    }
+  }
+  return result;
 }

@@ -86,8 +86,8 @@ class Board(AnyWidget):
             self._position = replay(game, moves)
         except ValueError:
             moves, said = [], "What was kept of this board cannot be read; it begins anew."
-        if moves:
-            said = f"{counted(len(moves), 'move')} from last time; clear the board to begin anew."
+        if placed := sum(map(len, self._position.rows)):
+            said = f"{counted(placed, 'action')} from last time; clear the board to begin anew."
         done = [int(number) for number in kept(_DONE) if number.isdecimal()]
         state = {"game": game.as_json(), "words": self._words(said), "moves": moves, "undone": [], "ran": {}}
         return {**state, "done": done, "chosen": level.number if level else 0}
@@ -216,7 +216,8 @@ class Board(AnyWidget):
             self.moves, self.undone = [*self.moves, self.undone[0]], self.undone[1:]
 
     def clear(self) -> None:
-        self._commit([])
+        """Take every action away; :meth:`undo` brings them back."""
+        self._commit([*self.moves, "="] if self.moves else [])
 
     @checked
     def hint(self, policy: str = "") -> str:

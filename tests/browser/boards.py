@@ -35,7 +35,7 @@ async ([source, boards]) => {
     const ranks = [...position.rows.keys()];
     const state = () => [position.rows.map((row) => row.map((span) => [span.action, span.start, span.end])),
       position.makespan, position.left, position.peaks, position.gaps().map((gap) => gap.slice(0, 3)),
-      position.criticalPath(),
+      position.criticalPath(), position.finishes(),
       rules.recognised(position, references)];
     const before = state();
     const policies = [...Object.keys(rules.POLICIES), ...Object.keys(references)];
@@ -86,7 +86,9 @@ def _random_move(random: Random, position: Position, n: int, m: int) -> str:
     chance = random.random()
     placed = [span.action for row in position.rows for span in row]
     if chance < 0.05:
-        return random.choice(["-0F0", "x", "0F0@", "99F1", "0F99", "00F0", *(f"-{action}" for action in placed)])
+        loaded = ("=", "=0F0.0F1", "=0F0.1B0")
+        others = (f"-{action}" for action in placed)
+        return random.choice(["-0F0", "x", "0F0@", "99F1", "0F99", "00F0", *loaded, *others])
     if chance < 0.75:
         rank = random.randrange(position.game.n_ranks)
         at = random.choice([None, None, random.randint(0, 24) / 2])
@@ -112,6 +114,7 @@ def told(board: dict[str, Any]) -> list[Any]:
         list(tl.peak_activations),
         [[gap.rank, gap.start, gap.end] for gap in tl.idle_gaps],
         [str(span.action) for span in tl.critical_path],
+        position.finishes(),
         recognised(position, orders),
     ]
     policies = [*POLICIES, *orders]

@@ -42,7 +42,7 @@ def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart
     before = page.evaluate(chosen)
 
     page.keyboard.press("b")
-    said(page, "Not allowed: 0B0 needs the activation of microbatch 0 from stage 0: place 0F0 first.")
+    said(page, "Not allowed: 0B0 needs its own forward: place 0F0 first.")
     for key in ("f", "f", "ArrowDown", "f"):
         page.keyboard.press(key)
     said(page, "1F0 on rank 1 from 1 to 2.")
@@ -57,7 +57,7 @@ def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart
     page.keyboard.press("ArrowLeft")
     said(page, "0B0: full backward, rank 0, 4 to 6.")
     page.keyboard.press("ArrowLeft")
-    said(page, "rank 0 waits from 2 to 4 for the gradient of microbatch 0 from stage 1")
+    said(page, "Rank 0 waits from 2 to 4 for the gradient of microbatch 0 from stage 1")
     for key in ("ArrowDown", "f", "b", "u", "y", "ArrowUp", "b"):
         page.keyboard.press(key)
     said(page, "Complete: makespan 9, score 100% (no order beats 9)")
@@ -103,7 +103,9 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     page.click("button:text-is('▶ play')")
     said(page, "Played: 7.")
     page.click("button:text-is('clear')")
-    said(page, "The board is empty; y brings moves back.")
+    said(page, "The board is empty; u brings the moves back.")
+    page.click("button:text-is('↶ undo')")
+    said(page, "Undone: clearing the board. Complete: makespan 7")
     assert errors(page) == []
 
 
@@ -117,14 +119,14 @@ def test_another_level_opens_on_the_same_board_and_takes_no_moves_of_the_first(p
     page.wait_for_selector(f"{BOARD} h3:has-text('Level 7 of 12')", timeout=SOON)
     said(page, "Choose a rank and place its first action.")
     page.click("button:text-is('one step')")
-    said(page, "forward first placed 0F0.")
+    said(page, "Placed 0F0, by zero bubble.")
     page.click("button[aria-label^='level 6:']")
     page.wait_for_selector(f"{BOARD} h3:has-text('Level 6 of 12')", timeout=SOON)
-    said(page, "3 moves from last time")
+    said(page, "3 actions from last time")
     page.locator("select[aria-label='who goes on']").select_option("zb_h1")
     page.click("button:text-is('fill the rest')")
     said(page, "Complete: makespan 14")
     page.wait_for_selector("button:has-text('6 ✓')")
     page.click("button:text-is('next')")
-    said(page, "1 move from last time")
+    said(page, "1 action from last time")
     assert errors(page) == []

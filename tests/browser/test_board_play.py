@@ -65,8 +65,10 @@ def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened:
     page, kinds = opened(show.board(1), addressed=True), set()
     for level in LEVELS:
         if level.number > 1:
-            press(page, "next")
+            page.locator(".cpp-board").focus()
+            page.keyboard.press("n")
         assert f"Level {level.number} of 12" in page.locator(".cpp-board h3").inner_text()
+        assert page.locator("select[aria-label='who goes on']").input_value() in ("zero bubble", "backward first")
         follow(page, level.teaches or "zero bubble")
         for _ in range(60):
             text = press(page, "until strange")
@@ -74,10 +76,14 @@ def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened:
             if "Complete" in text:
                 break
             assert any(kind in text for kind in STRANGE), text
-            if level.number == 12 and "2F1" in text:  # the only stop at which the policy is wrong: the cap is reached
+            if level.number == 12 and "2F1" in text:  # where the policy loses par
                 press(page, "↶ undo")
                 page.click("button[aria-label^='place 2W0']")
-        assert text.endswith(": par.")
+        rest = f"Next: level {level.number + 1} (key n)." if level.number < 12 else "All twelve done."
+        assert text.endswith(f": par. {rest}")
+        for key in "hst":
+            page.keyboard.press(key)
+            assert said(page).endswith(f": par. {rest}")
     assert kinds == set(STRANGE)
     assert page.locator("button:has-text('✓')").count() == 12
     assert page.locator("button:text-is('next')").count() == 0
@@ -93,13 +99,18 @@ def test_fill_says_why_it_stops_and_skips_nothing(opened: Any) -> None:
     page = opened(show.board(3))
     follow(page, "gpipe")
     why = "with 0F2, rank 0 would hold 3 activations and its cap is 2: place a B first"
-    assert why in press(page, "fill the rest")
+    assert press(page, "fill the rest") == f"Placed 3, the last is 1F0, by gpipe. Then it stops: {why}."
     assert position(page) == "level=3&moves=0F0.0F1.1F0"
     follow(page, "1f1b_eager")
     paste(page, "level=3&moves=0F1")
-    assert press(page, "fill the rest").startswith("1f1b_eager stops: rank 0 has 0F1 where 1f1b_eager has 0F0")
+    assert press(page, "fill the rest").endswith(
+        "No move by 1f1b_eager: rank 0 has 0F1 where 1f1b_eager has 0F0. Undo, or choose another."
+    )
     page.locator("select[aria-label='compare with']").select_option("gpipe")
-    assert said(page) == "gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds 3, its cap is 1."
+    assert (
+        said(page)
+        == "Compared: gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds 3, its cap is 1."
+    )
 
 
 def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_they_are_wrong(opened: Any) -> None:
@@ -108,15 +119,51 @@ def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_the
     for text, why in {
         "level=4&moves=0F0": "it is of level 4, and this is level 3: choose level 4 first",
         "level=13&moves=0F0": "there is no level 13; levels are 1 to 12",
-        "stages=0.1&microbatches=3&moves=0F0": "it is of stages=0.1&microbatches=3, and this board is level=3",
+        "stages=0.1&microbatches=3&moves=0F0": "it is of stages=0.1&microbatches=3, and this board is level 3",
         "level=3&moves=0F0.0B0": "move 2, 0B0: 0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first",
         "level=3&moves=0F0.1F7": "move 2, 1F7: there is no 1F7 here: stages are 0 to 1, microbatches 0 to 2",
         "level=3&moves=0F0.x": "move 2, x: write stage, kind and microbatch",
+        "level=3&moves=0F0 1F0": "move 1, 0F0 1F0: put a dot between moves",
+        "level=3&moves=0F0.=1F0": "move 2, =1F0: write stage, kind and microbatch",
+        "level=3&moves=0F0&moves=1F0": "moves= is there twice: give it once",
+        "level=3moves=0F0": "& is missing before moves; one reads level=3&moves=0F0.1F0",
+        "0F0.1F0": "moves alone: put level=3&moves= before them",
         "hello": "this is no position; one reads level=3&moves=0F0.1F0",
         "": "this is no position",
     }.items():
         assert paste(page, text).removeprefix("✕ ").startswith(f"Not loaded: {why}")
         assert position(page) == "level=3&moves=0F0.1F0.1B0"
+
+
+@pytest.mark.parametrize(
+    ("level", "strayed"),
+    {3: "0F1", 5: "0F1", 6: "0F1.0F0", 8: "0F1.1F1", 10: "0F1.0F0", 12: "0F0.0F1.1F0.1F1.2F0.2F1"}.items(),
+)
+def test_hints_reach_par_from_off_the_worked_order_too(opened: Any, level: int, strayed: str) -> None:
+    page = opened(show.board(1), addressed=True, position=f"#level={level}&moves={strayed}")
+    for _ in range(40):
+        hint = [press(page, "hint") for _ in range(3)][-1]
+        if "Complete" in hint:
+            break
+        page.click(f"button[aria-label^='place {hint.split(': ')[1].split()[0]},']")
+    assert ": par. Next" in hint
+
+
+def test_a_board_that_no_order_can_end_says_so_and_which_move_to_take_back(opened: Any) -> None:
+    page = opened(show.board(8))
+    assert "Stuck" not in paste(page, "level=8&moves=0F0.0F1.0F2.0F3.1F0.1F1")
+    page.locator(".cpp-board").focus()
+    page.keyboard.press("ArrowDown")
+    page.click("button[aria-label^='place 1F2']")
+    stuck = "Stuck: after 1F2 the caps leave no way to the end. Take it back, by u or by Delete on it."
+    assert said(page).endswith(stuck)
+    assert press(page, "hint").endswith(stuck)
+    assert press(page, "fill the rest").endswith(stuck)
+    paste(page, "level=8&moves=0F0.0F1.0F2")
+    assert "Par was lost with 0F2 on rank 0: rank 0 does better to wait for 2F0." in press(page, "hint")
+    follow(page, "forward first")
+    assert "Complete: makespan 28" in press(page, "fill the rest")
+    assert "par is 27. Par was lost with 0F2" in said(page)
 
 
 def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(opened: Any) -> None:
@@ -127,9 +174,16 @@ def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(open
     page.locator("select[aria-label='who goes on']").select_option("1f1b")
     page.keyboard.press("n")
     assert position(page) != "level=3&moves=0F0"
+    before = position(page)
     press(page, "clear")
-    page.keyboard.press("y")
-    assert position(page) == "level=3&moves=0F0"
+    page.keyboard.press("u")
+    assert position(page) == before
+    paste(page, "level=3&moves=0F1.0F2")
+    page.keyboard.press("Escape")
+    page.keyboard.press("f")  # Not allowed: the cap
+    for key, moves in (("u", before), ("y", "level=3&moves=0F1.0F2")):
+        page.keyboard.press(key)
+        assert position(page) == moves
 
 
 def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opened: Any) -> None:
@@ -140,7 +194,11 @@ def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opene
     page = opened(show.board(1), addressed=True, position="#level=5&moves=0F0.1F0")
     assert "Level 5" in page.locator("h3").inner_text()
     assert position(page) == "level=5&moves=0F0.1F0"
-    page = opened(show.board(1), addressed=True, position="#level=1&moves=")
+    page = opened(show.board(1), addressed=True, position="#level=1&moves=0F0.1F0")
+    page.locator(".cpp-board").focus()
+    for key in ("ArrowDown", "b", "u", "u"):
+        page.keyboard.press(key)
+    assert position(page) == "level=1&moves=0F0"
     page = opened(show.board(1), addressed=True, position="#level=13")
     assert "there is no level 13" in said(page)
     assert position(page) == "level=1&moves=0F0"
@@ -164,7 +222,7 @@ def test_phases_are_marked_and_a_recognised_schedule_leads_to_its_paper(opened: 
     press(page, "fill the rest")
     marked = page.locator(".cpp-board svg text").all_text_contents()
     # The last rank's warm-up is too short for the word.
-    assert [marked.count(name) for name in ("warm-up", "steady", "drain")] == [2, 3, 3]
+    assert [marked.count(name) for name in ("warm-up", "w", "steady", "drain")] == [2, 1, 3, 3]
     assert page.locator(".cpp-facts a").get_attribute("href") == "https://arxiv.org/abs/2006.09503"
     assert "par 18, which no order beats" in page.locator(".cpp-facts").inner_text()
 
@@ -173,7 +231,10 @@ def test_a_cycle_is_stamped_again(opened: Any) -> None:
     page = opened(show.board(n_ranks=2, n_microbatches=5))
     assert "nothing to stamp" in press(page, "stamp")
     paste(page, "stages=0.1&microbatches=5&moves=0F0.0F1.1F0.1B0.0B0.0F2.1F1.1B1.0B1")
-    assert press(page, "stamp").startswith("the stamp placed 4, the last is 0B2.")
+    page.locator(".cpp-every").fill("2")
+    assert "nothing to stamp: no rank has ended on what it did for the microbatch 2 earlier" in press(page, "stamp")
+    page.locator(".cpp-every").fill("")
+    assert press(page, "stamp").startswith("Placed 4, the last is 0B2, by the stamp.")
     press(page, "stamp")
     assert [
         span for span in page.locator("svg").get_attribute("aria-label").split(". ") if span.startswith("rank 0")

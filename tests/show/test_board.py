@@ -46,7 +46,9 @@ def test_placing_undoing_and_redoing_by_methods() -> None:
     assert [len(row) for row in board.schedule.actions] == [2, 0]
     assert board.legal(1) == ("1F0", "1F1")
     board.clear()
-    assert (board.moves, board.hint()) == ([], "0F0")
+    assert (board.hint(), board.legal(1)) == ("0F0", ())
+    board.undo()
+    assert board.legal(1) == ("1F0", "1F1")
 
 
 def test_an_illegal_action_is_refused_with_its_reason_and_places_nothing() -> None:
@@ -71,10 +73,13 @@ def test_a_board_comes_back_until_it_is_cleared() -> None:
     show.board(3).place("0F0 1F0")
     again = show.board(3)
     assert again.moves == ["0F0", "1F0"]
-    assert again.words["said"] == "2 moves from last time; clear the board to begin anew."
+    assert again.words["said"] == "2 actions from last time; clear the board to begin anew."
     assert show.board(4).moves == []
     again.clear()
-    assert show.board(3).moves == []
+    cleared = show.board(3)
+    assert (cleared.schedule.actions, cleared.words["said"]) == (((), ()), "")
+    cleared.undo()
+    assert cleared.timeline.makespan == 2
 
 
 def test_another_level_opens_on_the_same_board_where_it_was_left() -> None:

@@ -90,7 +90,7 @@ def test_whatever_is_drawn_can_run_at_the_times_the_board_shows(seed: int) -> No
     [
         ("", {}, "1F0", None, "1F0 needs the activation of microbatch 0 from stage 0: place 0F0 first"),
         ("0F0 1F0", {"split": True}, "0B0", None, "from stage 1: place 1I0 or 1B0 first"),
-        ("0F0", {"split": True}, "0W0", None, "from stage 0: place 0I0 or 0B0 first"),
+        ("0F0", {"split": True}, "0W0", None, "0W0 needs its own input gradient: place 0I0 or 0B0 first"),
         ("0F0 0F1", {"memory_limit": 2}, "0F2", None, "would hold 3 activations and its cap is 2: place a B first"),
         ("0F0 1F0 1B0 0B0 0F1 0F2", {"memory_limit": 2}, "1F1", None, ""),
         # A gap may raise a later peak.

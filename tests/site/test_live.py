@@ -80,7 +80,7 @@ def test_a_board_is_played_to_par_without_a_kernel_and_outlives_the_page(site, p
     assert "Not allowed" in said.inner_text()
     page.locator(".cpp-board select[aria-label='who goes on']").first.select_option("1f1b")
     page.locator("button:text-is('fill the rest')").first.click()
-    assert said.inner_text().endswith("Complete: makespan 12, score 100% (no order beats 12): par.")
+    assert "Complete: makespan 12, score 100% (no order beats 12): par. Next: level 4 (key n)." in said.inner_text()
     page.locator(".cpp-board").first.focus()
     page.keyboard.press("r")
     assert "need a kernel" in said.inner_text()
