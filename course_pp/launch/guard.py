@@ -1,9 +1,9 @@
-"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py JOB_NAME STARTER FOLDER srun ...``.
+"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py STARTER FOLDER srun ...``.
 
 Standard input is a pipe that the starter holds open; what it writes is passed on to srun. When it closes, on purpose
 or because the starter was killed, or when process STARTER is no longer our parent, srun is told to terminate, which
-cancels the job whether it runs or still queues; a job of the name that is left after that is cancelled by name, and
-FOLDER goes. Imports the standard library only, and is run by path.
+cancels the job whether it runs or still queues; if Slurm still has it after that, it is cancelled by number, and
+FOLDER goes. Imports the standard library only, and is run by path, as the leader of a session of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
+# Of every job of the course: one scancel ends a user's, and a job that idles sees whether others wait.
+NAME = "course_pp"
+# Our jobs, each with the session from which srun sent it: there lies the difference between jobs of one name.
+SESSIONS = ("squeue", "--noheader", f"--name={NAME}", f"--user={os.getuid()}", "-O", "jobid,allocsid")
+_ALIVE = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
 _GRACE_S = 5.0
 # scancel itself tries for some 20 s; a controller that restarts may be away for longer.
 _ANSWER_LIMIT_S, _CANCEL_S = 30.0, 60.0
@@ -26,7 +32,7 @@ _CHECK_PARENT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
+def main(starter: int, folder: str, argv: list[str]) -> int:
     libc = ctypes.CDLL(None)
 
     def end_with_guard() -> None:
@@ -53,7 +59,7 @@ def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
             child.wait(_GRACE_S)
         child.kill()
         limit = time.monotonic() + _CANCEL_S
-        while not cancelled(name) and time.monotonic() < limit:
+        while not cancelled() and time.monotonic() < limit:
             time.sleep(_GRACE_S)
         shutil.rmtree(folder, ignore_errors=True)
         ended.set()
@@ -65,12 +71,19 @@ def main(name: str, starter: int, folder: str, argv: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def cancelled(name: str) -> bool:
+def sent_from(session: int, rows: Sequence[str]) -> list[str]:
+    """Return the numbers of the jobs that the session has sent, given the lines that ``SESSIONS`` answers."""
+    return [number for number, sender in map(str.split, rows) if sender == str(session)]
+
+
+def cancelled() -> bool:
     """Cancel the job; return False if the controller did not answer, and trying again may help."""
-    argv = ["scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}"]
     try:
-        done = subprocess.run(argv, stderr=subprocess.PIPE, timeout=_ANSWER_LIMIT_S)
-        return not done.returncode or b"fatal" in done.stderr
+        found = subprocess.run((*SESSIONS, _ALIVE), capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+        if found.returncode:
+            return "fatal" in found.stderr
+        numbers = sent_from(os.getsid(0), found.stdout.splitlines())
+        return not numbers or not subprocess.run(["scancel", *numbers], timeout=_ANSWER_LIMIT_S).returncode
     except subprocess.TimeoutExpired:
         return False
     except OSError:
@@ -78,4 +91,4 @@ def cancelled(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

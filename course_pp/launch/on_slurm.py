@@ -1,7 +1,8 @@
 """The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node and brings back how they ended.
 
 A job serves one call after another, as the process that ranks fork from does on this machine: only the first call
-waits in the queue and for torch. It ends when no call has come for a while, when a call is interrupted, and with us.
+waits in the queue and for torch. It ends when no call has come for a while, sooner if others wait for its cores, when
+a call is interrupted, and with us.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from course_pp.launch.errors import LaunchError, RanksHung
+from course_pp.launch.guard import NAME
 from course_pp.launch.messages import RankJob
 from course_pp.launch.process import Command, Process, of_no_rank, shared_folder
 from course_pp.launch.slurm import Job
@@ -85,6 +87,8 @@ class _Task(Process):
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
             program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s + _ON_ITS_WAY_S)]
+            # A step gives way to nobody: its cores stay with the job in which it runs.
+            program += [NAME] if place.job is None else []
             command = Command(
                 argv=tuple(place.command([place.site.python or sys.executable], program)),
                 shown=shlex.join(place.command([place.site.python or "python"], program)),

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Self
 
+from course_pp.launch import guard
 from course_pp.launch.errors import LaunchError
 from course_pp.launch.slurm import Job, is_news
 from course_pp.launch.surroundings import Lines, show
@@ -82,22 +82,20 @@ class Process:
         self.launcher_said: list[str] = []
         environ = {**of_no_rank(os.environ), **command.environ, **environ}
         argv: tuple[str, ...] = command.argv
-        self.job = None
-        if not command.place.local:
-            name = f"course_pp-{uuid.uuid4().hex[:8]}"
-            self.job = Job(name, environ, command.place.job)
-            guard = Path(__file__).with_name("guard.py")
-            argv = (sys.executable, "-I", "-S", str(guard), name, str(os.getpid()), str(folder), *argv)
-            environ = {**environ, "SLURM_JOB_NAME": name}
+        local = command.place.local
+        if not local:
+            argv = (sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *argv)
+            environ = {**environ, "SLURM_JOB_NAME": guard.NAME}
         self._process = subprocess.Popen(
             argv,
-            stdin=subprocess.DEVNULL if self.job is None else subprocess.PIPE,
+            stdin=subprocess.DEVNULL if local else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environ,
-            # An interrupt is for us; the launcher is then told to end its ranks first.
+            # An interrupt is for us; the launcher is then told to end its ranks first. Our job is known by the session.
             start_new_session=True,
         )
+        self.job = None if local else Job(self._process.pid, environ, command.place.job)
         if self._process.stdin is not None:
             # From here on whatever goes wrong, an interrupt too, ends the job: its guard looks at the end of this pipe.
             opened.callback(self._hang_up)

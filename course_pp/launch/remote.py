@@ -1,7 +1,8 @@
-"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE``, one task of srun.
+"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE [NAME]``, one task.
 
 Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as they are in a
-notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends.
+notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends; it ends
+after some seconds without a call if a job called NAME, of whomever, waits in the queue for what this one holds idly.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import contextlib
 import linecache
 import os
 import pickle
+import random
 import select
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import cloudpickle
@@ -23,18 +27,43 @@ from course_pp.launch.ranks import run_ranks
 from course_pp.launch.surroundings import job_here
 
 _FIRST_CALL_S = 60.0
+# Between an idle job's looks at the queue. By chance, or all jobs of a class give way to the one that waits.
+_LOOK_S = 10.0, 20.0
+_ANSWER_LIMIT_S = 5.0
 
 
-def main(folder: Path, patience_s: float) -> None:
-    """Answer calls until none has come for ``patience_s`` seconds, or the caller is gone."""
+def main(folder: Path, patience_s: float, gives_way_to: str = "") -> None:
+    """Answer calls until none has come for ``patience_s`` seconds, the caller is gone, or others wait."""
     SERVERS.get()  # begins to import torch
-    patience = _FIRST_CALL_S
-    while select.select([0], [], [], patience)[0] and (numbers := os.read(0, 4096).split()):
-        for number in map(int, numbers):
+    numbers = _next_calls(_FIRST_CALL_S)
+    while numbers:
+        for number in numbers:
             print(f"{BEGUN} {number}", flush=True)
             _answer(folder, number)
             print(f"{ENDED} {number}", flush=True)
-        patience = patience_s
+        numbers = _next_calls(patience_s, gives_way_to)
+
+
+def _next_calls(patience_s: float, gives_way_to: str = "") -> list[int]:
+    """Wait for the numbers of calls; return none if it is time to leave."""
+    limit = time.monotonic() + patience_s
+    while (left := limit - time.monotonic()) > 0:
+        look = random.uniform(*_LOOK_S) if gives_way_to else left
+        if select.select([0], [], [], min(look, left))[0]:
+            return [int(number) for number in os.read(0, 4096).split()]
+        if gives_way_to and _waits(gives_way_to):
+            break
+    return []
+
+
+def _waits(name: str) -> bool:
+    """Return whether a job of the name waits in the partition of this one, as far as the cluster tells."""
+    argv = ["squeue", "--noheader", "--states=PD", f"--name={name}", "-o", "%i"]
+    if partition := os.environ.get("SLURM_JOB_PARTITION"):
+        argv.append(f"--partition={partition}")
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return bool(subprocess.run(argv, capture_output=True, timeout=_ANSWER_LIMIT_S).stdout.strip())
+    return False
 
 
 def _answer(folder: Path, number: int) -> None:
@@ -110,4 +139,4 @@ def _dumped(error: BaseException) -> bytes:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])

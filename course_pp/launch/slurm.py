@@ -10,10 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from course_pp.launch.errors import LaunchError
+from course_pp.launch.guard import NAME, SESSIONS, sent_from
 
 _ANSWER_LIMIT_S = 5.0
 # Every user's looks at the queue end at one controller: the longer a job has waited, the rarer they are.
 _FIRST_LOOK_S, _LOOK_S, _RAREST_LOOK_S = 0.3, 2.0, 30.0
+# Who holds the cores is told to those who wait longer than a job takes to start, and is no news for a while.
+_HELD_FIRST_S, _HELD_S, _MOST_HOLDERS = 2.0, 60.0, 3
 _COMPLETING_S = 3.0
 _REASONS = {
     "Resources": "it begins when enough of the nodes is free",
@@ -66,10 +69,10 @@ _SETTINGS = (
 
 
 class Job:
-    """One job, known by its name until Slurm has given it a number; or a step ``inside`` the job of that number."""
+    """One job, known by the session that sends it until Slurm has told its number; or a step ``inside`` that job."""
 
-    def __init__(self, name: str, environ: Mapping[str, str], inside: str | None = None) -> None:
-        self.name = name
+    def __init__(self, session: int, environ: Mapping[str, str], inside: str | None = None) -> None:
+        self.session = session
         self.number = inside
         self.step = inside is not None
         self.started = self.step
@@ -77,7 +80,8 @@ class Job:
         self._next_look = time.monotonic() + _FIRST_LOOK_S
         self._pause_s = _LOOK_S
         self._incurable_looks = 0
-        self._last_line = ""
+        self._last_line = self._last_held = ""
+        self._next_held = time.monotonic() + _HELD_FIRST_S
 
     @property
     def called(self) -> str:
@@ -86,7 +90,9 @@ class Job:
         return f"the run in {who}" if self.step else who
 
     def queue_line(self) -> str | None:
-        """Return where the job stands in the queue, if that has changed; asks Slurm now and then.
+        """Return where the job stands in the queue, and a line on who holds the cores; asks Slurm now and then.
+
+        Each is returned only if it has changed; None if neither has.
 
         Raises LaunchError where Slurm keeps the job in the queue for a reason that waiting does not cure.
         """
@@ -94,21 +100,23 @@ class Job:
             return None
         self._next_look = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RAREST_LOOK_S)
-        rows = self._ours("%i|%t|%P|%r")
+        number = self._found()
+        rows = self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r") if number else []
         if not rows:
             return None
-        self.number, state, partition, reason = rows[0].split("|", 3)
+        state, partition, reason = rows[0].split("|", 2)
         self.started = state not in (_QUEUED, _BOOTING)
         if self.started:
             return None
         if state == _BOOTING:
-            return self._news(f"job {self.number}: its nodes are starting")
+            return self._news(f"job {number}: its nodes are starting")
         self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
         if self._incurable_looks == _INCURABLE_LOOKS:
             raise LaunchError(f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}")
         how = "" if self._last_line else "; interrupt the cell to cancel it"
-        place = self._place(self.number, partition)
-        return self._news(f"job {self.number} waits in partition {partition}: {place}{_because(reason)}", how)
+        place = self._place(number, partition)
+        line = self._news(f"job {number} waits in partition {partition}: {place}{_because(reason)}", how)
+        return "\n".join(filter(None, (line, self._held(partition)))) or None
 
     def look_soon(self) -> None:
         """Have the next `queue_line` ask Slurm: srun has just said how the job gets on."""
@@ -132,17 +140,28 @@ class Job:
     def _found(self) -> str:
         """Return the number of the job, which may have begun or ended before the first look; empty if none."""
         if self.number is None:
-            found = self._ours("%i", "--states=all")
-            self.number = found[0] if found else None
+            self.number = next(iter(sent_from(self.session, self._ask(*SESSIONS, "--states=all"))), None)
         return self.number or ""
 
     def _place(self, number: str, partition: str) -> str:
         queue = self._ask("squeue", "--noheader", f"--partition={partition}", "--states=PD", "--sort=-p,i", "-o", "%i")
         return f"place {queue.index(number) + 1} of {len(queue)}" if number in queue else "place unknown"
 
-    def _ours(self, columns: str, *options: str) -> list[str]:
-        user = f"--user={os.getuid()}"
-        return self._ask("squeue", "--noheader", user, f"--name={self.name}", *options, "-o", columns)
+    def _held(self, partition: str) -> str | None:
+        """Return who holds the partition's cores, if it is time to tell and it is not what was told last."""
+        if time.monotonic() < self._next_held:
+            return None
+        self._next_held = time.monotonic() + _HELD_S
+        there = f"--partition={partition}"
+        cores = [line.split("/") for line in self._ask("sinfo", "--noheader", there, "--format=%C")]
+        if not cores:
+            return None
+        jobs = self._ask("squeue", "--noheader", there, "--states=R,CG", "-o", "%i|%U|%u|%C|%N|%j")
+        taken, _, out, total = (sum(map(int, column)) for column in zip(*cores, strict=True))
+        away = f", {out} out of service" if out else ""
+        line = f"{taken} of {total} cores are taken{away}{_holders([job.split('|', 5) for job in jobs], taken)}."
+        news, self._last_held = line != self._last_held, line
+        return line if news else None
 
     def verdict(
         self, said: Sequence[str], asked: str, a_rank_failed: bool, a_rank_spoke: bool = False
@@ -196,6 +215,29 @@ class Job:
 def is_news(line: str) -> bool:
     """Return whether srun only says how the job gets on in the queue."""
     return bool(_NEWS.match(line))
+
+
+def _holders(jobs: Sequence[Sequence[str]], taken: int) -> str:
+    """Return who has so many cores, given jobs of (number, user's number, user's name, cores, nodes, name)."""
+    held: dict[str, list[Sequence[str]]] = {}
+    for job in jobs:
+        held.setdefault("yours" if job[1] == str(os.getuid()) else job[2], []).append(job)
+    cores = {who: sum(int(job[3]) for job in theirs) for who, theirs in held.items()}
+    # Ours first, then whoever holds most.
+    order = sorted(held, key=lambda who: (who != "yours", -cores[who]))
+    parts = []
+    for who in order[:_MOST_HOLDERS]:
+        nodes = sorted({job[4] for job in held[who]})
+        where = ", ".join(nodes[:_MOST_HOLDERS]) + (", …" if len(nodes) > _MOST_HOLDERS else "")
+        n = len(held[who])
+        parts.append(f"{cores[who]} by {n} {'job' if n == 1 else 'jobs'} of {who} on {where}")
+    if others := order[_MOST_HOLDERS:]:
+        parts.append(f"{sum(cores[who] for who in others)} by {len(others)} more users")
+    if (hidden := taken - sum(cores.values())) > 0:
+        parts.append(f"{hidden} by jobs of other partitions, or that this cluster does not show you")
+    ours = [job[0] for job in held.get("yours", ()) if job[5] == NAME]
+    remedy = f". Restarting a notebook's kernel ends its job, as does `scancel {' '.join(ours)}`" if ours else ""
+    return (f": {'; '.join(parts)}" if parts else "") + remedy
 
 
 def _because(reason: str) -> str:

@@ -53,7 +53,8 @@ class Site:
         python: the interpreter on the nodes; empty is the one that runs here.
         options: more options of srun.
         folder: a folder that all nodes see.
-        keep_s: seconds for which the job of ``on_ranks`` waits for the next call; 0 takes a new job for each.
+        keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of the course wait for
+            its cores; 0 takes a new job for each.
     """
 
     partition: str = ""

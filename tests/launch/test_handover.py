@@ -24,10 +24,11 @@ from tests.processes import no_process_left
 
 pytestmark = pytest.mark.timeout(60)
 
-SERVE = 'shift 8; exec "$@"'
+# srun's parent is the guard, who leads the session of job 9.
+SERVE = 'echo "9 $PPID" > "${0%/*}/sent"; shift 8; exec "$@"'
 # The node has left after one call, and srun has not noticed yet.
-SERVE_ONCE = 'shift 8; [ -e {0} ] && exec "$@"; touch {0}; head -n 1 | "$@"; sleep 2'
-SQUEUE = "case \"$*\" in *%L*) echo UNLIMITED;; *%t*) echo '9|R|gpu|None';; *) echo 9;; esac"
+SERVE_ONCE = 'echo "9 $PPID" > "${{0%/*}}/sent"; shift 8; [ -e {0} ] && exec "$@"; touch {0}; head -n 1 | "$@"; sleep 2'
+SQUEUE = 'case "$*" in *%L*) echo UNLIMITED;; *%t*) echo "R|gpu|None";; *allocsid*) cat "${0%/*}/sent" || :;; esac'
 
 
 @pytest.fixture
@@ -207,7 +208,7 @@ def test_a_job_that_an_interrupt_cancels_is_said_to_be(
 STARTER = """
 import os, subprocess, sys, time
 guard, folder, home = sys.argv[1:]
-subprocess.Popen([sys.executable, guard, "job", str(os.getpid()), folder, "sleep", "1000"], stdin=subprocess.PIPE)
+subprocess.Popen([sys.executable, guard, str(os.getpid()), folder, "sleep", "1000"], stdin=subprocess.PIPE)
 if os.fork() == 0:
     time.sleep(1000)
 open(f"{home}/started", "w").close()
@@ -222,6 +223,7 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
     (tmp_path / "shared" / "run" / "call-1").touch()
     argv = [sys.executable, "-c", STARTER, str(guard.__file__), str(tmp_path / "shared" / "run"), str(tmp_path)]
     starter = subprocess.Popen(argv, start_new_session=True)
+    pretend(tools / "squeue", f"echo 8 1; echo 9 {starter.pid}")
     limit = time.monotonic() + 30
     while not (tmp_path / "started").exists():
         assert time.monotonic() < limit
@@ -234,4 +236,4 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
             time.sleep(0.05)
     finally:
         os.killpg(starter.pid, signal.SIGKILL)
-    assert (tmp_path / "cancelled").read_text() == 2 * f"--quiet --name=job --user={os.getuid()}\n"
+    assert (tmp_path / "cancelled").read_text() == 2 * "9\n", "one job of two of the same name"

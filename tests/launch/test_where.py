@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import LaunchError, where
+from course_pp.launch.guard import SESSIONS
 from course_pp.launch.process import of_no_rank
 from course_pp.launch.slurm import Job
 from course_pp.launch.torchrun import build
@@ -15,6 +16,8 @@ from course_pp.launch.where import Needs, Place, Site, decide
 from tests.launch.conftest import pretend
 
 TWO = Needs(nodes=1, ranks=2, seconds=100)
+# The first line of a squeue that has a job of session 7, which is number 9, and one of the same name of another.
+SENT = f'[ "$*" != "{" ".join(SESSIONS[1:])} --states=all" ] || {{ echo "8 77"; echo "9 7"; exit; }}'
 
 
 @pytest.fixture
@@ -193,8 +196,8 @@ def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
 ) -> None:
     for name in ("_FIRST_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
-    pretend(tools / "squeue", f"echo '9|PD|gpu|{reason}'")
-    job = Job("course_pp-x", os.environ)
+    pretend(tools / "squeue", f"{SENT}; echo 'PD|gpu|{reason}'")
+    job = Job(7, os.environ)
     assert reason in str(job.queue_line())
     if curable:
         assert job.queue_line() is None
@@ -206,12 +209,12 @@ def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
 def test_the_queue_is_looked_at_ever_more_rarely(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
-    pretend(tools / "squeue", f"echo look >> {tools / 'looks'}; echo '9|PD|gpu|Priority'")
-    job = Job("course_pp-x", os.environ)
+    pretend(tools / "squeue", f"{SENT}; echo look >> {tools / 'looks'}; echo 'PD|gpu|Priority'")
+    job = Job(7, os.environ)
     for _ in range(600):
         now += 1
         job.queue_line()
-    # Each look asks twice: for the job, and for its place.
+    # Each look asks twice: for the job, and for its place. Who holds the cores is asked sinfo first, which is not here.
     assert 2 * 600 / 30 < len((tools / "looks").read_text().splitlines()) < 2 * (600 / 30 + 8)
 
 
@@ -219,24 +222,75 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     monkeypatch.setenv("LOGNAME", "somebody-else")
     monkeypatch.setattr("course_pp.launch.slurm._LOOK_S", 0)
     monkeypatch.setattr("course_pp.launch.slurm._FIRST_LOOK_S", 0)
-    answers = f'case "$*" in *--user={os.getuid()}*name=*) cat mine;; *) cat all;; esac'
-    pretend(tools / "squeue", f"PATH=/usr/bin:/bin; cd {tools}; {answers}")
-    (tools / "mine").write_text("9|PD|gpu|Priority\n")
+    answers = 'case "$*" in *--jobs=9*) cat mine;; *) cat all;; esac'
+    pretend(tools / "squeue", f"{SENT}; PATH=/usr/bin:/bin; cd {tools}; {answers}")
+    (tools / "mine").write_text("PD|gpu|Priority\n")
     (tools / "all").write_text("7\n8\n9\n")
-    job = Job("course_pp-x", os.environ)
+    job = Job(7, os.environ)
     place = "job 9 waits in partition gpu: place"
     how = "; interrupt the cell to cancel it"
     assert job.queue_line() == f"{place} 3 of 3 (Priority: jobs of higher priority come first){how}"
     assert job.queue_line() is None
     (tools / "all").write_text("9\n10\n")
-    (tools / "mine").write_text("9|PD|gpu|Licenses\n")
+    (tools / "mine").write_text("PD|gpu|Licenses\n")
     assert job.queue_line() == f"{place} 1 of 2 (Licenses)"
-    (tools / "mine").write_text("9|CF|gpu|None\n")
+    (tools / "mine").write_text("CF|gpu|None\n")
     assert job.queue_line() == "job 9: its nodes are starting"
     assert not job.started, "the time that they take to boot is not the run's"
-    (tools / "mine").write_text("9|R|gpu|None\n")
+    (tools / "mine").write_text("R|gpu|None\n")
     assert job.queue_line() is None
     assert job.started
+
+
+ANNA = "1|70001|anna|8|n1|train\n2|70001|anna|2|n2|train\n"
+OURS = f"3|{os.getuid()}|me|4|n2|course_pp\n4|{os.getuid()}|me|1|n2|other\n"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "cores", "held"),
+    [
+        (ANNA, "10/6/0/16", "10 of 16 cores are taken: 10 by 2 jobs of anna on n1, n2."),
+        (
+            ANNA + OURS,
+            "15/1/0/16",
+            "15 of 16 cores are taken: 5 by 2 jobs of yours on n2; 10 by 2 jobs of anna on n1, n2. "
+            "Restarting a notebook's kernel ends its job, as does `scancel 3`.",
+        ),
+        (
+            "",
+            "8/0/8/16",
+            "8 of 16 cores are taken, 8 out of service: "
+            "8 by jobs of other partitions, or that this cluster does not show you.",
+        ),
+        (
+            "".join(f"{i}|{70000 + i}|user{i}|{10 - i}|n{i}|x\n" for i in range(5)),
+            "40/0/0/40",
+            "40 of 40 cores are taken: 10 by 1 job of user0 on n0; 9 by 1 job of user1 on n1; "
+            "8 by 1 job of user2 on n2; 13 by 2 more users.",
+        ),
+        ("", "", None),
+    ],
+    ids=["of one other", "ours too", "hidden", "of many", "no answer"],
+)
+def test_who_holds_the_cores_is_told_to_those_who_wait_for_a_while(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, jobs: str, cores: str, held: str | None
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
+    answers = 'case "$*" in *--states=R*) cat held;; *--jobs=9*) echo "PD|gpu|Resources";; *) echo 9;; esac'
+    pretend(tools / "squeue", f"{SENT}; PATH=/usr/bin:/bin; cd {tools}; {answers}")
+    pretend(tools / "sinfo", f"echo {cores}" if cores else "exit 1")
+    (tools / "held").write_text(jobs)
+    job = Job(7, os.environ)
+    told = []
+    for now in (1.0, 3.0, 10.0, 100.0, 200.0):
+        told.append(job.queue_line())
+        if now == 100.0:
+            (tools / "held").write_text("1|70001|ben|16|n1|train\n")
+            pretend(tools / "sinfo", "echo 16/0/0/16")
+    assert held not in str(told[0]).splitlines(), "most jobs begin at once"
+    assert told[1:4] == [held, None, None]
+    assert told[4] == "16 of 16 cores are taken: 16 by 1 job of ben on n1."
 
 
 @pytest.mark.parametrize(
@@ -266,7 +320,7 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
 )
 def test_what_slurm_ended_is_told_in_one_sentence(tools: Path, said: str, state: str, words: str | None) -> None:
     pretend(tools / "scontrol", f"echo '   JobState={state} Reason=None'")
-    pretend(tools / "squeue", "echo 9")
-    verdict = Job("course_pp-x", os.environ).verdict(said.splitlines(), "srun -A x", a_rank_failed=False)
+    pretend(tools / "squeue", SENT)
+    verdict = Job(7, os.environ).verdict(said.splitlines(), "srun -A x", a_rank_failed=False)
     assert (verdict is None) == (words is None)
     assert words is None or re.search(words, str(verdict), re.S)

@@ -302,7 +302,7 @@ on_ranks(2, hang)
 
 def ours(cluster: Cluster) -> list[str]:
     """The ids of our own jobs in the queue."""
-    return [job.id for job in cluster.jobs() if job.name.startswith("course_pp-")]
+    return [job.id for job in cluster.jobs() if job.name.startswith("course_pp")]
 
 
 def answer(client: BlockingKernelClient, cell: str) -> dict[str, str]:

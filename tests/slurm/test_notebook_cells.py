@@ -88,7 +88,7 @@ def names_used(cell: nbformat.NotebookNode) -> set[str]:
 def our_jobs() -> set[str]:
     """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last hour."""
     shown = subprocess.run(["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True).stdout
-    return set(re.findall(r"^JobId=(\d+) JobName=course_pp-", shown, re.M))
+    return set(re.findall(r"^JobId=(\d+) JobName=course_pp ", shown, re.M))
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
