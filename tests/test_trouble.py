@@ -138,7 +138,8 @@ def job():
 
 
 def queued(folder, monkeypatch, reason):
-    tools(folder, monkeypatch, squeue=f'case "$*" in *%r) echo "9|PD|gpu|{reason}";; *) echo 8; echo 9;; esac')
+    answers = f'*"%i|%t"*) echo "9|PD|gpu|{reason}";; *%r) echo "PD|gpu|{reason}";; *) echo 8; echo 9;;'
+    tools(folder, monkeypatch, squeue=f'case "$*" in {answers} esac')
     for name in ("_FIRST_LOOK_S", "_LOOK_S"):
         monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
     return job()
