@@ -19,6 +19,7 @@ from course_pp.exercises.exercise import Exercise, number_of
 from course_pp.exercises.wrong_answers import written, wrong_answers
 
 OUT = NOTEBOOKS.parent / "runs" / "handouts"
+MOST_MISTAKES = 10  # of an exercise: more is not read while somebody waits
 STYLE = """
 @page { margin: 16mm 17mm }
 html { font: 10.5pt/1.4 "DejaVu Sans", Verdana, sans-serif; color: #000; background: #fff }
@@ -116,7 +117,7 @@ def heading(exercise: Exercise, section: str) -> str:
 def for_people(exercise: Exercise) -> str:
     """The exercise with what it needs of its section, and lines to write on."""
     task = task_of(exercise)
-    stub = re.sub(r"  # noqa.*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
+    stub = re.sub(r"  # noqa[^\n]*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
     lines = '<div class="line"></div>' * (2 + len(exercise.source.splitlines()))
     return "".join([heading(exercise, task.section), *task.before, rendered(task.statement), code(stub), lines])
 
@@ -124,7 +125,7 @@ def for_people(exercise: Exercise) -> str:
 def for_teachers(exercise: Exercise) -> str:
     """What was asked, the tested solution, what people write instead and are told, and the hints."""
     task, rows, told = task_of(exercise), "", set[str]()
-    for wrong in wrong_answers(exercise):
+    for wrong in wrong_answers(exercise)[:MOST_MISTAKES]:
         verdict = judge(exercise, wrong)
         if verdict.cause and verdict.cause not in told:
             told.add(verdict.cause)
