@@ -30,7 +30,7 @@ help:
 	@echo "make test-full       every size of every grid of tests"
 	@echo "make images          redraw the figures used in prose"
 	@echo "make site            build the pages of the course in runs/site/html, offline"
-	@echo "make slides          decks of slides in runs/slides, one a route of INSTRUCTOR.md"
+	@echo "make slides          decks of slides in runs/slides, one a route (ROUTE=a_day START=9:30)"
 	@echo "make handout         a route on paper in runs/handouts, for people and for teachers: ROUTE=a_day"
 	@echo "make notebooks       run the notebooks again and save them in place"
 	@echo "make setup           only set up $(VENV); every other target does it when needed"
@@ -142,7 +142,7 @@ site: $(READY)
 	@$(BIN)/python docs/make_site.py $(ARGS)
 
 slides: $(READY)
-	@$(BIN)/python docs/slides.py $(ARGS)
+	@$(BIN)/python docs/slides.py $(if $(ROUTE),--route $(ROUTE)) $(if $(START),--start $(START)) $(ARGS)
 
 handout: $(READY)
 	@$(BIN)/python docs/handouts.py $(ROUTE) $(ARGS)

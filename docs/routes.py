@@ -1,13 +1,21 @@
-"""Ways through the course for 45 minutes to a semester, in minutes of the notebooks' own: python docs/routes.py"""
+"""Ways through the course for 45 minutes to a semester, by the clock: python docs/routes.py --route a_day --start 9:30
 
+A section takes a minute to turn to and its share, by length, of the other minutes that its notebook states. Exercises
+bring their own minutes.
+"""
+
+import argparse
 import json
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from course_pp.exercises.exercise import Exercise, exercises_of, find
-from course_pp.exercises.inventory import questions_about
+from course_pp.exercises.inventory import Question, questions_about
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 _RANKS = re.compile(r"\*\*(?:\d+ to )?(\d+) ranks?\*\*")
@@ -21,11 +29,13 @@ class Part:
         notebook: ``"02"``.
         sections: ``("1", "3")``; empty for all of them.
         exercises: names of functions.
+        pause: minutes of a break after it.
     """
 
     notebook: str
     sections: tuple[str, ...] = ()
     exercises: tuple[str, ...] = ()
+    pause: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,12 @@ class Route:
     Attributes:
         name: of the file of slides.
         title: how long it takes.
-        minutes: in the room.
-        goal: what people can say afterwards.
+        minutes: from the beginning to the end of a meeting, breaks included.
+        goal: what people can do afterwards, beside the goals of the shorter routes.
         parts: in order.
         skipped: what to leave out, and say so.
+        set_up: minutes until all have opened their copy.
+        weekly: whether each part has a meeting of its own, and its exercises are homework.
     """
 
     name: str
@@ -47,6 +59,8 @@ class Route:
     goal: str
     parts: tuple[Part, ...]
     skipped: str
+    set_up: int
+    weekly: bool = False
 
 
 ROUTES = (
@@ -54,59 +68,65 @@ ROUTES = (
         "45_minutes",
         "45 minutes",
         45,
-        "why ranks wait, and why 1F1B needs less memory for the same wait",
+        "say why ranks wait, and why 1F1B needs less memory for the same wait",
         (Part("02", ("1", "2"), ("bubble",)), Part("03", ("1", "2"), ("order_1f1b",))),
         "all steps by hand, messages, clusters; show the figures of 04 and 05 as an outlook",
+        set_up=3,
     ),
     Route(
         "90_minutes",
         "90 minutes",
         90,
-        "the same, and write both orders and one step that does not deadlock",
+        "write both orders, and one step that does not deadlock",
         (
             Part("00", ("2", "3"), ("shift",)),
             Part("02", ("1", "2"), ("bubble", "afab_order")),
             Part("03", ("1", "2", "3"), ("order_1f1b", "step_without_deadlock")),
         ),
         "memory budgets, latency, clinics",
+        set_up=5,
     ),
     Route(
         "180_minutes",
         "180 minutes",
         180,
-        "the same, and choose a schedule for slow links or little memory",
+        "choose a schedule for slow links or little memory",
         (
             Part("00", ("1", "2", "3"), ("shift",)),
-            Part("01", ("1", "4"), ("assign_layers",)),
-            Part("02", ("1", "2", "3", "4"), ("bubble", "afab_order", "accumulate")),
+            Part("01", ("1", "4")),
+            Part("02", ("1", "2", "3", "4"), ("bubble", "afab_order"), pause=10),
             Part("03", ("1", "2", "3", "4"), ("order_1f1b", "step_without_deadlock")),
             Part("05", ("1", "2", "5"), ("order_zb_h1",)),
         ),
-        "all-reduce, interleaved stages, bug clinics; give one clinic as homework",
+        "all-reduce, interleaved stages, bug clinics; give `accumulate` and one clinic as homework",
+        set_up=10,
     ),
     Route(
         "a_day",
-        "A day (six hours in the room)",
-        360,
-        "the same, cut a model in two dimensions, and start it on a cluster",
+        "A day (six hours in the room, an hour and a half of breaks)",
+        450,
+        "cut a model in two dimensions, and start it on a cluster",
         (
-            Part("00", (), ("shift",)),
+            Part("00", (), ("shift",), pause=15),
             Part("01", ("1", "2", "3", "4", "On the cluster"), ("assign_layers",)),
-            Part("02", (), ("bubble", "afab_order", "accumulate")),
-            Part("03", (), ("order_1f1b", "step_without_deadlock")),
+            Part("02", (), ("bubble", "afab_order", "accumulate"), pause=60),
+            Part("03", (), ("order_1f1b", "step_without_deadlock"), pause=15),
             Part("04", ("1", "2", "6"), ("warm_up_forwards",)),
             Part("05", ("1", "2", "3", "5", "7"), ("order_zb_h1",)),
             Part("07", ("1", "2", "3", "4", "On the cluster"), ("neighbours",)),
         ),
         "PipeDream, FSDP's policies, checkpoints",
+        set_up=15,
     ),
     Route(
         "a_semester",
         "A semester, a notebook a week",
-        0,
-        "all of it",
+        60,
+        "plan a run, train it, and let it survive a crash",
         tuple(Part(f"{number:02}") for number in range(14)),
         "nothing; the exercises are homework, `progress().to_json(path)` is handed in",
+        set_up=10,
+        weekly=True,
     ),
 )
 
@@ -125,7 +145,7 @@ class Section:
 
     title: str
     cells: list[dict]
-    minutes: float
+    minutes: int
 
 
 @cache
@@ -135,12 +155,22 @@ def path_of(notebook: str) -> Path | None:
 
 
 @cache
+def read(notebook: str) -> dict:
+    """The notebook with this number, which is written."""
+    return json.loads(path_of(notebook).read_text(encoding="utf-8"))
+
+
+def title_of(notebook: str) -> str:
+    """Its heading: ``"02 · GPipe: microbatches"``."""
+    return re.match(r"# (.*)", "".join(read(notebook)["cells"][0]["source"]))[1]
+
+
+@cache
 def sections_of(notebook: str) -> tuple[Section, ...]:
     """The sections of a notebook; its minutes are shared out by words of prose and lines of code."""
-    path = path_of(notebook)
-    if path is None:
+    if path_of(notebook) is None:
         return ()
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = read(notebook)["cells"]
     minutes = int(re.search(r"\*\*(\d+) minutes\*\*", "".join(cells[0]["source"]))[1])
     found: list[tuple[str, list[dict]]] = []
     for cell in cells:
@@ -152,10 +182,14 @@ def sections_of(notebook: str) -> tuple[Section, ...]:
             if found:
                 found[-1][1].append({**cell, "source": piece})
     lengths = [sum(_length(cell) for cell in cells) for _, cells in found]
-    return tuple(
-        Section(title, cells, minutes * length / sum(lengths))
-        for (title, cells), length in zip(found, lengths, strict=True)
-    )
+    shares = _shared_out(minutes - len(found), lengths)
+    return tuple(Section(title, cells, 1 + share) for (title, cells), share in zip(found, shares, strict=True))
+
+
+def _shared_out(minutes: int, weights: Sequence[int]) -> list[int]:
+    """Whole minutes, as near to their shares as a sum of exactly ``minutes`` allows."""
+    reached = [minutes * each // sum(weights) for each in accumulate(weights, initial=0)]
+    return [end - begin for begin, end in pairwise(reached)]
 
 
 def _length(cell: dict) -> int:
@@ -178,15 +212,20 @@ def _begins(section: Section, beginning: str) -> bool:
     return section.title.startswith(f"{beginning}." if beginning.isdigit() else beginning)
 
 
-def exercises_in(part: Part) -> list[Exercise]:
+def exercises_in(part: Part) -> tuple[Exercise, ...]:
     """The exercises of a part of a route; a whole notebook that names none has all of its own."""
-    return [*map(find, part.exercises)] if part.sections or part.exercises else exercises_of(part.notebook)
+    return tuple(map(find, part.exercises)) if part.sections or part.exercises else exercises_of(part.notebook)
 
 
-def minutes_of(part: Part) -> tuple[float, int]:
+def minutes_of(part: Part) -> tuple[int, int]:
     """Minutes of reading and running, and of the exercises."""
     exercises = exercises_in(part)
     return sum(section.minutes for section in chosen(part)), sum(exercise.minutes for exercise in exercises)
+
+
+def goals(route: Route) -> list[str]:
+    """What people can do after a route, its own goal last."""
+    return [each.goal for each in ROUTES[: ROUTES.index(route) + 1]]
 
 
 def ranks_of(route: Route) -> int:
@@ -195,39 +234,142 @@ def ranks_of(route: Route) -> int:
     return max(int(found[1]) for text in texts if (found := _RANKS.search(text)))
 
 
-def page() -> str:
-    """The routes in Markdown."""
+@dataclass(frozen=True)
+class Row:
+    """A line of a timetable.
+
+    Attributes:
+        week: 1, 2, … where each part has a meeting of its own, else 0.
+        begins: minutes after midnight.
+        minutes: until the next line.
+        what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"break"``, ``"lunch"``, or the notebook's title.
+        part: of the route, None beside the notebooks.
+        questions: those of the minutes that are left for questions.
+    """
+
+    week: int
+    begins: int
+    minutes: int
+    what: str
+    part: Part | None = None
+    questions: int = 0
+
+    @property
+    def when(self) -> str:
+        """``"9:05"``, in a weekly route ``"week 2, 9:00"``."""
+        return f"week {self.week}, " * (self.week > 0) + clock(self.begins)
+
+
+def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
+    """A route by the clock. What set-up, quiz, notebooks, exercises and breaks leave of it is for questions.
+
+    Args:
+        start: minutes after midnight; each meeting of a weekly route begins then.
+    """
+    asked = max(2, (len(quiz_of(route)) + 1) // 2)
+    meetings = [[part] for part in route.parts] if route.weekly else [[*route.parts]]
+    rows = []
+    for meeting, parts in enumerate(meetings, start=1):
+        first = [("set-up", route.set_up), ("quiz before", asked)] if meeting == 1 else []
+        last = [("quiz after", asked)] if meeting == len(meetings) else []
+        work = [minutes_of(part)[0] if route.weekly else sum(minutes_of(part)) for part in parts]
+        left = route.minutes - sum(work) - sum(part.pause for part in parts) - sum(each for _, each in first + last)
+        lines: list[tuple] = [*first]
+        for part, minutes, more in zip(parts, work, _shared_out(left, work), strict=True):
+            lines.append((title_of(part.notebook), minutes + more, part, more))
+            if part.pause:
+                lines.append(("lunch" if part.pause >= 45 else "break", part.pause))
+        begins = start
+        for what, minutes, *rest in lines + last:
+            rows.append(Row(meeting if route.weekly else 0, begins, minutes, what, *rest))
+            begins += minutes
+    return rows
+
+
+def quiz_of(route: Route) -> tuple[Question, ...]:
+    """The questions before and after a route."""
+    return questions_about([] if route.weekly else [route.name])
+
+
+def quiz_call(route: Route, when: str) -> str:
+    """What asks them: ``quiz("before", about="a_day")``."""
+    return f'quiz("{when}")' if route.weekly else f'quiz("{when}", about="{route.name}")'
+
+
+def clock(minutes: int) -> str:
+    """Minutes after midnight as ``9:05``."""
+    return f"{minutes // 60 % 24}:{minutes % 60:02}"
+
+
+def in_short(route: Route) -> str:
+    """A timetable in a line, for INSTRUCTOR.md."""
+    rows = timetable(route)
+    if route.weekly:
+        around = [f"{row.what} in week {row.week}" for row in rows if row.part is None]
+        return f"{route.minutes} minutes a week; {', '.join(around)}"
+    told = [f"{clock(row.begins)} {row.part.notebook if row.part else row.what}" for row in rows]
+    return ", ".join([*told, f"{clock(rows[0].begins + route.minutes)} end"])
+
+
+def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
+    """Routes in Markdown."""
     lines = [
         "# Routes",
         "",
-        "Minutes of a section are its share, by length, of the minutes that its notebook states. Exercises bring their "
-        "own. What is left of the time is for questions. `make slides` makes one deck a route.",
+        "A section takes a minute, and its share, by length, of the other minutes that its notebook states. Exercises "
+        "bring their own, a question of the quiz half a minute. What is left of the time is for questions. "
+        "`make slides` makes one deck a route.",
         "",
     ]
-    for route in ROUTES:
-        read, solve = (sum(each) for each in zip(*map(minutes_of, route.parts), strict=True))
-        left = f", {route.minutes - read - solve:.0f} for questions" if route.minutes else ""
-        about = [route.name] if route.minutes else []
-        call = f'quiz("before", about="{route.name}")' if about else 'quiz("before")'
+    for route in routes:
+        rows = timetable(route, start)
+        reading, solving = (sum(each) for each in zip(*map(minutes_of, route.parts), strict=True))
         lines += [
             f"## {route.title}",
             "",
-            f"People can say {route.goal}. {read:.0f} minutes of notebooks, {solve} of exercises{left}; up to "
-            f"{ranks_of(route)} ranks at once for each person. `{call}` asks {len(questions_about(about))} questions.",
+            f"People can {'; '.join(goals(route))}. {reading} minutes of notebooks, {solving} of exercises"
+            f"{' at home' * route.weekly}, {sum(row.questions for row in rows)} for questions; up to "
+            f"{ranks_of(route)} ranks at once for each person. `{quiz_call(route, 'before')}` asks "
+            f"{len(quiz_of(route))} questions.",
             "",
-            "| notebook | sections | minutes | exercises | minutes |",
-            "|---|---|---|---|---|",
+            "| from | notebook | sections | minutes | exercises | minutes | questions |",
+            "|---|---|---|---|---|---|---|",
+            *(_line(row) for row in rows),
         ]
-        for part in route.parts:
-            if path := path_of(part.notebook):
-                minutes, more = minutes_of(part)
-                titles = "; ".join(section.title for section in chosen(part)) if part.sections else "all"
-                names = ", ".join(f"`{name}`" for name in part.exercises) or ("all" if not route.minutes else "")
-                link = f"[{part.notebook}](../notebooks/{path.name})"
-                lines.append(f"| {link} | {titles} | {minutes:.0f} | {names} | {more or ''} |")
+        if not route.weekly:
+            lines.append(f"| {clock(start + route.minutes)} | end | | | | | |")
         lines += ["", f"Skip: {route.skipped}.", ""]
     return "\n".join(lines)
 
 
+def _line(row: Row) -> str:
+    if row.part is None:
+        return f"| {row.when} | {row.what} | | {row.minutes} | | | |"
+    minutes, more = minutes_of(row.part)
+    titles = "; ".join(section.title for section in chosen(row.part)) if row.part.sections else "all"
+    whole = exercises_in(row.part) == exercises_of(row.part.notebook)
+    names = "all" if whole else ", ".join(f"`{name}`" for name in row.part.exercises)
+    link = f"[{row.part.notebook}](../notebooks/{path_of(row.part.notebook).name})"
+    return f"| {row.when} | {link} | {titles} | {minutes} | {names} | {more or ''} | {row.questions} |"
+
+
+def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Route], int]:
+    """What a command line says, its routes, and the minute at which they start. Ends with a sentence if it is wrong."""
+    parser.add_argument("--route", metavar="NAME", help=f"one of {', '.join(each.name for each in ROUTES)}; else all")
+    parser.add_argument("--start", default="9:00", metavar="H:MM", help="when a meeting begins (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        return args, [route(args.route)] if args.route else [*ROUTES], _minute(args.start)
+    except ValueError as e:
+        sys.exit(f"{e}.")
+
+
+def _minute(text: str) -> int:
+    if not (found := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)", text)):
+        raise ValueError(f"--start is {text!r}, and not a time such as 9:00 or 13:30")
+    return 60 * int(found[1]) + int(found[2])
+
+
 if __name__ == "__main__":
-    print(page())
+    _, routes, start = asked_for(argparse.ArgumentParser(description=__doc__.splitlines()[0]))
+    print(page(routes, start))

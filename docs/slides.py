@@ -1,108 +1,285 @@
-"""Slides of each route, made of the notebooks' own headings, questions, figures and code: make slides
+"""Slides of each route, made of the notebooks' own headings, questions, results and code: make slides ROUTE=a_day
 
-Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down go on; print it for paper.
+Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down go on; N unfolds what the
+speaker says, here and on paper.
 """
 
 import argparse
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+import routes
 from as_html import figures, rendered
-from routes import NOTEBOOKS, ROUTES, Route, Section, chosen, minutes_of, path_of
+from routes import Part, Route, Row, Section, clock
 
-OUT = NOTEBOOKS.parent / "runs" / "slides"
+from course_pp.exercises.exercise import exercises_of
+
+OUT = routes.NOTEBOOKS.parent / "runs" / "slides"
+LINES = 22  # of code that fit on a slide of 720 pixels, none smaller than 16
+WIDTH = 86  # letters that fit beside each other on one of 1,024
+# What %torchrun says first on a login node of a cluster, where the notebooks' own run says that ranks run here.
+ON_A_CLUSTER = """\
+Ranks run in a Slurm job of their own: 1 node, 2 GPUs.
+$ srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 6 torchrun --nproc-per-node=2 …"""
 STYLE = """
-html { scroll-snap-type: y mandatory; font: 2.4vh/1.45 "DejaVu Sans", Verdana, sans-serif }
+html { scroll-snap-type: y mandatory; font: max(16px, min(2.5vh, 1.9vw))/1.45 "DejaVu Sans", Verdana, sans-serif }
 html { color: #000; background: #fff }
 body { margin: 0 }
-section { box-sizing: border-box; min-height: 100vh; padding: 5vh 7vw; scroll-snap-align: start; display: flex;
-  flex-direction: column; justify-content: center }
-h1 { font-size: 6vh; margin: 0 0 2vh } h2 { font-size: 3.4vh; margin: 0 0 3vh; color: #005a8c }
-img { max-width: 100%; max-height: 72vh; object-fit: contain; align-self: flex-start }
-pre { background: #f3f4f5; padding: 2vh; overflow-x: auto; margin: 0; font-size: min(2.2vh, 50vh / var(--lines)) }
-pre { line-height: 1.35 }
-p, li { max-width: 44em; font-size: 3.2vh }
-.number { color: #555; font-size: 1.8vh; margin-top: auto; padding-top: 2vh }
-@media print { section { min-height: auto; height: 100vh; break-after: page } }
+section { box-sizing: border-box; min-height: 100vh; padding: 3vh 4vw 2vh; scroll-snap-align: start; display: grid;
+  grid-template: auto 1fr auto / minmax(0, 1fr); justify-items: center; position: relative }
+header, footer { width: 100%; display: flex; justify-content: space-between; gap: 2em; align-items: baseline }
+h1, h2 { margin: 0; font-size: 1.4rem; color: #005a8c }
+h1 { font-size: 2rem }
+.minutes, .home { color: #444; white-space: nowrap }
+footer { color: #555; font-size: .8rem }
+.body { align-self: center; width: min(100%, 50rem); margin: 1vh 0 }
+.short { font-size: 1.3rem }
+.middle { font-size: 1.15rem }
+.wide { width: 100% }
+img { display: block; margin: auto; max-width: 100%; max-height: 76vh; object-fit: contain }
+pre { background: #f3f4f5; padding: .7rem; margin: .5rem auto; font-size: max(16px, .85rem); line-height: 1.35;
+  white-space: pre-wrap; overflow-wrap: anywhere }
+.few { font-size: 1.05rem }
+code, pre { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace }
+:not(pre) > code { font-size: max(16px, .92em) }
+p, ul, ol { margin: .5em 0 }
+.sections { list-style: none; padding: 0 }
+table { border-collapse: collapse; margin: .5em auto }
+td, th { padding: .15em .8em; border-bottom: 1px solid #ccc; text-align: left }
+.timetable { font-size: max(16px, .9rem); line-height: 1.35 } .timetable td { padding: 0 1em }
+.notes { position: absolute; left: 0; right: 0; bottom: 0; padding: 0 4vw 1vh; font-size: max(16px, .85rem) }
+.notes summary { text-align: center; color: #555; font-size: .8rem; width: 6em; margin-left: 62%; line-height: 2.6vh }
+.notes[open] { background: #fffbe6; border-top: 2px solid #c9a400; max-height: 55vh; overflow: auto }
+@media print { section { break-after: page } .notes { position: static; max-height: none !important; width: 92vw }
+  .notes:not([open]) { display: none } }
 """
 SCRIPT = """
 const all = [...document.querySelectorAll("section")];
 const now = () => all.findIndex(each => each.getBoundingClientRect().bottom > innerHeight / 2);
+const steps = {" ": 1, ArrowRight: 1, ArrowDown: 1, PageDown: 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1};
+steps.Home = -Infinity; steps.End = Infinity;
 addEventListener("keydown", event => {
-  const step = {" ": 1, ArrowRight: 1, ArrowDown: 1, PageDown: 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1}[event.key];
-  if (!step || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("summary")) return;
+  if (event.key.toLowerCase() === "n") {
+    const notes = [...document.querySelectorAll(".notes")], open = !notes.some(each => each.open);
+    notes.forEach(each => { each.open = open; });
+  }
+  if (!steps[event.key]) return;
   event.preventDefault();
-  all[Math.min(all.length - 1, Math.max(0, now() + step))].scrollIntoView();
+  all[Math.min(all.length - 1, Math.max(0, now() + steps[event.key]))].scrollIntoView();
 });
 """
+
+
+@dataclass
+class Slide:
+    """One screen: heading and body in HTML, and in Markdown what the speaker says.
+
+    Attributes:
+        minutes: of the section or exercise that begins here.
+        exercise: whether that is an exercise.
+        wide: whether the body takes the width of the screen; letters of a short text are larger.
+    """
+
+    heading: str
+    body: str
+    minutes: int = 0
+    exercise: bool = False
+    wide: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 def main() -> int:
     """Write one deck a route."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the decks")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for route in ROUTES:
-        slides = slides_of(route)
-        path = out / f"{route.name}.html"
-        path.write_text(deck(route.title, slides), encoding="utf-8")
-        print(f"{path}: {len(slides)} slides, {path.stat().st_size / 1e6:.1f} MB")
+    args, chosen, start = routes.asked_for(parser)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for route in chosen:
+        path = args.out / f"{route.name}.html"
+        path.write_text(deck(route, start), encoding="utf-8")
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
     return 0
 
 
-def slides_of(route: Route) -> list[str]:
-    """The slides of a route, each as HTML."""
-    read, solve = (sum(each) for each in zip(*map(minutes_of, route.parts), strict=True))
-    slides = [f"<h1>Pipeline parallelism</h1><p>{escape(route.title)}: {read:.0f} + {solve} minutes.</p>"]
-    for part in route.parts:
-        if (path := path_of(part.notebook)) is None:
-            continue
-        slides.append(f"<h1>{escape(path.stem.replace('_', ' '))}</h1>{_listed(chosen(part))}")
-        for section in chosen(part):
-            slides += _slides_of_section(section)
-    return slides
-
-
-def _listed(sections: list[Section]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(section.title)}</li>" for section in sections) + "</ul>"
-
-
-def _slides_of_section(section: Section) -> list[str]:
-    """A question, an exercise, a figure or code to read is a slide; the sentences between are the speaker's."""
-    heading, slides = f"<h2>{escape(section.title)}</h2>", []
-    for cell in section.cells:
-        source = cell["source"]
-        if cell["cell_type"] == "markdown":
-            if section.title == "Recap":
-                source = source.partition("\n")[2].partition("**References**")[0].partition("[**")[0]
-                slides.append(heading + rendered(source))
-                continue
-            questions = re.findall(r"\*\*Predict\.\*\*.*?(?=\n\n|\Z)", source, re.S)
-            exercises = re.findall(r"^### (Exercise .*?)(?=^##|\Z)", source, re.S | re.M)
-            slides += [heading + rendered(each) for each in questions]
-            slides += [heading + rendered(f"**{each}") for each in (e.replace("\n", "**\n", 1) for e in exercises)]
-            continue
-        if "read" in cell["metadata"].get("tags", ()):
-            lines = source.count("\n") + 1  # so small that all of them are seen at once
-            slides.append(f'{heading}<pre style="--lines: {lines}"><code>{escape(source)}</code></pre>')
-        slides += [heading + figure for figure in figures(cell)]
-    return slides
-
-
-def deck(title: str, slides: list[str]) -> str:
-    """A page of its own with all slides."""
-    pages = "\n".join(
-        f'<section aria-label="slide {i} of {len(slides)}">{slide}<p class="number">{i} / {len(slides)}</p></section>'
-        for i, slide in enumerate(slides, start=1)
-    )
-    head = f'<meta charset="utf-8"><title>Pipeline parallelism: {escape(title)}</title><style>{STYLE}</style>'
+def deck(route: Route, start: int = 9 * 60) -> str:
+    """A page of its own with all slides of a route."""
+    rows = routes.timetable(route, start)
+    shown = [_html(_first(route, rows), "")]
+    for row in rows:
+        foot = f"{row.when} to {clock(row.begins + row.minutes)} · {escape(row.what.partition(':')[0])}"
+        shown += [_html(slide, foot, at_home=row.week > 0) for slide in _slides_of_row(row, route)]
+    pages = "\n".join(page.format(number=f"{i} / {len(shown)}") for i, page in enumerate(shown, start=1))
+    title = f"Pipeline parallelism: {escape(route.title)}"
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body><main>\n{pages}\n</main>'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+        f"</head><body><main>\n{pages}\n</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
+    """A slide, in which the number is left open."""
+    home = at_home and slide.exercise
+    told = f"{slide.minutes} minute{'s' * (slide.minutes > 1)}{' at home' * home}"
+    minutes = f'<span class="{"home" if home else "minutes"}">{told}</span>' if slide.minutes else ""
+    length = len(re.sub("<[^>]+>", "", slide.body))
+    kind = "wide" if slide.wide else "short" if length < 500 else "middle" if length < 800 else ""
+    notes = rendered("\n\n".join(slide.notes))
+    folded = f'<details class="notes"><summary>notes</summary>{notes}</details>' if notes else ""
+    inner = f'<header>{slide.heading}{minutes}</header><div class="body {kind}">{slide.body}</div>'
+    inner = inner.replace("{", "{{").replace("}", "}}")
+    folded = folded.replace("{", "{{").replace("}", "}}")
+    return f"<section>{inner}<footer><span>{foot}</span><span>{{number}}</span></footer>{folded}</section>"
+
+
+def _first(route: Route, rows: list[Row]) -> Slide:
+    lines = [(row.when, row.what, ", ".join(row.part.exercises) if row.part else "") for row in rows]
+    if not route.weekly:
+        lines.append((clock(rows[-1].begins + rows[-1].minutes), "end", ""))
+    table = "".join(
+        f"<tr><td>{when}</td><td>{what}</td><td><code>{names}</code></td></tr>" for when, what, names in lines
+    )
+    goals = "".join(f"<li>{goal}</li>" for goal in routes.goals(route))
+    body = f'<p>{escape(route.title)}. Afterwards you can</p><ul>{goals}</ul><table class="timetable">{table}</table>'
+    return Slide("<h1>Pipeline parallelism</h1>", body)
+
+
+def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
+    heading, end = f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>", clock(row.begins + row.minutes)
+    if row.part is None:
+        call = routes.quiz_call(route, row.what.split()[-1])
+        told = _AROUND[row.what.split()[0]].format(end=end, call=call)
+        yield Slide(heading, rendered(told), row.minutes)
+        return
+    reading, solving = routes.minutes_of(row.part)
+    chosen = routes.chosen(row.part)
+    sections = "".join(f"<li>{escape(each.title)}</li>" for each in chosen)
+    told = f"{reading} minutes, {solving} more for exercises{' at home' * route.weekly}"
+    told += f", {row.questions} for questions" if row.questions else ""
+    yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>')
+    for section in chosen:
+        yield from slides_of(section, row.part)
+    if row.questions:
+        yield Slide(heading, f"<p>Questions, until {end}.</p>", row.questions)
+
+
+_AROUND = {
+    "set-up": "Open your own copy, `make lab`, and run the first cell. Red? `make doctor` says why.",
+    "quiz": "In a new cell:\n\n    from course_pp.exercises import quiz\n    {call}",
+    "break": "Back at {end}.",
+    "lunch": "Back at {end}.",
+}
+
+
+def slides_of(section: Section, part: Part) -> list[Slide]:
+    """A question, its result, an exercise, a figure, code to read: a slide each. The prose between is the speaker's."""
+    heading = f"<h2>{escape(section.title)}</h2>"
+    slides: list[Slide] = []
+    waiting: list[str] = []  # prose that no slide has yet
+    result: Slide | None = None  # of a guess, until the notebook has said what to think of it
+
+    def add(slide: Slide) -> Slide:
+        if not slides and slide.exercise and waiting:
+            slides.append(Slide(heading, rendered(waiting.pop(0))))
+        (slides[-1] if slides else slide).notes.extend(waiting)
+        waiting.clear()
+        slides.append(slide)
+        return slide
+
+    for cell in section.cells:
+        if cell["cell_type"] == "code":
+            shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
+            result = shown[0] if shown and _guessed(cell) else None
+            continue
+        told = False
+        for block in _blocks(cell["source"]):
+            if section.title == "Recap":
+                if block.startswith("**References**"):
+                    break
+                waiting += [] if block.startswith("#") else [block]
+            elif found := re.match(r"### Exercise (\d+)(.*) · \d+ minutes\n", block):
+                exercise = exercises_of(part.notebook)[int(found[1]) - 1]
+                if exercise in routes.exercises_in(part):
+                    title = f"<h2>Exercise {found[1]}{escape(found[2])}</h2>"
+                    add(Slide(title, rendered(block[found.end() :]), exercise.minutes, exercise=True))
+            elif result and (told or not block.startswith(("#", "**Predict"))) and (not told or _to_see(block)):
+                result.body += rendered(block)
+                told = True
+                continue
+            elif block.startswith("**Predict") or _to_see(block):
+                add(Slide(heading, rendered(f"{waiting.pop()}\n\n{block}" if waiting else block)))
+            elif not block.startswith("#"):
+                waiting.append(re.sub(r"</?details>|<summary>.*?</summary>", "", block))
+            result = None
+    if not slides:
+        add(Slide(heading, rendered("\n\n".join(waiting if section.title == "Recap" else waiting[:1]))))
+    elif slides:
+        slides[-1].notes += waiting
+    next(each for each in slides if not each.exercise).minutes = section.minutes
+    return slides
+
+
+def _blocks(markdown: str) -> list[str]:
+    """Paragraphs; an exercise or something folded stays whole."""
+    return re.findall(r"^### Exercise.*?(?=^#|\Z)|^<details>.*?</details>|^[^\n].*?(?=\n\n|\Z)", markdown, re.S | re.M)
+
+
+def _to_see(block: str) -> bool:
+    """Whether it is a command, a table or a formula of its own."""
+    return block.startswith(("    ", "|", "$$"))
+
+
+def _guessed(cell: dict) -> bool:
+    return "you have not guessed" in _printed(cell)
+
+
+def _printed(cell: dict) -> str:
+    return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
+
+
+def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
+    """Bodies of slides, and whether they are wide: code to read, and what a cell put out."""
+    source = cell["source"]
+    if "check(" in source:
+        return
+    if "read" in cell["metadata"].get("tags", ()):
+        yield from ((_pre(piece), True) for piece in _pieces(source))
+    printed = _printed(cell).replace("; you have not guessed", "").strip()
+    if command := re.search(r"^%torchrun.*", source, re.M | re.S):
+        here = "\n".join(printed[printed.find("Ranks run") :].splitlines()[:3])
+        yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{ON_A_CLUSTER}"), True
+    elif printed and not _guessed(cell) and _height(f"{source}\n{printed}") <= LINES:
+        yield _pre(source, printed), True
+    elif printed:
+        yield from ((_pre(piece), False) for piece in _pieces(printed))
+    for output in cell.get("outputs", ()):
+        if table := output.get("data", {}).get("text/markdown"):
+            yield rendered("".join(table)), True
+    yield from ((picture, True) for picture in figures(cell))
+
+
+def _height(text: str) -> int:
+    return sum(1 + len(line) // WIDTH for line in text.split("\n"))
+
+
+def _pre(*texts: str) -> str:
+    lines = "\n".join(texts).split("\n")
+    kind = "few" if len(lines) <= 14 and max(map(len, lines)) <= 70 else ""
+    return "".join(f'<pre class="{kind}"><code>{escape(text)}</code></pre>' for text in texts)
+
+
+def _pieces(text: str) -> list[str]:
+    """Lines in pieces that fit on a slide, cut before the least indented line nearest to the middle."""
+    lines = text.strip("\n").split("\n")
+    if _height(text) <= LINES or len(lines) < 4:
+        return ["\n".join(lines)]
+    places = range(len(lines) // 4, 3 * len(lines) // 4)
+    cut = min(places, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(i - len(lines) / 2)))
+    return _pieces("\n".join(lines[:cut])) + _pieces("\n".join(lines[cut:]))
 
 
 if __name__ == "__main__":
