@@ -5,7 +5,7 @@ import argparse
 from course_pp.plan.cluster import cluster_of, gpu_names, model_named, model_names
 from course_pp.plan.layout import PRECISIONS
 from course_pp.plan.prediction import Prediction
-from course_pp.plan.search import plan
+from course_pp.plan.search import plan, why_no_pipeline
 
 HELP = "rank the layouts of a model on a cluster, on paper"
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table.
+    """Print the table; where the first layout has no pipeline, a last line says why.
 
     Raises:
         ValueError: for unknown names, and where nothing fits.
@@ -33,7 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
     if model.n_experts:
         total, active = (n / 1e9 for n in (model.n_parameters, model.n_active_parameters))
         print(f"{arguments.model}: {total:.4g} billion parameters, {active:.3g} billion active")
-    print(table(found))
+    print(table(found), flush=True)
+    if found[0].layout.pp == 1:
+        print(why_no_pipeline(found[0], arguments.ep))
 
 
 def table(found: list[Prediction]) -> str:

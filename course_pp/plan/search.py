@@ -1,8 +1,8 @@
 """The fastest layouts that fit: those that the stack takes, ranked in closed form, the best simulated."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -10,7 +10,7 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout, check_ep, cut_by_tp
 from course_pp.plan.memory import memory_of_rank
-from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, predict
+from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, predict, reason
 from course_pp.plan.timing import Constants, beyond, data_parallel_times, optimizer_time, stage_time, transfers
 from course_pp.sizes import ModelConfig
 
@@ -105,7 +105,49 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
+_SIMULATED = 10  # the closed form may rank the fastest lower than first
 _MOST_NODES = 512  # of a cluster that is looked for where nothing fits
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What :func:`plan` is asked for."""
+
+    model: ModelConfig
+    cluster: Cluster
+    global_batch: int
+    seq_len: int
+    constants: Constants
+    like: Layout
+    ep: int | None
+
+    def held(self, *, small: bool = False) -> list[tuple[float, Layout]]:
+        """Return each layout behind its bytes in closed form."""
+        found = layouts(self.model, self.cluster, self.global_batch, self.seq_len, self.like, small=small)
+        return [
+            (quick_memory(self.model, each, self.global_batch, self.seq_len), each)
+            for each in found
+            if self.ep in (None, each.ep)
+        ]
+
+    def predict(self, layout: Layout) -> Prediction:
+        return predict(self.model, layout, self.cluster, self.global_batch, self.seq_len, self.constants)
+
+    def fastest(self, held: Iterable[tuple[float, Layout]], n_best: int) -> tuple[list[Prediction], float]:
+        """Return the best that fit, best first, and the fewest bytes of those that were simulated."""
+        budget, sizes = self.cluster.gpu.memory * USABLE_MEMORY, (self.global_batch, self.seq_len)
+        layouts = [layout for n_bytes, layout in held if n_bytes <= budget]
+        times = [quick_time(self.model, each, self.cluster, self.constants, *sizes) for each in layouts]
+        best: list[Prediction] = []
+        least = math.inf
+        for i in sorted(range(len(layouts)), key=times.__getitem__):
+            prediction = self.predict(layouts[i])
+            least = min(least, max(prediction.total_memory))
+            if prediction.fits:
+                best.append(prediction)
+            if len(best) == max(n_best, _SIMULATED):
+                break
+        return sorted(best, key=lambda each: each.step_s)[:n_best], least
 
 
 @checked
@@ -126,7 +168,7 @@ def plan(
 
     Args:
         global_batch: sequences of all ranks together.
-        n_best: how many to simulate and return.
+        n_best: how many to return; of those that the closed form ranks first, at least 10 are simulated.
         precision: as :class:`Layout` takes it; None for that of ``like``.
         like: a layout whose other settings, such as ``flash``, ``overlap`` or ``reshard``, all candidates share; its
             sizes, schedule and checkpointing are ignored. None takes :class:`Layout`'s defaults.
@@ -142,30 +184,14 @@ def plan(
         check_ep(model, ep, cluster.n_gpus)
     constants, like = constants or Constants(), like or Layout()
     like = like if precision is None else like.with_(precision=precision)
-    budget = cluster.gpu.memory * USABLE_MEMORY
-    ranked: list[tuple[float, int, Layout]] = []
-    least = math.inf
-    for layout in layouts(model, cluster, global_batch, seq_len, like):
-        if ep not in (None, layout.ep):
-            continue
-        held = quick_memory(model, layout, global_batch, seq_len)
-        least = min(least, held)
-        if held <= budget:
-            ranked.append((quick_time(model, layout, cluster, constants, global_batch, seq_len), len(ranked), layout))
-    if least == math.inf:
+    asked = _Asked(model, cluster, global_batch, seq_len, constants, like, ep)
+    held = asked.held()
+    if not held:
         raise ValueError(_why_no_mesh(model, cluster, global_batch, seq_len, ep))
-    best: list[Prediction] = []
-    exact = math.inf
-    for _, _, layout in sorted(ranked):
-        prediction = predict(model, layout, cluster, global_batch, seq_len, constants)
-        exact = min(exact, max(prediction.total_memory))
-        if prediction.fits:
-            best.append(prediction)
-        if len(best) == n_best:
-            break
+    best, least = asked.fastest(held, n_best)
     if not best:  # where something was simulated, the closed form was too kind to it
-        raise ValueError(_why_none(model, cluster, global_batch, seq_len, like, ep, exact if ranked else least))
-    return sorted(best, key=lambda each: each.step_s)
+        raise ValueError(_why_none(asked, least if least < math.inf else min(n_bytes for n_bytes, _ in held)))
+    return best
 
 
 def _why_no_mesh(model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, ep: int | None) -> str:
@@ -190,32 +216,78 @@ def _why_no_mesh(model: ModelConfig, cluster: Cluster, global_batch: int, seq_le
     )
 
 
-def _why_none(
-    model: ModelConfig,
-    cluster: Cluster,
-    global_batch: int,
-    seq_len: int,
-    like: Layout,
-    ep: int | None,
-    least: float,
-) -> str:
+def _why_none(asked: _Asked, least: float) -> str:
+    cluster, global_batch = asked.cluster, asked.global_batch
     budget = cluster.gpu.memory * USABLE_MEMORY
-    missing = f"no layout fits seq_len={seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
+    missing = f"no layout fits seq_len={asked.seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
     missing += f"{least - budget:,.0f} too many"
     larger = [(n, global_batch) for n in range(cluster.n_nodes + 1, max(_MOST_NODES, 4 * cluster.n_nodes) + 1)]
     larger += [(cluster.n_nodes * 2**k, global_batch * 2**k) for k in range(1, 10)]  # more ranks to share sequences
     for n_nodes, batch in larger:
-        if _one_fits(model, replace(cluster, n_nodes=n_nodes), batch, seq_len, like, ep):
+        if _one_fits(replace(asked, cluster=replace(cluster, n_nodes=n_nodes), global_batch=batch)):
             and_batch = "" if batch == global_batch else f" and global_batch={batch}"
             return f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}{and_batch}, where one fits"
     return f"{missing}, and no larger cluster helps: shorten the sequences, or take GPUs with more memory"
 
 
-def _one_fits(
-    model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, like: Layout, ep: int | None
+def _one_fits(asked: _Asked) -> bool:
+    n_bytes, layout = min(asked.held(small=True), key=lambda each: each[0], default=(math.inf, None))
+    return layout is not None and n_bytes <= asked.cluster.gpu.memory * USABLE_MEMORY and asked.predict(layout).fits
+
+
+_CHANGES: dict[str, Callable[[Cluster, int], Cluster]] = {
+    "{} times the nodes": lambda c, n: replace(c, n_nodes=c.n_nodes * n),
+    "1/{} of the bandwidth between nodes": lambda c, n: replace(c, inter_bandwidth=c.inter_bandwidth / n),
+    "1/{} of the memory of a GPU": lambda c, n: replace(c, gpu=replace(c.gpu, memory=c.gpu.memory / n)),
+}
+_FACTORS = (2, 4, 8, 16)
+
+
+def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
+    """Return why a layout without a pipeline is the fastest, and by which change of the cluster one with it would be.
+
+    The best one with a pipeline is compared with it: in time; in memory where none fits.
+
+    Args:
+        best: what :func:`plan` returned first.
+        ep: as :func:`plan` got it.
+    """
+    asked = _Asked(best.model, best.cluster, best.global_batch, best.seq_len, best.constants, best.layout, ep)
+    held = asked.held()
+    cut = [each for each in held if each[1].pp > 1]
+    fitting, _ = asked.fastest(cut, 1)
+    if fitting and fitting[0].step_s <= best.step_s:
+        return f"A pipeline is no slower: {fitting[0]}."
+    if fitting:
+        why = reason(best, fitting[0])
+    elif cut:
+        why = _why_too_large(best, asked.predict(min(cut, key=lambda each: each[0])[1]))
+    else:
+        why = f"no number of stages from 2 to n_layers={best.model.n_layers} divides n_gpus={best.cluster.n_gpus} and "
+        why += f"leaves data ranks that divide global_batch={best.global_batch}."
+    for n in _FACTORS:
+        found = [words.format(n) for words, change in _CHANGES.items() if _pipeline_wins(asked, held, change, n)]
+        if found:
+            return f"No pipeline: {why} A pipeline would be fastest with {' or with '.join(found)}."
+    *some, last = (words.format(n) for words in _CHANGES)
+    return f"No pipeline: {why} Nor would one be fastest with {', '.join(some)} or {last}."
+
+
+def _why_too_large(best: Prediction, smallest: Prediction) -> str:
+    ours, its = (max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (best, smallest))
+    kind = max(its, key=lambda name: its[name] - ours[name])
+    return (
+        f"none fits. The smallest, {smallest.layout}, takes {max(smallest.total_memory) / 1e9:.3g} GB of the "
+        f"{smallest.budget / 1e9:.3g} that a GPU can give, {(its[kind] - ours[kind]) / 1e9:.3g} GB more for {kind} "
+        f"than {best.layout}."
+    )
+
+
+def _pipeline_wins(
+    asked: _Asked, held: list[tuple[float, Layout]], change: Callable[[Cluster, int], Cluster], n: int
 ) -> bool:
-    found = [f for f in layouts(model, cluster, global_batch, seq_len, like, small=True) if ep in (None, f.ep)]
-    held = [(quick_memory(model, each, global_batch, seq_len), i, each) for i, each in enumerate(found)]
-    if not held or min(held)[0] > cluster.gpu.memory * USABLE_MEMORY:
-        return False
-    return predict(model, min(held)[2], cluster, global_batch, seq_len).fits
+    asked, before = replace(asked, cluster=change(asked.cluster, n)), asked.cluster
+    if asked.cluster.n_gpus != before.n_gpus:
+        held = asked.held()
+    found, _ = asked.fastest(held, 1)
+    return bool(found) and found[0].layout.pp > 1

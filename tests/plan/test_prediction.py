@@ -314,8 +314,45 @@ def test_the_constants_are_those_of_the_megatron_table_and_predict_its_rows():
 
 
 def test_the_table_is_printed(capsys):
-    assert main(["plan", "--model", "gpt2", "--cluster", "1x8xA100", "--batch", "64", "--seq-len", "1024"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 11
+    assert len(told_by_command(capsys, "gpt-18b", "5x1xA100", 5, 2048).splitlines()) == 6
+
+
+def told_by_command(capsys, model, cluster, batch, seq_len):
+    command = f"plan --model {model} --cluster {cluster} --batch {batch} --seq-len {seq_len}"
+    assert main(command.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_a_last_line_says_which_part_of_the_step_is_against_a_pipeline_and_what_would_change_that(capsys):
+    last = told_by_command(capsys, "gpt2", "2x1xA100", 8, 1024).splitlines()[-1]
+    found = plan(model_named("gpt2"), cluster_of("2x1xA100"), 8, 1024, n_best=1000)
+    best, piped = found[0], next(each for each in found if each.layout.pp > 1)
+    saved = {part: piped.parts[part] - best.parts[part] for part in PARTS}
+    part = max(saved, key=saved.get)
+    assert f"{best.layout} instead of {piped.layout}: {piped.step_s - best.step_s:.3g} of " in last
+    assert f"as {part} takes {saved[part]:.3g} s less" in last
+    assert last.endswith(
+        "A pipeline would be fastest with 2 times the nodes or with 1/2 of the bandwidth between nodes."
+    )
+    slower = replace(cluster_of("2x1xA100"), inter_bandwidth=12.5e9)
+    for cluster in (cluster_of("4x1xA100"), slower):
+        assert plan(model_named("gpt2"), cluster, 8, 1024)[0].layout.pp > 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            ("gpt-39b", "11x1xA100", 11, 2048),
+            ["none fits", "GB of the 73.6", "more for optimizer", "2 times the nodes"],
+        ),
+        (("gpt2", "29x1xA100", 58, 1024), ["from 2 to n_layers=12 divides n_gpus=29", "2 times the nodes"]),
+        (("article", "1x4xlaptop", 16, 512), ["as bubble takes", "Nor would", "16 times the nodes", "1/16"]),
+    ],
+)
+def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys, asked, words):
+    last = told_by_command(capsys, *asked).splitlines()[-1]
+    assert re.search(".*".join(map(re.escape, words)), last), last
 
 
 @pytest.mark.parametrize(
