@@ -34,7 +34,7 @@ ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
 EXPERTS, ROUTED = "model/test_experts.py", "test_experts_in_pipelines.py"
 GRADIENTS = "weight_gradients.py"
 GRID = "parallel/test_equals_one_process.py"
-EXPERTS, FOREIGN = "parallel/test_expert_parallel.py", "parallel/test_whole_models.py"
+SHARED_OUT, FOREIGN = "parallel/test_expert_parallel.py", "parallel/test_whole_models.py"
 
 SIZED = "parallel/test_ready_microbatches.py"
 
@@ -122,10 +122,10 @@ FAULTS = [
         "everyone = [norms]",
         "parallel/test_clipping.py",
     ),
-    Fault("parallel/experts.py", "return gradient / ctx.n, None", "return gradient, None", EXPERTS),
+    Fault("parallel/experts.py", "return gradient / ctx.n, None", "return gradient, None", SHARED_OUT),
     Fault("parallel/experts.py", "if not len(rows):", "if False:", FOREIGN),
-    Fault("parallel/experts.py", "n_sent, n_came = ", "n_came, n_sent = ", EXPERTS),
-    Fault("parallel/experts.py", "order = expert.argsort(stable=True)", "order = torch.arange(len(rows))", EXPERTS),
+    Fault("parallel/experts.py", "n_sent, n_came = ", "n_came, n_sent = ", SHARED_OUT),
+    Fault("parallel/experts.py", "order = expert.argsort(stable=True)", "order = torch.arange(len(rows))", SHARED_OUT),
     Fault("parallel/clipping.py", "everyone = torch.stack(gathered)", "", "parallel/test_clipping.py"),
     Fault(
         "parallel/clipping.py", "if shard.counted:", "if True:", "parallel/test_clipping.py parallel/test_layouts.py"

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from course_pp.schedule import Action, Overlap, Product, Schedule
 
 Rows = list[list[Action | Overlap]]
@@ -194,3 +196,15 @@ WAYS_TO_BREAK: dict[str, Callable[[random.Random, Schedule], Rows | None]] = {
     "move an action to a wrong rank": _move,
     "close a circle of waits": _close_a_circle,
 }
+
+
+def first_ranks(rank: int) -> dict[int, dist.ProcessGroup]:
+    """Groups of the first one, two and three of four ranks, by size, as far as this rank is in them."""
+    groups: dict[int, dist.ProcessGroup] = {}
+    for size in (1, 2, 3):
+        # The others get a group too: torch's names for groups need every rank to be in equally many.
+        for members in (range(size), range(size, 4)):
+            group = dist.new_group(list(members))
+            if rank in members and rank < size:
+                groups[size] = group
+    return groups

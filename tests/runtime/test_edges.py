@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
@@ -14,6 +13,7 @@ from course_pp.runtime import EmulatedCluster, Pipeline, PipelineError, Recorder
 from course_pp.schedule import Costs, Edge, Schedule, Timeline, build
 from tests.equality import GRADIENT_TOLERANCE
 from tests.runtime.graphs import WIDTH, linked_stages, random_graph, schedule_for, through
+from tests.runtime.random_schedules import first_ranks
 from tests.runtime.small import for_rank, stages_of
 from tests.runtime.stepping import count_messages, gradients
 
@@ -53,13 +53,7 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
 
 
 def run_all_on_rank(rank: int, seeds: range) -> dict[int, Ran]:
-    groups: dict[int, dist.ProcessGroup] = {}
-    for size in (1, 2, 3):
-        for members in (range(size), range(size, 4)):
-            group = dist.new_group(list(members))
-            if rank in members and rank < size:
-                groups[size] = group
-    results = {}
+    groups, results = first_ranks(rank), {}
     for seed in seeds:
         n_ranks = schedule_for(seed).n_ranks
         if rank < n_ranks:

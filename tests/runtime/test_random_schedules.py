@@ -13,7 +13,7 @@ from torch import nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Costs, Overlap, Schedule, check, from_torch_csv, optima, search, to_torch_csv
-from tests.runtime.random_schedules import broken_schedule, random_schedule
+from tests.runtime.random_schedules import broken_schedule, first_ranks, random_schedule
 from tests.runtime.small import stages_of
 from tests.runtime.stepping import Done, Step, assert_equal_steps, in_one_process, stepped
 
@@ -48,13 +48,7 @@ def transport_of(seed: int) -> str:
 
 def run_all_on_rank(rank: int, seeds: range) -> dict[int, list[Done]]:
     """Every schedule on as many of the ranks as it has; what each leaves on this rank, by seed."""
-    groups: dict[int, dist.ProcessGroup] = {}
-    for size in (1, 2, 3):
-        # The others get a group too: torch's names for groups need every rank to be in equally many.
-        for members in (range(size), range(size, 4)):
-            group = dist.new_group(list(members))
-            if rank in members and rank < size:
-                groups[size] = group
+    groups = first_ranks(rank)
     results = {}
     # The large ones first, for the same reason: each that does without tags makes groups on the ranks that it has.
     for seed in sorted(seeds, key=lambda seed: -random_schedule(seed).n_ranks):

@@ -17,7 +17,6 @@ from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.logs import METRICS
 from course_pp.training.optim import lr_factor
-from course_pp.training.trainer import NonFiniteGradient
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, assert_equals, in_one_process, rows, train, trainer
 
@@ -216,25 +215,6 @@ def test_fit_logs_on_one_rank_evaluates_and_traces_every_rank(tmp_path: Path, ca
         assert json.loads((tmp_path / f"trace_rank{rank}.json").read_text())["traceEvents"]
     shown = capsys.readouterr().out.splitlines()
     assert sum("step 3/3  loss" in line for line in shown) == 1
-
-
-def diverging(rank: int) -> tuple[str, bool]:
-    """What is said of a gradient that is not finite, and whether weights stayed as they were."""
-    run = trainer(RUN)
-    parameters = [p for module in run.modules for p in module.parameters()]
-    parameters[0].data.view(-1)[0] = math.nan
-    before = [p.detach().clone() for p in parameters]
-    try:
-        run.train_step()
-    except NonFiniteGradient as error:
-        return str(error), all(p.equal(b) for p, b in zip(parameters[1:], before[1:], strict=True))
-    return "nothing", False
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update() -> None:
-    for said, unchanged in run(2, diverging):
-        assert "the norm of the gradient is nan" in said
-        assert unchanged
 
 
 def hooked(rank: int, config: TrainConfig) -> list[int]:
