@@ -299,38 +299,6 @@ def test_what_cannot_cross_a_boundary_is_refused_on_every_rank() -> None:
     assert "TypeError: a set cannot cross a stage boundary: return tensors" in found[1].origin
 
 
-def failing_twice(rank: int, schedule: Schedule, transport: str) -> tuple[list[Caught], list[float]]:
-    """A pipeline that fails and is asked again, and a second one that takes its place."""
-    stages = stages_of(rank, schedule)
-    modules = {stage: fragile(stage, [Where("1B1", 1)], trouble) for stage in stages}
-    inputs, targets = for_rank(rank, schedule, *batch())
-    first = Pipeline(schedule, modules, F.mse_loss, timeout_s=20, transport=transport)
-    ended = [caught(first, 3, inputs, targets), caught(first, 1, inputs, targets)]
-    second = Pipeline(schedule, modules, F.mse_loss, timeout_s=20, transport=transport)
-    losses = []
-    for _ in range(2):
-        for module in modules.values():
-            module.zero_grad()
-        losses.append(sum(second.step(inputs, targets)))
-    losses += [p.grad.abs().sum().item() for m in modules.values() for p in m.parameters() if p.grad is not None]
-    return ended, losses
-
-
-@pytest.mark.parametrize(("name", "n", "transport"), crossed([("1f1b", 3), ("zb_v", 2)], ["gloo", "gloo without tags"]))
-def test_after_a_failure_a_pipeline_is_done_for_and_another_takes_its_place(name: str, n: int, transport: str) -> None:
-    schedule = build(name, n, M)
-    if name == "zb_v":
-        assert "1I1" in map(str, schedule.parts)
-    found = on_ranks(n, failing_twice, schedule, transport, timeout_s=LIMIT_S)
-    for (failed, again), (loss, same_loss, *gradients) in found:
-        assert_failed(failed, steps=1)
-        assert again.kind == "RuntimeError"
-        assert again.text.endswith(f"its last step failed: {failed.origin}")
-        assert loss == same_loss == found[0][1][0]
-        assert gradients
-        assert all(gradients)
-
-
 class Wide(nn.Module):
     """A layer whose output is too large for more than two receives to be posted ahead."""
 
