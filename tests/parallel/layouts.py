@@ -35,12 +35,10 @@ from course_pp.parallel import (
 from tests.equality import (
     GRADIENT_TOLERANCE,
     Trained,
-    adamw,
     assert_equals_one_process,
     batches,
     sharded_adamw,
-    snapshot_gradients,
-    snapshot_parameters,
+    train,
 )
 
 FACTORS = (1, 2, 3, 4, 8)
@@ -193,21 +191,20 @@ def reference(config: ModelConfig, batch: int, padded: bool) -> Run:
     data, kwargs = data_of(config, batch, padded)
     torch.manual_seed(0)
     model = Transformer(config).double()
-    optimizer, loss_fn = adamw([model]), CrossEntropy()
-    run = Run(Trained([], {}, {}), [], [])
-    run.evaluated.append(loss_fn(model(data[0][0], **kwargs), data[0][1]).item())
-    for step, (inputs, target) in enumerate(data):
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs, **kwargs), target)
+    loss_fn, norms = CrossEntropy(), []
+
+    def loss_of(i: int) -> Tensor:
+        return loss_fn(model(data[i][0], **kwargs), data[i][1])
+
+    def step(i: int) -> float:
+        loss = loss_of(i)
         loss.backward()
-        run.trained.losses.append(loss.item())
-        run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        if step == 0:
-            run.trained.gradients = snapshot_gradients([model])
-        optimizer.step()
-    run.trained.parameters = snapshot_parameters([model])
-    run.evaluated.append(loss_fn(model(data[0][0], **kwargs), data[0][1]).item())
-    return run
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        return loss.item()
+
+    before = loss_of(0).item()
+    trained = train([model], STEPS, step)
+    return Run(trained, norms, [before, loss_of(0).item()])
 
 
 def build_modules(
@@ -292,22 +289,22 @@ def train_on_rank(
     data = [(mine(inputs), mine(target)) for inputs, target in data]
     kwargs = {name: mine(value) for name, value in kwargs.items()}
     modules = build_modules(case, config, mesh, variant.ac, **tp_options)
-    optimizer = sharded_adamw(modules)
     runner: PipelineSchedule | WholeModel = WholeModel(modules[0], mesh, loss_fn)
     if case.pp > 1:
         runner = build_pipeline(case, modules, mesh, len(data[0][0]), loss_fn)
-    run = Run(Trained([], {}, {}), [], [])
-    run.evaluated.append(runner.eval(data[0][0], target=data[0][1], **kwargs).item())
-    for step, (inputs, target) in enumerate(data):
-        optimizer.zero_grad()
-        run.trained.losses.append(runner.step(inputs, target=target, **kwargs).item())
-        run.norms.append(clip_grad_norm_(modules, MAX_NORM, device_mesh=mesh).item())
-        if step == 0:
-            run.trained.gradients = snapshot_gradients(modules)
-        optimizer.step()
-    run.trained.parameters = snapshot_parameters(modules)
-    run.evaluated.append(runner.eval(data[0][0], target=data[0][1], **kwargs).item())
-    return run
+    norms = []
+
+    def evaluated() -> float:
+        return runner.eval(data[0][0], target=data[0][1], **kwargs).item()
+
+    def step(i: int) -> float:
+        loss = runner.step(data[i][0], target=data[i][1], **kwargs).item()
+        norms.append(clip_grad_norm_(modules, MAX_NORM, device_mesh=mesh).item())
+        return loss
+
+    before = evaluated()
+    trained = train(modules, STEPS, step, sharded_adamw(modules))
+    return Run(trained, norms, [before, evaluated()])
 
 
 Job = tuple[Variant, ModelConfig, Data, dict[str, Tensor]]

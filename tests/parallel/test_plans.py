@@ -1,23 +1,33 @@
 """Plans of tensor parallelism: what they give, and what is refused by name before anything is cut."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer
 from course_pp.parallel import apply_tensor_parallel, llama_plan, transformer_plan
-from tests.parallel.fake_mesh import FakeMesh
 from tests.parallel.whole_models import Block, gpt2, llama, sequential
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
 OURS = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+
+
+class FakeMesh(DeviceMesh):
+    """A mesh on paper: names and sizes, without ranks."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes, self._mesh_dim_names = sizes, tuple(sizes)
+
+    def __getitem__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(size=lambda: self.sizes[name])
 
 
 def test_the_plan_for_llamas_holds_what_the_model_holds() -> None:

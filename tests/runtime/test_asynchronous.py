@@ -13,7 +13,7 @@ Where r replicas share a stage, its updates take r microbatches, and it counts r
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import pytest
@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from course_pp.launch import on_ranks
 from course_pp.runtime import EmulatedCluster, EmulatedTimeline, Pipeline, PipelineError, Recorder
 from course_pp.schedule import Costs, Ledger, Schedule, Timeline, Versions, build, ledger
-from tests.once import once
 from tests.runtime.small import for_rank, stages_of
 
 WIDTH, HIDDEN, ROWS = 5, 7, 3
@@ -167,7 +166,7 @@ def jobs_with(layouts: Layouts) -> list[Job]:
     return jobs
 
 
-@once
+@cache
 def all_trained(layouts: Layouts) -> list[list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]]:
     return on_ranks(sum(layouts[0][0]), trained, jobs_with(layouts), timeout_s=300)
 

@@ -5,13 +5,13 @@ import shlex
 import socket
 import subprocess
 import sys
+from functools import cache
 from math import prod
 from pathlib import Path
 
 import pytest
 
 from course_pp.launch import LaunchError, run_torchrun
-from tests.once import once
 from tests.processes import no_process_left
 from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines, run_script
 from tests.training.small import foreign_tokenizer
@@ -97,7 +97,7 @@ LAYOUTS = [
 ]
 
 
-@once
+@cache
 def printed_by_layout(layout):
     """Everything that training prints on as many ranks as the layout's factors need, but for its speed."""
     factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]

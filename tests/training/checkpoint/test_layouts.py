@@ -2,6 +2,7 @@
 layout bit for bit.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ import torch
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig
-from tests.once import once
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train, train_jobs
 
 LOSS_TOLERANCE = 1e-11
@@ -55,7 +55,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@once
+@cache
 def uninterrupted(config: ModelConfig, n_steps: int) -> list[float]:
     """Losses of the whole run in one process."""
     return on_ranks(1, train, Case(), config, data_of(config, n_steps), timeout_s=100)[0].losses
