@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +97,36 @@ def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
     out = capsys.readouterr().out
     assert out.count("kept since the last call") == 1
     assert out.count("Ranks run in a Slurm job of their own") == 2
+
+
+IDLE = """
+from course_pp.launch import remote
+remote._LOOK_S = 0.1, 0.1
+print(remote._next_calls(1000.0, "course_pp"), flush=True)
+"""
+
+
+def test_an_idle_job_leaves_when_a_job_of_the_course_waits_and_until_then_takes_calls(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "gpu")
+    asked = "--noheader --states=PD --name=course_pp -o %i --partition=gpu"
+    pretend(tools / "squeue", f'touch {tmp_path / "looked"}; [ "$*" != "{asked}" ] || cat {tmp_path / "waiting"}')
+
+    def idle(then: Callable[[subprocess.Popen[str]], object]) -> str:
+        (tmp_path / "looked").unlink(missing_ok=True)
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", IDLE], stdin=pipe, stdout=pipe, text=True) as node:
+            assert node.stdin
+            assert node.stdout
+            while not (tmp_path / "looked").exists():
+                time.sleep(0.02)
+            then(node)
+            return node.stdout.readline()
+
+    (tmp_path / "waiting").touch()
+    assert idle(lambda node: print("2\n3", file=node.stdin, flush=True)) == "[2, 3]\n"
+    assert idle(lambda node: (tmp_path / "waiting").write_text("12\n")) == "[]\n"
 
 
 def test_ranks_that_run_here_although_srun_is_at_hand_say_so_once(
