@@ -132,15 +132,15 @@ def ended_by_slurm(folder, monkeypatch, state):
 
 
 def job():
-    found = Job("course_pp-x", os.environ)
+    found = Job(1, os.environ)
     found.number = "9"
     return found
 
 
 def queued(folder, monkeypatch, reason):
-    answers = f'*"%i|%t"*) echo "9|PD|gpu|{reason}";; *%r) echo "PD|gpu|{reason}";; *) echo 8; echo 9;;'
-    tools(folder, monkeypatch, squeue=f'case "$*" in {answers} esac')
-    for name in ("_FIRST_LOOK_S", "_LOOK_S"):
+    answers = f'*%r) echo "PD|gpu|{reason}";; *%j) echo "8|7|ada|16|n1|train";; *) echo 8; echo 9;;'
+    tools(folder, monkeypatch, squeue=f'case "$*" in {answers} esac', sinfo="echo 16/0/0/16")
+    for name in ("_FIRST_LOOK_S", "_LOOK_S", "_HELD_FIRST_S"):
         monkeypatch.setattr(f"course_pp.launch.slurm.{name}", 0)
     return job()
 
