@@ -1,5 +1,5 @@
 # The course in a container, for CPUs: docker build -t course_pp . && docker run --rm -p 8888:8888 course_pp
-# For GPUs, --build-arg INDEX= takes PyTorch's ordinary wheels, which bring CUDA.
+# For GPUs, and where INDEX cannot be reached, --build-arg INDEX= takes PyTorch's ordinary wheels, which bring CUDA.
 FROM python:3.11-slim-bookworm
 ARG INDEX=https://download.pytorch.org/whl/cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/course_pp/.venv/bin:$PATH

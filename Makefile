@@ -7,9 +7,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 
+INDEX  := https://download.pytorch.org/whl/cpu
 # From the command line only: some clusters have a CPU in their environment.
 ifeq ($(origin CPU),command line)
-WHEELS := --extra-index-url https://download.pytorch.org/whl/cpu
+# Where a firewall drops what is sent there, pip would try again for each package, half an hour in all: one look first.
+LOOK := $(BIN)/python -c 'import signal, sys, urllib.request; signal.alarm(10); urllib.request.urlopen(sys.argv[1])'
+WHEELS := $$(if { $(LOOK) $(INDEX)/torch/; } >/dev/null 2>&1; then echo "--extra-index-url $(INDEX)"; \
+  else echo "cannot reach $(INDEX): going on with what pip is set up for, which may bring CUDA" >&2; fi)
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -1,8 +1,12 @@
 """What hosts, indexes and containers read agrees with the package."""
 
+import http.server
 import os
 import re
+import shutil
 import subprocess
+import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -87,3 +91,43 @@ def test_the_lives_go_through_modules_that_exist(monkeypatch):
         assert all((ROOT / "course_pp" / module).is_file() for module, _ in steps)
     assert lives.imports()["schedule"] == lives.imports()["model"] == set()
     assert not any("exercises" in found for found in lives.imports().values())
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *said):
+        pass
+
+
+# Takes what set-up asks of Python: makes a .venv of itself, and writes down what pip is called with.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+"-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp /bin/true .venv/bin/jupyter ;;
+"-m pip") echo "$@" >> pip.log ;;
+*) exec {} "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_an_index_of_wheels_that_cannot_be_reached_is_left_out_with_a_sentence(tmp_path, reachable):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(sys.executable))
+    python.chmod(0o755)
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        index = f"http://127.0.0.1:{server.server_port}/whl/cpu"
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        if not reachable:
+            server.server_close()
+        command = ["make", "setup", "CPU=1", f"PYTHON={python}", f"INDEX={index}"]
+        environment = {**os.environ, "MAKEFLAGS": "", "no_proxy": "127.0.0.1"}
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    installs = [line for line in (tmp_path / "pip.log").read_text().splitlines() if "--editable" in line]
+    assert [f"--extra-index-url {index}" in line for line in installs] == [reachable]
+    assert (f"cannot reach {index}: going on with what pip is set up for" in ran.stderr) != reachable
