@@ -110,7 +110,7 @@ class Store:
             if old.correct:
                 return old
             begun = old.begun or now
-            took = round((now - begun) / 60, 1) if correct else 0.0
+            took = round(max(now - begun, 0.0) / 60, 1) if correct else 0.0  # a clock may be set back
             return replace(old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took)
 
         return self._change_record(name, one_more)
@@ -176,10 +176,8 @@ class Store:
         except ValueError as e:
             aside = _free_name(path)
             os.replace(path, aside)
-            return (
-                Kept(),
-                f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew.",
-            )
+            said = f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew."
+            return Kept(), said
 
 
 STORE = Store()
@@ -290,11 +288,10 @@ class Progress(Shown):
             NotExported: that cannot be written; with the remedy.
         """
         path = Path(path)
-        with contextlib.suppress(PermissionError):  # which the attempt to write tells better
-            if path.is_dir():
-                path /= f"{self.kept.learner}.json"
+        if os.path.isdir(path):  # which never raises, unlike the method of a path
+            path /= f"{self.kept.learner}.json"
         if path.suffix != ".json":
-            raise NotExported(f"There is no folder {path}: create it, or give a file that ends in .json.")
+            raise NotExported(f"{path} is no folder that you can reach: create it, or give a file that ends in .json.")
         # When somebody worked is nobody's business.
         exercises = {name: replace(record, begun=0.0) for name, record in self.kept.exercises.items()}
         return _exported(path, replace(self.kept, exercises=exercises).text)

@@ -26,8 +26,8 @@ def toy(monkeypatch: pytest.MonkeyPatch):
     [
         ("to_csv", "class/mine.csv", "{} cannot be written: No such file or directory. Create the folder"),
         ("to_json", "class/mine.json", "{} cannot be written: No such file or directory. Create the folder"),
-        ("to_json", "class/", "There is no folder {}: create it, or give a file that ends in .json."),
-        ("to_json", "mine", "There is no folder {}: create it, or give a file that ends in .json."),
+        ("to_json", "class/", "{} is no folder that you can reach: create it, or give a file"),
+        ("to_json", "mine", "{} is no folder that you can reach: create it, or give a file"),
         ("to_json", "/proc", "/proc/"),
     ],
 )
@@ -53,6 +53,14 @@ def test_in_a_folder_each_learner_has_one_file_whose_name_names_nobody(
     assert files[0] == files[2] != files[1]
     assert sorted(folder.iterdir()) == sorted(files[:2])
     assert re.fullmatch(r"[0-9a-f]{8}\.json", files[0].name)
+
+
+def test_a_clock_that_is_set_back_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 100.0, 40.0, 40.0])
+    monkeypatch.setattr("time.time", lambda: next(now))
+    STORE.record_attempt("double", correct=False)
+    STORE.record_attempt("double", correct=True)
+    assert Store().read()[1] == ""
 
 
 def test_an_export_does_not_say_when_somebody_worked(tmp_path: Path) -> None:
