@@ -56,7 +56,6 @@ class View {
     this.rank = 0;
     this.at = null; // the end of the row
     this.simple = this.game.split ? "zero bubble" : "backward first";
-    this.planned = null;
     this.path = false;
     this.versus = "";
     this.time = null;
@@ -237,10 +236,11 @@ class View {
     if (this.model.get("chosen") !== this.number) return; // another level is about to open
     this.model.set("moves", moves);
     this.model.set("undone", undone);
-    this.model.save_changes();
     this.time = null;
     this.read();
-    this.say(...this.outcome(text));
+    const told = this.outcome(text); // it may mark a level as done
+    this.model.save_changes();
+    this.say(...told);
   }
 
   say(text, kind = "") {
@@ -259,10 +259,10 @@ class View {
 
   place(action) {
     this.attempt(() => {
-      const rank = this.position.rankOf(action), index = this.position.place(action, this.at);
-      const span = this.position.rows[rank].find((each) => each.action === action);
+      const { rank, start, end } = this.position.spanOf(action, this.at), index = this.position.place(action, this.at);
       this.at = null;
-      this.commit([...this.moves, index === null ? action : `${action}@${index}`], [], `${action} on rank ${rank} from ${spelled(span.start)} to ${spelled(span.end)}.`);
+      const text = `${action} on rank ${rank} from ${spelled(start)} to ${spelled(end)}.`;
+      this.commit([...this.moves, index === null ? action : `${action}@${index}`], [], text);
     });
   }
 
@@ -310,25 +310,17 @@ class View {
     const [move, before] = this.turn((position) => this.plan(position).end <= this.words.par), plan = this.plan(before);
     const action = move.split("@")[0], rank = before.rankOf(action);
     const [better, at] = plan.first ?? [plan.order[rank][before.rows[rank].length], null];
-    const when = (each, time) => {
-      const after = before.copy();
-      after.place(each, time);
-      return spelled(after.spans.find((span) => span.action === each).start);
-    };
-    const instead = better === action ? `in the gap at ${when(better, at)} it keeps par` : before.whyNot(better, at) ? `rank ${rank} does better to wait for ${better}` : `${better} at ${when(better, at)} keeps it`;
+    let instead = `rank ${rank} does better to wait for ${better}`;
+    if (better === action) instead = `in the gap from ${spelled(at)} it keeps par`;
+    else if (!before.whyNot(better, at)) instead = `${better} at ${spelled(before.spanOf(better, at).start)} keeps it`;
     return `Par was lost with ${action} on rank ${rank}: ${instead}. Take ${action} back, by u or by Delete on it.`;
   }
 
   // The order that is best from a position on; the worked one if that is still followed.
   plan(position) {
-    const { par, bound, worked } = this.words, [name] = Object.keys(worked), all = { ...this.references, ...worked };
-    if (name && follows(position, worked[name])) return { name: name in this.references ? name : "a worked order", end: par, order: worked[name], sure: true };
-    const target = par ?? bound, old = this.planned, placed = position.rows.map((row) => row.length);
-    const isOn = old && !old.first && follows(position, old.order);
-    if (!isOn || (old.end > target && placed.some((count, rank) => count < old.placed[rank]))) {
-      this.planned = { ...best(position, target, all), placed };
-    }
-    return this.planned;
+    const { par, bound, worked } = this.words, [name] = Object.keys(worked);
+    if (!name || !follows(position, worked[name])) return best(position, par ?? bound);
+    return { from: `from ${name in this.references ? name : "a worked order"}`, end: par, order: worked[name], sure: true };
   }
 
   undo() {
@@ -378,17 +370,16 @@ class View {
     const { position, rung, words: { par } } = this;
     if (!position.left) return this.full();
     if (!position.finishes()) return this.say(this.stuck(), "refused");
-    const plan = this.plan(position), ask = (rank) => advice(position, "it", { it: plan.order }, rank);
-    const [action, at] = plan.first ?? [ask(this.rank) ?? ask(null), null], after = position.copy();
-    after.place(action, at);
+    if (!rung) this.planned = this.plan(position);
+    const { end, order, sure, first, from } = this.planned, ask = (rank) => advice(position, "it", { it: order }, rank);
+    const [action, at] = first ?? [ask(this.rank) ?? ask(null), null], start = spelled(position.spanOf(action, at).start);
     [this.rank, this.at] = [position.rankOf(action), at];
     this.draw();
     this.rung = Math.min(2, rung + 1);
-    const start = spelled(after.rows[this.rank].find((span) => span.action === action).start), end = spelled(plan.end);
-    const isLost = par !== null && plan.end > par && plan.sure;
-    const from = plan.name ? `from ${plan.name}` : plan.end === par ? "toward par" : plan.sure ? `toward ${end}, the best from here` : "a guess";
-    this.say([`${isLost ? `${this.lost()} Or go on: ` : ""}look at rank ${this.rank}: it can act at ${start}. Press again for a reason.`,
-      `${this.reason(action)}. Press again for the move.`, `Hint, ${from}: ${action} on rank ${this.rank}${at === null ? "" : `, at ${start}`}.`][rung]);
+    const toward = from ?? (end === (par ?? this.words.bound) ? `toward ${spelled(end)}` : sure ? `toward ${spelled(end)}, the best from here` : "a guess");
+    const lost = par !== null && end > par && sure ? `${this.lost()} Or go on: ` : "";
+    this.say([`${lost}look at rank ${this.rank}: it can act at ${start}. Press again for a reason.`,
+      `${this.reason(action)}. Press again for the move.`, `Hint, ${toward}: ${action} on rank ${this.rank} at ${start}.`][rung]);
   }
 
   reason(action) {
@@ -538,6 +529,8 @@ class View {
       svg(chart, "path", { d: `M${x} ${TOP - 4}V${height}`, stroke: "var(--ink)", "stroke-width": 2 });
       if (this.time < position.makespan) return; // words and buttons wait until it has played
     }
+    const { parentNode: box } = chart, cursor = ((LEFT + (this.at ?? this.end()) * this.scale) / WIDTH) * box.scrollWidth - box.scrollLeft;
+    if (cursor < 0 || cursor > box.clientWidth - 40) box.scrollLeft += cursor - box.clientWidth / 2; // where the page is narrow
     this.drawWords(run);
   }
 
@@ -591,7 +584,8 @@ class View {
     const size = Math.min(12, height - 1);
     for (const label of [several ? span.action : `${kind}${microbatch}`, String(microbatch)]) {
       if (size >= 8 && 0.68 * size * label.length + 2 <= width) {
-        svg(this.chart, "text", { x: x + width / 2, y: y + height / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle", class: "cpp-on-box", stroke: COLOURS[kind] }, label);
+        svg(this.chart, "text", { x: x + width / 2, y: y + height / 2 + 0.36 * size, "font-size": size, "text-anchor": "middle",
+          class: "cpp-on-box", style: `stroke: ${COLOURS[kind]}` }, label);
         break;
       }
     }

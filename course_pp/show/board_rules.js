@@ -62,6 +62,13 @@ export class Position {
     return Object.assign(new Position(this.game), { rows: this.rows.map((row) => [...row]), maker: new Map(this.maker) });
   }
 
+  // As what and when it would be placed.
+  spanOf(action, at) {
+    const after = this.copy();
+    after.place(action, at);
+    return after.rows[this.rankOf(action)].find((span) => span.action === action);
+  }
+
   rankOf(action) {
     return this.game.placement[parse(action).stage];
   }
@@ -119,24 +126,14 @@ export class Position {
     return found.sort((a, b) => (less(a.rank, b.rank) ? -1 : 1)).map((each) => each.action);
   }
 
-  // Whether the caps let every microbatch come back, after `also` too. One that has room to go on to the end frees all
-  // that it holds, and any other only takes room meanwhile: so if none can, no order can.
-  finishes(also = null) {
-    const held = this.game.limits.map(() => 0), made = (what, stage, i) => this.maker.has(key(what, stage, i));
-    const flying = Array.from({ length: this.game.microbatches }, (_, i) => {
-      const holds = this.game.limits.map(() => 0), takes = this.game.limits.map(() => 0);
-      this.game.placement.forEach((rank, stage) => {
-        if (!made("activation", stage, i) && also !== `${stage}F${i}`) takes[rank] += 1;
-        else if (!made("gradient", stage, i)) holds[rank] += 1;
-      });
-      holds.forEach((count, rank) => { held[rank] += count; });
-      return { holds, takes };
-    });
-    for (;;) {
-      const next = flying.findIndex(({ takes }) => takes.every((more, rank) => held[rank] + more <= (this.game.limits[rank] ?? Infinity)));
-      if (next < 0) return !flying.length;
-      flying.splice(next, 1)[0].holds.forEach((count, rank) => { held[rank] -= count; });
-    }
+  // For each microbatch how many of its forwards and backwards are placed.
+  get steps() {
+    return Array.from({ length: this.game.microbatches }, (_, i) => ["activation", "gradient"].reduce((sum, what) => (
+      sum + this.game.placement.filter((_, stage) => this.maker.has(key(what, stage, i))).length), 0));
+  }
+
+  finishes() {
+    return leads(this.game, this.steps);
   }
 
   startOf(action) {
@@ -427,7 +424,7 @@ function ofReference(position, order, rank) {
 }
 
 function ofPolicy(position, policy, rank) {
-  const { split } = position.game, isOpen = position.finishes();
+  const { split } = position.game;
   let best = null;
   for (const action of position.legal(rank)) {
     const { stage, kind, microbatch } = parse(action);
@@ -436,142 +433,120 @@ function ofPolicy(position, policy, rank) {
     if (split && kind === "I" && policy !== "zero bubble") continue;
     if (policy === "backward first" && kind === "F" && position.inFlight(stage) >= position.stages - stage) continue;
     const order = [position.startOf(action), POLICIES[policy].indexOf(kind), microbatch, -stage, rank];
-    if (best !== null && !less(order, best.rank)) continue;
-    if (kind === "F" && isOpen && !position.finishes(action)) continue; // the caps would then stop all
-    best = { rank: order, action };
+    if (best === null || less(order, best.rank)) best = { rank: order, action };
   }
   return best;
 }
 
-// The best that a position can still become: {end, order}, `sure` if nothing is better, `first` = [action, time] if that
-// goes into a gap. It tries orders in which no rank waits for what starts only when another could have been done by then
-// (Giffler and Thompson 1960), unless the cap makes a forward wait; up to so `many`, so it may miss the best.
-export function best(position, target, references, effort = { left: 20000 }) {
-  const { game, stages } = position, { placement, limits, split } = game, steps = 2 * stages, tiny = 1e-9;
-  const stageOf = (step) => (step < stages ? step : steps - 1 - step), home = (step) => placement[stageOf(step)];
-  const kindOf = (step) => (step < stages ? "F" : split ? "I" : "B"), time = (step) => game.durations[kindOf(step)][stageOf(step)];
-  const later = (stage) => (split ? game.durations.W[stage] : 0);
-  // From the start of a step to that of the next, and to the end of all that follows.
-  const hops = [...Array(steps).keys()].map((step) => time(step) + (step + 1 === steps || home(step) === home(step + 1) ? 0
-    : game.transfers[Math.min(stageOf(step), stageOf(step + 1))]));
-  const tails = Array(steps + 1).fill(0);
-  for (let step = steps - 1; step >= 0; step -= 1) {
-    tails[step] = Math.max(hops[step] + tails[step + 1], time(step) + (step < stages ? 0 : later(stageOf(step))));
+// Whether the caps let every microbatch come back, of which each has done so many steps down and up. One that has room to go on
+// to the end frees all that it holds, and any other only takes room meanwhile: so if none can, no order can.
+function leads({ placement, limits }, steps) {
+  const turn = 2 * placement.length, count = (is) => limits.map((_, rank) => placement.filter((home, stage) => home === rank && is(stage)).length);
+  const flying = steps.map((step) => ({ holds: count((stage) => stage < step && stage < turn - step), takes: count((stage) => stage >= step) }));
+  while (flying.length) {
+    const held = limits.map((_, rank) => flying.reduce((sum, { holds }) => sum + holds[rank], 0));
+    const next = flying.findIndex(({ takes }) => limits.every((limit, rank) => limit === null || held[rank] + takes[rank] <= limit));
+    if (next < 0) return false;
+    flying.splice(next, 1);
   }
-  const after = limits.map((_, rank) => (split ? 0 : Math.min(...position.stagesOf[rank].map((stage) => {
-    const step = steps - 1 - stage;
-    return tails[step] - time(step);
-  }))));
-  const free = position.rows.map((row) => row.at(-1)?.end ?? 0), held = position.rows.map((row) => heldAfter(row).at(-1) ?? 0);
-  const rest = limits.map(() => 0), halves = placement.map(() => []), banned = placement.map(() => false), path = [];
-  const flying = Array.from({ length: game.microbatches }, (_, i) => {
-    let step = 0;
-    const made = (what, stage) => position.maker.has(key(what, stage, i));
-    while (step < steps && made(step < stages ? "activation" : "gradient", stageOf(step))) step += 1;
-    for (let each = step; each < steps; each += 1) rest[home(each)] += time(each) + (each < stages ? 0 : later(stageOf(each)));
-    placement.forEach((rank, stage) => {
-      if (!made("gradient", stage) || made("weight gradient", stage)) return;
-      halves[stage].push(i);
-      rest[rank] += later(stage);
-    });
-    const wanted = step < steps ? position.needs(`${stageOf(step)}${kindOf(step)}${i}`) : [];
-    return { step, from: Math.max(0, ...wanted.map((each) => position.arrival(each, home(step)))) };
+  return true;
+}
+
+// The best that a position can still become: {end, order}, `sure` if nothing is better; `first`, an action and its time, if
+// that must go into a gap. Branch and bound: what another action could be done before the start of is not tried (Giffler
+// and Thompson 1960), but for a forward, which may wait for room. It takes `effort.left` steps at most.
+export function best(position, target, effort = { left: 10000 }) {
+  const { game } = position, { placement, limits, split, durations, transfers } = game, steps = 2 * position.stages, tiny = 1e-9;
+  // A microbatch goes down all stages and comes back: for each step its stage, its rank and times.
+  const way = [...Array(steps).keys()].map((step) => {
+    const isDown = step < position.stages, stage = isDown ? step : steps - 1 - step, kind = isDown ? "F" : split ? "I" : "B";
+    return { step, stage, kind, rank: placement[stage], took: durations[kind][stage], half: kind === "I" ? durations.W[stage] : 0 };
   });
-  let found = null, limit = target + 2 * tiny, seen = new Set();
+  const tails = Array(steps + 1).fill(0), seen = new Set();
+  for (const each of [...way].reverse()) {
+    const next = way[each.step + 1];
+    each.hop = each.took + (next && next.rank !== each.rank ? transfers[Math.min(each.stage, next.stage)] : 0);
+    tails[each.step] = Math.max(each.hop + tails[each.step + 1], each.took + each.half);
+  }
+  const after = limits.map((_, rank) => (split ? 0 : Math.min(...way.filter((each) => each.kind === "B" && each.rank === rank)
+    .map((each) => tails[each.step] - each.took))));
+  let found = null, limit = Infinity;
 
-  const least = () => {
-    const heads = rest.map(() => Infinity);
-    let end = 0;
-    halves.forEach((waiting, stage) => { if (waiting.length) heads[placement[stage]] = free[placement[stage]]; });
-    for (const { step, from } of flying) {
-      for (let each = step, at = from; each < steps; each += 1) {
-        at = Math.max(at, free[home(each)]);
-        heads[home(each)] = Math.min(heads[home(each)], at);
-        end = Math.max(end, at + tails[each]);
-        at += hops[each];
-      }
-    }
-    rest.forEach((work, rank) => { end = Math.max(end, work > tiny ? heads[rank] + work + (after[rank]) : free[rank]); });
-    return end;
-  };
-  const options = () => {
-    const able = [];
-    placement.forEach((rank, stage) => {
-      if (halves[stage].length) able.push({ rank, stage, kind: "W", i: halves[stage][0], start: free[rank], took: later(stage) });
-      for (const step of [stage, steps - 1 - stage]) {
-        if (step < stages && (banned[stage] || held[rank] >= (limits[rank] ?? Infinity))) continue;
-        let i = -1;
-        flying.forEach((each, other) => { if (each.step === step && (i < 0 || each.from < flying[i].from)) i = other; });
-        if (i >= 0) able.push({ rank, stage, kind: kindOf(step), i, start: Math.max(free[rank], flying[i].from), took: time(step) });
-      }
+  // No order from here ends before this: no microbatch's way does, and no rank's work.
+  const least = ({ free, halves, flying }) => {
+    const work = free.map(() => 0), heads = free.map(() => Infinity);
+    let end = Math.max(...free);
+    halves.forEach((waiting, stage) => {
+      if (!waiting.length) return;
+      work[placement[stage]] += waiting.length * durations.W[stage];
+      heads[placement[stage]] = free[placement[stage]];
     });
-    return able;
+    for (const { step, from } of flying) {
+      let at = from;
+      for (const { step: each, rank, took, half, hop } of way.slice(step)) {
+        at = Math.max(at, free[rank]);
+        end = Math.max(end, at + tails[each]);
+        heads[rank] = Math.min(heads[rank], at);
+        work[rank] += took + half;
+        at += hop;
+      }
+    }
+    return Math.max(end, ...work.map((each, rank) => (each ? heads[rank] + each + after[rank] : 0)));
   };
-  const go = () => {
+  const search = (state) => {
     effort.left -= 1;
-    if (effort.left < 0 || least() > limit - tiny) return;
-    const able = options();
-    if (!able.length) {
-      if (flying.every(({ step }) => step === steps)) [found, limit] = [[...path], Math.max(...free)];
-      return;
+    const { free, held, halves, flying, waits, path } = state;
+    if (effort.left < 0 || limit <= target + tiny || least(state) > limit - tiny) return;
+    const able = halves.flatMap((waiting, stage) => (waiting.length
+      ? [{ stage, kind: "W", rank: placement[stage], i: waiting[0], start: free[placement[stage]], took: durations.W[stage] }] : []));
+    for (const each of way) {
+      const { step, kind, rank, stage } = each, ready = flying.filter((one) => one.step === step).sort((a, b) => a.from - b.from);
+      if (!ready.length) continue;
+      const isOut = () => waits[stage] || held[rank] === limits[rank] || !leads(game, flying.map((one) => one.step + (one === ready[0])));
+      if (kind === "F" && isOut()) continue;
+      able.push({ ...each, i: ready[0].i, start: Math.max(free[rank], ready[0].from) });
     }
-    const state = [free, held, halves.map((each) => each.length), banned.map(Number), flying.map(({ step, from }) => `${step}@${from}`).sort()].join("|");
-    if (seen.has(state)) return;
-    seen.add(state);
+    if (!able.length && flying.every(({ step }) => step === steps)) [found, limit] = [path, Math.max(...free)];
+    const key = JSON.stringify([free, held, halves.map((each) => each.length), waits, flying.map(({ step, from }) => [step, from]).sort()]);
+    if (!able.length || seen.has(key)) return;
+    seen.add(key);
     const soonest = able.reduce((a, b) => (b.start + b.took < a.start + a.took - tiny ? b : a)), { rank, stage, kind } = soonest;
-    const capped = kind === "F" && limits[rank] !== null;
-    const tried = capped ? [soonest] : able.filter((each) => each.rank === rank && each.start < soonest.start + soonest.took - tiny);
-    for (const each of tried.sort((a, b) => a.start - b.start || "IBFW".indexOf(a.kind) - "IBFW".indexOf(b.kind))) {
-      place(each);
-      if (found && limit <= target + tiny) return;
+    const mayWait = kind === "F" && limits[rank] !== null;
+    const rivals = able.filter((each) => each.rank === rank && each.start < soonest.start + soonest.took - tiny);
+    for (const each of mayWait ? [soonest] : rivals.sort((a, b) => a.start - b.start || "IBFW".indexOf(a.kind) - "IBFW".indexOf(b.kind))) {
+      const more = halves.map((waiting) => [...waiting]);
+      if (each.kind === "W") more[each.stage].shift();
+      if (each.kind === "I") more[each.stage].push(each.i);
+      search({
+        free: free.with(rank, each.start + each.took), held: held.with(rank, held[rank] + { F: 1, I: 0, B: -1, W: -1 }[each.kind]), halves: more,
+        flying: each.kind === "W" ? flying : flying.with(each.i, { i: each.i, step: each.step + 1, from: each.start + each.hop }),
+        waits: waits.map((is, other) => is && placement[other] !== rank), path: [...path, [rank, `${each.stage}${each.kind}${each.i}`]],
+      });
     }
-    if (!capped) return;
-    banned[stage] = true; // it waits for another of its rank
-    go();
-    banned[stage] = false;
-  };
-  const place = ({ rank, stage, kind, i, start, took }) => {
-    const was = { free: free[rank], rest: rest[rank], held: held[rank], banned: [...banned], ...flying[i] }, waiting = [...halves[stage]];
-    free[rank] = start + took;
-    rest[rank] -= took;
-    held[rank] += kind === "F" ? 1 : kind === "I" ? 0 : -1;
-    for (const each of position.stagesOf[rank]) banned[each] = false;
-    if (kind === "W") halves[stage].shift();
-    else flying[i] = { step: was.step + 1, from: start + hops[was.step] };
-    if (kind === "I") halves[stage].push(i);
-    path.push([rank, `${stage}${kind}${i}`]);
-    go();
-    path.pop();
-    [free[rank], rest[rank], held[rank], flying[i], halves[stage]] = [was.free, was.rest, was.held, { step: was.step, from: was.from }, waiting];
-    was.banned.forEach((each, other) => { banned[other] = each; });
+    if (mayWait) search({ ...state, waits: waits.with(stage, true) });
   };
 
-  go();
-  const ordered = (of) => of.rows.map((row) => row.map((span) => span.action));
-  let result = { end: Infinity, order: null, sure: effort.left >= 0 };
-  if (!found) {
-    for (const policy of [...Object.keys(POLICIES), ...Object.keys(references)]) {
-      const copy = position.copy();
-      fill(copy, policy, references);
-      if (!copy.left && copy.makespan < result.end) result = { ...result, end: copy.makespan, order: ordered(copy) };
-    }
-    seen = new Set();
-    limit = result.end;
-    go();
-    result.sure = effort.left >= 0;
-  }
-  if (found) {
-    const order = ordered(position);
-    for (const [rank, action] of found) order[rank].push(action);
-    Object.assign(result, { end: limit, order });
-  }
+  const start = {
+    free: position.rows.map((row) => row.at(-1)?.end ?? 0), held: position.rows.map((row) => heldAfter(row).at(-1) ?? 0), path: [],
+    halves: placement.map((_, stage) => position.steps.flatMap((step, i) => (
+      step >= steps - stage && !position.maker.has(key("weight gradient", stage, i)) ? [i] : []))),
+    waits: placement.map(() => false),
+    flying: position.steps.map((step, i) => {
+      const next = way[step], wanted = next ? position.needs(`${next.stage}${next.kind}${i}`) : [];
+      return { i, step, from: Math.max(0, ...wanted.map((each) => position.arrival(each, next.rank))) };
+    }),
+  };
+  search(start);
+  if (!found) return { end: Infinity, sure: false };
+  let result = { end: limit, order: position.rows.map((row) => row.map((span) => span.action)) };
+  for (const [rank, action] of found) result.order[rank].push(action);
   for (const [rank, from] of result.end > target + tiny ? position.gaps() : []) {
-    for (const action of position.legal(rank, from)) {
+    for (const action of effort.left > 0 ? position.legal(rank, from) : []) {
       const copy = position.copy();
       if (copy.place(action, from) === null) continue;
-      const other = best(copy, target, references, effort);
+      const other = best(copy, target, effort);
       if (other.end < result.end) result = { ...other, first: [action, from] };
     }
   }
-  return result;
+  return { ...result, sure: effort.left >= 0 };
 }

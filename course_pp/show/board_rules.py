@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import inf
 from typing import Any
 
 from course_pp.schedule import Action, Costs, Product, Schedule, Span, Time, Timeline, bound
@@ -189,33 +188,6 @@ class Position:
                         found.append(((self.fit(action, at)[1].start, order, microbatch, stage), action))
         return [action for _, action in sorted(found, key=lambda each: each[0])]
 
-    def finishes(self, also: Action | None = None) -> bool:
-        """Return whether the caps let every microbatch come back, after the forward ``also`` too.
-
-        One that has room to go on to the end frees all that it holds, and any other only takes room meanwhile: so if
-        none can, no order can.
-        """
-        game = self.game
-        made = set(self._maker) | set(() if also is None else also.provides)
-        holds = [[0] * game.n_ranks for _ in range(game.n_microbatches)]
-        takes = [[0] * game.n_ranks for _ in range(game.n_microbatches)]
-        for microbatch in range(game.n_microbatches):
-            for stage, rank in enumerate(game.placement):
-                if Product("activation", stage, microbatch) not in made:
-                    takes[microbatch][rank] += 1
-                elif Product("gradient", stage, microbatch) not in made:
-                    holds[microbatch][rank] += 1
-        flying, limits = set(range(game.n_microbatches)), [inf if each is None else each for each in game.limits]
-        while flying:
-            held = [sum(holds[each][rank] for each in flying) for rank in range(game.n_ranks)]
-            fitting = [
-                i for i in flying if all(h + t <= most for h, t, most in zip(held, takes[i], limits, strict=True))
-            ]
-            if not fitting:
-                return False
-            flying.remove(fitting[0])
-        return True
-
     def remove(self, action: Action) -> None:
         """Remove ``action``, what came after it on its rank, and what depends on any of these."""
         before = sorted((span for row in self.rows for span in row), key=lambda span: span.start)
@@ -347,11 +319,7 @@ def advice(position: Position, policy: str, references: Mapping[str, Rows], rank
         for each in (range(position.game.n_ranks) if rank is None else (rank,))
         for option in _options(position, policy, references, each)
     ]
-    is_open = policy in POLICIES and position.finishes()
-    for _, action in sorted(options, key=lambda option: option[0]):
-        if action.kind != "F" or not is_open or position.finishes(action):  # else the caps would then stop all
-            return action
-    return None
+    return min(options, key=lambda option: option[0])[1] if options else None
 
 
 def recognised(position: Position, references: Mapping[str, Rows]) -> list[str]:

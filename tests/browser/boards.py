@@ -35,7 +35,7 @@ async ([source, boards]) => {
     const ranks = [...position.rows.keys()];
     const state = () => [position.rows.map((row) => row.map((span) => [span.action, span.start, span.end])),
       position.makespan, position.left, position.peaks, position.gaps().map((gap) => gap.slice(0, 3)),
-      position.criticalPath(), position.finishes(),
+      position.criticalPath(),
       rules.recognised(position, references)];
     const before = state();
     const policies = [...Object.keys(rules.POLICIES), ...Object.keys(references)];
@@ -114,7 +114,6 @@ def told(board: dict[str, Any]) -> list[Any]:
         list(tl.peak_activations),
         [[gap.rank, gap.start, gap.end] for gap in tl.idle_gaps],
         [str(span.action) for span in tl.critical_path],
-        position.finishes(),
         recognised(position, orders),
     ]
     policies = [*POLICIES, *orders]

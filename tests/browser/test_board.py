@@ -96,7 +96,7 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     page.click("button:text-is('hint')")
     said(page, "The way back begins on stage 1")
     page.click("button:text-is('hint')")
-    said(page, "Hint, from zb_h1: 1F0 on rank 1.")
+    said(page, "Hint, from zb_h1: 1F0 on rank 1 at 1.")
     page.locator("select[aria-label='who goes on']").select_option("zb_h1")
     page.click("button:text-is('fill the rest')")
     said(page, "Complete: makespan 7, score 100% (no order beats 7): par.")
