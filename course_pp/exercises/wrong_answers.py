@@ -40,11 +40,13 @@ def written(exercise: Exercise, wrong: Callable[..., Any]) -> str:
 
 
 def _body(fn: Callable[..., Any], names: list[str]) -> str:
-    """What a lambda returns, its parameters renamed."""
+    """What a lambda returns, its parameters renamed, those with a default given as its value."""
     tree = ast.parse(Path(fn.__code__.co_filename).read_text(encoding="utf-8"))
     line = fn.__code__.co_firstlineno
     [found] = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == line]
-    named = dict(zip((each.arg for each in found.args.args), names, strict=False))
+    parameters, values = [each.arg for each in found.args.args], fn.__defaults__ or ()
+    named = dict(zip(parameters, names, strict=False))
+    named |= dict(zip(parameters[len(parameters) - len(values) :], map(repr, values), strict=True))
     for each in ast.walk(found.body):
         if isinstance(each, ast.Name):
             each.id = named.get(each.id, each.id)
