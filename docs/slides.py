@@ -23,8 +23,8 @@ LINES = 22  # of code that fit on a slide of 720 pixels, none smaller than 16
 WIDTH = 86  # letters that fit beside each other on one of 1,024
 # What %torchrun says first on a login node of a cluster, where the notebooks' own run says that ranks run here.
 ON_A_CLUSTER = """\
-Ranks run in a Slurm job of their own: 1 node, 2 GPUs.
-$ srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 6 torchrun --nproc-per-node=2 …"""
+Ranks run in a Slurm job of their own: 1 node, {n} GPUs.
+$ srun -p gpu -N 1 -n 1 -c {n} --gres=gpu:{n} -t 6 torchrun --nproc-per-node={n} …"""
 STYLE = """
 html { scroll-snap-type: y mandatory; font: max(16px, min(2.5vh, 1.9vw))/1.45 "DejaVu Sans", Verdana, sans-serif }
 html { color: #000; background: #fff }
@@ -43,7 +43,7 @@ footer { color: #555; font-size: .8rem }
 img { display: block; margin: auto; max-width: 100%; max-height: 76vh; object-fit: contain }
 pre { background: #f3f4f5; padding: .7rem; margin: .5rem auto; font-size: max(16px, .85rem); line-height: 1.35;
   white-space: pre-wrap; overflow-wrap: anywhere }
-.few { font-size: 1.05rem }
+.few, .short pre:not([class]) { font-size: 1.05rem }
 code, pre { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace }
 :not(pre) > code { font-size: max(16px, .92em) }
 p, ul, ol { margin: .5em 0 }
@@ -192,8 +192,10 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
 
     for cell in section.cells:
         if cell["cell_type"] == "code":
+            for piece in _to_read(cell):
+                add(Slide(heading, _pre(piece), wide=True))
             shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
-            result = shown[0] if shown and _guessed(cell) else None
+            result = [each for each in shown if each.body.startswith("<pre")][-1] if _guessed(cell) else None
             continue
         told = False
         for block in _blocks(cell["source"]):
@@ -241,20 +243,29 @@ def _printed(cell: dict) -> str:
     return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
 
 
+def _to_read(cell: dict) -> list[str]:
+    """The code of a cell that is there to be read, in pieces."""
+    return _pieces(cell["source"]) if "read" in cell["metadata"].get("tags", ()) else []
+
+
 def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
-    """Bodies of slides, and whether they are wide: code to read, and what a cell put out."""
-    source = cell["source"]
+    """Bodies of slides of what a cell put out, and whether they are wide."""
+    source, printed = cell["source"], _printed(cell).replace("; you have not guessed", "").strip()
     if "check(" in source:
         return
-    if "read" in cell["metadata"].get("tags", ()):
-        yield from ((_pre(piece), True) for piece in _pieces(source))
-    printed = _printed(cell).replace("; you have not guessed", "").strip()
-    if command := re.search(r"^%torchrun.*", source, re.M | re.S):
+    if command := re.search(r"^%torchrun --nproc-per-node=(\d).*", source, re.M | re.S):
         here = "\n".join(printed[printed.find("Ranks run") :].splitlines()[:3])
-        yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{ON_A_CLUSTER}"), True
-    elif printed and not _guessed(cell) and _height(f"{source}\n{printed}") <= LINES:
+        there = ON_A_CLUSTER.format(n=command[1])
+        yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{there}"), True
+    if (
+        printed
+        and not command
+        and not _guessed(cell)
+        and not _to_read(cell)
+        and _height(f"{source}\n{printed}") <= LINES
+    ):
         yield _pre(source, printed), True
-    elif printed:
+    elif printed and (_guessed(cell) or not command):
         yield from ((_pre(piece), False) for piece in _pieces(printed))
     for output in cell.get("outputs", ()):
         if table := output.get("data", {}).get("text/markdown"):

@@ -151,6 +151,21 @@ def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monk
             assert not (asked and re.search(r": (?:measured|computed|simulated) |<img|<pre", slide)), slide
 
 
+def test_what_a_guess_exposed_stands_below_its_result_and_nowhere_else():
+    import guesses
+    import slides
+
+    deck = slides.deck(slides.routes.route("a_semester"))
+    bodies = [re.sub("<details.*", "", each, flags=re.S) for each in deck.split("<section>")[1:]]
+    for part in slides.routes.route("a_semester").parts:
+        for guess in guesses.guesses_of(slides.routes.read(part.notebook)):
+            told = slides.rendered(guess.told).strip()
+            shown = [body for body in bodies if html.escape(guess.shown) in body]
+            assert len(shown) >= 1, guess.name
+            assert not told or any(told in body for body in shown), guess.name
+            assert not told or all(html.escape(guess.shown) in body for body in bodies if told in body), guess.name
+
+
 def test_a_deck_shows_how_a_run_starts_on_a_cluster():
     import slides
 
