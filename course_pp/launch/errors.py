@@ -94,6 +94,16 @@ class RankTraceback(Exception):
     """A rank's own traceback, as text; the cause of the exception that the caller gets."""
 
 
+def keep_first_frame(error: Exception) -> None:
+    """Cut the traceback of an error that explains itself after the frame that caught it; the rest are our own.
+
+    It says what to change, or comes from a rank and brings the rank's traceback. Others may be faults of this package.
+    """
+    told = isinstance(error, ValueError | RuntimeError | OSError) or isinstance(error.__cause__, RankTraceback)
+    if told and error.__traceback__ is not None:
+        error.__traceback__.tb_next = None
+
+
 COMPUTES = "computes"
 RETURNED = "returned"
 SILENT = "does not answer"

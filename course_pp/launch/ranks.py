@@ -14,6 +14,7 @@ from typing import Any
 from course_pp.arguments import check_arguments, shown
 from course_pp.launch import rank as in_rank
 from course_pp.launch.crew import Crew
+from course_pp.launch.errors import keep_first_frame
 from course_pp.launch.messages import RankJob, pickled
 from course_pp.launch.on_slurm import TASKS, RemoteCall
 from course_pp.launch.surroundings import job_here, standard_descriptors_taken
@@ -64,21 +65,25 @@ def on_ranks(
         )
     if not 1 <= n <= _MOST_RANKS:
         raise ValueError(f"n is {n}; it must be at least 1, and at most {_MOST_RANKS:,}.")
-    refuse_bad_limit(timeout_s)
-    _refuse_bad_call(fn, args)
-    payload = pickled(fn, args)
-    needs = Needs.of_call(n, timeout_s, backend)
-    place = decide(needs, "local" if where is None and on_a_node() else where, kept=TASKS.kept)
-    if place.fallen_back:
-        _say_once(place.said)
-    job = job_here(n, backend, threads, timeout_s)
-    if place.local:
-        results = run_ranks(job, payload)
-    else:
-        own_interpreter = place.site.python or place.site.container
-        call = RemoteCall(replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload)
-        results = TASKS.results(place, needs, call)
-    return [_rebuilt(rank, result) for rank, result in enumerate(results)]
+    try:
+        refuse_bad_limit(timeout_s)
+        _refuse_bad_call(fn, args)
+        payload = pickled(fn, args)
+        needs = Needs.of_call(n, timeout_s, backend)
+        place = decide(needs, "local" if where is None and on_a_node() else where, kept=TASKS.kept)
+        if place.fallen_back:
+            _say_once(place.said)
+        job = job_here(n, backend, threads, timeout_s)
+        if place.local:
+            results = run_ranks(job, payload)
+        else:
+            own_interpreter = place.site.python or place.site.container
+            call = RemoteCall(replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload)
+            results = TASKS.results(place, needs, call)
+        return [_rebuilt(rank, result) for rank, result in enumerate(results)]
+    except Exception as error:
+        keep_first_frame(error)
+        raise
 
 
 def run_ranks(job: RankJob, payload: bytes) -> list[bytes]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from course_pp.arguments import checked
 from course_pp.launch import watch
-from course_pp.launch.errors import LaunchError, RanksHung, explain, is_echo, signal_name, waits_from
+from course_pp.launch.errors import LaunchError, RanksHung, explain, is_echo, keep_first_frame, signal_name, waits_from
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import LAST_LINES, Command, Process, shared_folder
 from course_pp.launch.ranks import refuse_bad_limit
@@ -66,13 +66,17 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | 
         FileNotFoundError: no such script.
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
-    refuse_bad_limit(timeout_s)
-    command = build(args, where, timeout_s)
-    print(f"{command.place.said}\n$ {command.shown}", flush=True)
-    if not command.place.local and command.place.job is None:
-        TASKS.release()
-    with _Run(command) as run:
-        return run.follow(timeout_s)
+    try:
+        refuse_bad_limit(timeout_s)
+        command = build(args, where, timeout_s)
+        print(f"{command.place.said}\n$ {command.shown}", flush=True)
+        if not command.place.local and command.place.job is None:
+            TASKS.release()
+        with _Run(command) as run:
+            return run.follow(timeout_s)
+    except Exception as error:
+        keep_first_frame(error)
+        raise
 
 
 def torchrun_magic(line: str) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, crew, fork_server, on_ranks
+from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, crew, fork_server, on_ranks, run_torchrun
 from course_pp.launch.surroundings import Lines
 from tests.processes import no_process_left
 
@@ -290,6 +291,37 @@ def test_what_cannot_be_pickled_still_arrives_as_a_sentence(
 def test_a_call_that_cannot_work_is_refused_before_any_rank_starts(call: Callable[[], object], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def raise_key_error(*_: object, **__: object) -> None:
+    raise KeyError("here")
+
+
+def frames_of_ours(failure: BaseException) -> list[str]:
+    frames = traceback.extract_tb(failure.__traceback__)
+    return [Path(frame.filename).name for frame in frames if "course_pp/launch" in frame.filename]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: on_ranks(1, raise_key_error),
+        lambda: on_ranks(1, print, where="nowhere"),
+        lambda: run_torchrun(["nowhere.py"]),
+    ],
+    ids=["on a rank", "where", "no script"],
+)
+def test_a_script_shows_one_frame_of_ours_where_the_error_explains_itself(call: Callable[[], object]) -> None:
+    with pytest.raises((KeyError, ValueError, FileNotFoundError)) as failure:
+        call()
+    assert len(frames_of_ours(failure.value)) == 1
+
+
+def test_a_fault_of_this_package_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew.Crew, "_poll", raise_key_error)
+    with pytest.raises(KeyError) as failure:
+        on_ranks(1, print)
+    assert frames_of_ours(failure.value)[-1] == "crew.py"
 
 
 def test_functions_that_mention_both_dist_and_a_config_go_there_and_back() -> None:
