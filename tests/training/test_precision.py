@@ -204,11 +204,13 @@ def with_a_bad_step(rank: int, engine: Any) -> tuple[list[tuple[int, bool, bool]
     unchanged = _equal(run, before)
     results.append(run.train_step())
     strict = lowered(replace(RUN, engine=engine))
-    weight = next(strict.modules[0].parameters())
+    weight, *others = (p for module in strict.modules for p in module.parameters())
     if rank == 0:
         weight.data.fill_(math.nan)
+    before = [p.detach().clone() for p in others]
     with pytest.raises(NonFiniteGradient) as refusal:
         strict.train_step()
+    unchanged = unchanged and all(map(torch.equal, others, before))
     return [(r.step, r.skipped, math.isfinite(r.loss)) for r in results], unchanged, str(refusal.value)
 
 

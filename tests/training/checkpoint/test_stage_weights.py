@@ -122,10 +122,11 @@ def test_links_are_followed_as_downloaded_models_consist_of_them(tmp_path: Path)
     assert torch.equal(in_turn(stages, example("Llama")), tensor_of(called(model, example("Llama"))))
 
 
-def refused_on_rank(rank: int, folder: Path) -> tuple[str, bool]:
+def refused_on_rank(rank: int, folder: Path, device: Any = "cpu") -> tuple[str, bool]:
+    """What both ranks say; ``device`` is rank 1's alone."""
     stage = empty_stages("Sequential", 2)[rank]
     try:
-        load_stage(stage, folder)
+        load_stage(stage, folder, device=device if rank == 1 else "cpu")
     except CheckpointError as error:
         return str(error), all(parameter.is_meta for parameter in stage.parameters())
     return "", False
@@ -163,6 +164,13 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(spoil: Any, said: str, 
     assert ranks[0] == ranks[1]
     assert said in ranks[0][0]
     assert ranks[0][1], "something was filled"
+
+
+def test_an_argument_of_a_wrong_class_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
+    saved("Sequential", tmp_path)
+    ranks = on_ranks(2, refused_on_rank, tmp_path, 1.5, timeout_s=30)
+    assert ranks[0] == ranks[1]
+    assert "load_stage: device is 1.5 (a float): pass" in ranks[0][0]
 
 
 def test_a_directory_without_weights_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
