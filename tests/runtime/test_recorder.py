@@ -77,20 +77,6 @@ def test_a_run_of_torch_is_recorded_action_by_action_each_after_what_it_needs(na
             assert all(ready[product] <= span.start for product in part.needs(first.n_stages))
 
 
-def hand_written(rank: int) -> Timeline:
-    recorder = Recorder()
-    dist.barrier()
-    if rank == 1:
-        with recorder.span(Action(1, "F", 0)):
-            time.sleep(0.01)
-    return recorder.timeline()
-
-
-def test_ranks_that_did_nothing_have_an_empty_row() -> None:
-    for tl in on_ranks(3, hand_written, timeout_s=60.0):
-        assert [len(row) for row in tl.by_rank] == [0, 1, 0]
-
-
 def test_a_body_that_raises_is_not_recorded_and_the_recorder_goes_on() -> None:
     recorder = Recorder()
     for body in (recorder.span(Action(0, "F", 0)), recorder.receiving(Product("gradient", 1, 0))):
