@@ -1,4 +1,5 @@
 // The rules of the board, as board_rules.py has them, for where no Python runs; a test holds the two against each other.
+// What the board alone asks stands here alone: whether caps leave a way to the end, and the best that a position can become.
 // Actions are text ("0F2"), a span is {rank, action, start, end}.
 
 const ORDER = "FBIW";
