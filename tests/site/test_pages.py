@@ -129,6 +129,9 @@ def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
         for part in route.parts:
             assert html.escape(routes.title_of(part.notebook)) in headings
             assert {html.escape(section.title) for section in routes.chosen(part)} <= {*headings}
+            for cell in (cell for section in routes.chosen(part) for cell in section.cells):
+                if "read" in cell["metadata"].get("tags", ()):
+                    assert all(html.escape(line) in deck for line in cell["source"].splitlines())
         for row in routes.timetable(route, start=8 * 60):
             assert f"<td>{row.when}</td><td>{row.what}</td>" in deck
 
