@@ -45,17 +45,17 @@ class Recipe:
 
     Attributes:
         compiler: a backend of torch.compile; None compiles nothing.
-        float8: a recipe of products in eight bits.
         dtype: computed in. Parameters are float64 for float64, else float32.
+        float8: a recipe of products in eight bits.
     """
 
     layout: DistributedConfig
     schedule: str = "1f1b"
     ac: Literal["none", "full", "selective"] = "none"
     compiler: str | None = None
-    float8: Literal["tensorwise", "rowwise"] | None = None
     dtype: torch.dtype = torch.float64
     n_microbatches: int = N_MICROBATCHES
+    float8: Literal["tensorwise", "rowwise"] | None = None
 
 
 def train_on_rank(rank: int, recipes: Sequence[Recipe], config: ModelConfig = CONFIG) -> list[Trained]:
