@@ -81,7 +81,8 @@ class View {
     html(root, "h3", { textContent: words.title });
     html(root, "p", { textContent: words.story });
     this.facts = html(root, "div", { className: "cpp-facts" });
-    this.chart = svg(html(root, "div", { className: "cpp-chart" }), "svg", { role: "img" });
+    const scrolls = html(root, "div", { className: "cpp-chart" }, { role: "group", "aria-label": "chart, scrolls sideways", tabindex: 0 });
+    this.chart = svg(scrolls, "svg", { role: "img" });
     this.chart.addEventListener("click", (event) => this.click(event));
     this.chart.addEventListener("dblclick", (event) => this.click(event, true));
     this.palette = html(root, "div", { className: "cpp-bar" }, { role: "group", "aria-label": "what can be placed" });

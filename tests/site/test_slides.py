@@ -38,6 +38,8 @@ def decks(tmp_path, monkeypatch):
 
 
 def test_no_slide_is_cut_no_code_is_small_and_a_key_shows_the_notes(decks, page):
+    page.goto("about:blank")
+    page.thrown.clear()  # what the pages of earlier tests were still fetching
     for path in decks:
         for width, height in ((1024, 768), (1280, 720)):
             page.set_viewport_size({"width": width, "height": height})
