@@ -317,7 +317,8 @@ class _Run(Process):
         first = min(failed, key=precedence)
         code = failed[first]
         how = f"exit code {code}" if code >= 0 else signal_name(-code)
-        because = f": {raised[first][0]}" if first in raised else ""
+        # The sentence of ours goes on behind it; a message may end with a full stop, and one of on_ranks does.
+        because = f": {raised[first][0].removesuffix('.')}" if first in raised else ""
         last = self.ranks_said[first, "stderr"] or self.ranks_said[first, "stdout"]
         lines = "\n".join(["Its last lines:", *last]) if last else "It printed nothing."
         return LaunchError(f"rank {first} failed with {how}{because}. {lines}")

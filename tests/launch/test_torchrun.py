@@ -183,7 +183,7 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
 @pytest.mark.parametrize(
     ("failing", "words"),
     [
-        ("raise ValueError('width 3')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
+        ("raise ValueError('width 3.')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with SIGKILL", marks=pytest.mark.long),
     ],
     ids=["raise", "kill"],
