@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from course_pp.doctor import Check, Finding
-from course_pp.launch.where import Needs, Site, decide, load_site
+from course_pp.launch.where import Needs, Site, decide, load_site, site_file
 
 _RANKS_LIMIT_S = 16.5
 _ANSWER_LIMIT_S = 4.0
@@ -99,16 +99,22 @@ def ranks() -> list[Finding]:
 
 
 def slurm() -> list[Finding]:
-    """Say whether a cluster answers, what its partition allows, and whether a job of two tasks runs and sees us."""
+    """Say which settings hold, whether a cluster answers, what its partition allows, and whether two tasks see us."""
     if not shutil.which("srun"):
         return [Finding("Slurm", True, "none; ranks run on this machine")]
     try:
-        site = load_site()
+        site, file = load_site(), site_file()
     except (OSError, ValueError) as error:
-        says = f"its settings cannot be read ({error})"
-        return [Finding("Slurm", False, says, _ON_THE_CLUSTER, "correct site.toml")]
+        return [Finding("site.toml", False, f"cannot be read ({error})", _ON_THE_CLUSTER, "correct it")]
+    settings = Finding("site.toml", True, _from_home(file) if file else "none; the cluster's own defaults hold")
     found = _sinfo(site)
-    return [found, _job(site)] if found.ok and found.name == "partition" else [found]
+    return [settings, found, *([_job(site)] if found.ok and found.name == "partition" else [])]
+
+
+def _from_home(file: Path) -> str:
+    with contextlib.suppress(RuntimeError, ValueError):  # a user without a home, a file elsewhere
+        return f"~/{file.absolute().relative_to(Path.home())}"
+    return str(file)
 
 
 def _sinfo(site: Site) -> Finding:

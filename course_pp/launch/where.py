@@ -25,6 +25,7 @@ from course_pp.arguments import checked
 
 _FILE = "site.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")
+_ABOVE_THE_PACKAGE = Path(__file__).resolve().parents[2]
 _ANSWER_LIMIT_S = 5.0
 # Left over between a run's own time limit, which says who waits for whom, and the job's, which does not.
 _SLACK_S = 60
@@ -52,7 +53,7 @@ class Site:
         container: goes before the command, for example ``apptainer exec --nv course.sif``.
         python: the interpreter on the nodes; empty is the one that runs here.
         options: more options of srun.
-        folder: a folder that all nodes see.
+        folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` are each person's own.
         keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of the course wait for
             its cores; 0 takes a new job for each.
     """
@@ -73,26 +74,39 @@ class Site:
 
 
 def load_site() -> Site:
-    """Read the settings of this cluster; return the defaults if there is no file.
+    """Read the settings of this cluster; return the defaults if there is no file."""
+    file = site_file()
+    return _read(file) if file else Site()
 
-    The first of these is read: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the
-    repository; ``~/.config/course_pp/site.toml``.
+
+def site_file() -> Path | None:
+    """Return the file that `load_site` reads, the nearest to the person; None if there is none.
+
+    The first of these: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the repository;
+    ``~/.config/course_pp/site.toml``; site.toml in the root of the clone that this package lies in, for all who share
+    it.
     """
     if named := os.environ.get("COURSE_PP_SITE"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it.")
-        return _read(Path(named))
+        return Path(named)
     places, here = [], Path.cwd()
     for folder in (here, *here.parents):
         places.append(folder / _FILE)
-        if any((folder / mark).exists() for mark in _ROOT_MARKS):
+        if _is_a_repository(folder):
             break
     else:
         # Outside any repository, a file of the same name further up is somebody else's.
         places = places[:1]
     with contextlib.suppress(RuntimeError):  # a user without a home
         places.append(Path.home() / ".config" / "course_pp" / _FILE)
-    return next((_read(file) for file in places if file.is_file()), Site())
+    if _is_a_repository(_ABOVE_THE_PACKAGE):  # not among installed packages
+        places.append(_ABOVE_THE_PACKAGE / _FILE)
+    return next((file for file in places if file.is_file()), None)
+
+
+def _is_a_repository(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in _ROOT_MARKS)
 
 
 def _read(file: Path) -> Site:
@@ -119,7 +133,7 @@ def _read(file: Path) -> Site:
             f'{file}: gres is {site.gres!r}; the number of GPUs goes where {{n}} stands: "gpu:{{n}}" or '
             '"--gpus-per-node={n}". To ask for none, leave it empty.'
         )
-    return replace(site, python=os.path.expanduser(site.python))
+    return replace(site, python=os.path.expanduser(site.python), folder=os.path.expandvars(site.folder))
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
 """Site settings: which file is read, and what is refused in it."""
 
+import os
 from pathlib import Path
 
 import pytest
 
+from course_pp.doctor import running
+from course_pp.launch import where
 from course_pp.launch.where import Site, load_site
+from tests.launch.conftest import pretend
 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository, seen from its notebooks, with a home beside it."""
+    """A repository, seen from its notebooks, with a home beside it and the package among installed ones."""
     monkeypatch.delenv("COURSE_PP_SITE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(where, "_ABOVE_THE_PACKAGE", tmp_path / "site-packages")
     (tmp_path / "repository" / "notebooks").mkdir(parents=True)
     (tmp_path / "repository" / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path / "repository" / "notebooks")
@@ -37,6 +42,42 @@ def test_the_nearest_file_is_read_and_the_environment_comes_first(
     assert load_site().partition == "here"
     monkeypatch.setenv("COURSE_PP_SITE", str(write(repository / "x.toml", 'partition = "named"')))
     assert load_site().partition == "named"
+
+
+def test_who_works_elsewhere_with_the_package_of_a_clone_gets_the_settings_in_its_root(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(repository / "site.toml", 'partition = "of the room"\nfolder = "/scratch/$USER"')
+    (repository.parent / "my_course").mkdir()
+    monkeypatch.chdir(repository.parent / "my_course")
+    monkeypatch.setenv("USER", "ann")
+    assert load_site() == Site(), "the package lies elsewhere"
+    monkeypatch.setattr(where, "_ABOVE_THE_PACKAGE", repository)
+    assert load_site() == Site(partition="of the room", folder="/scratch/ann")
+    write(Path.home() / ".config/course_pp/site.toml", 'partition = "of ann"')
+    assert load_site().partition == "of ann"
+    (repository / "pyproject.toml").unlink()
+    (Path.home() / ".config/course_pp/site.toml").unlink()
+    assert load_site() == Site(), "a file among installed packages is nobody's"
+
+
+def test_the_clone_is_that_of_the_package() -> None:
+    assert (where._ABOVE_THE_PACKAGE / "course_pp" / "launch" / "where.py").samefile(where.__file__)
+
+
+def test_the_doctor_names_the_file_that_holds(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(repository / "srun", "exit 1")
+    pretend(repository / "sinfo", "exit 1")
+    monkeypatch.setenv("PATH", str(repository), prepend=os.pathsep)
+    assert str(running.slurm()[0]) == "ok    site.toml: none; the cluster's own defaults hold"
+    monkeypatch.setattr(where, "_ABOVE_THE_PACKAGE", repository)
+    monkeypatch.chdir(repository.parent)
+    file = write(repository / "site.toml", "")
+    assert str(running.slurm()[0]) == f"ok    site.toml: {file}"
+    monkeypatch.setenv("HOME", str(repository.parent))
+    assert str(running.slurm()[0]) == "ok    site.toml: ~/repository/site.toml"
+    file.write_text("partion = 1")
+    assert str(running.slurm()[0]).startswith(f"WRONG site.toml: cannot be read ({file} sets 'partion', which is no")
 
 
 def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from tests.slurm.cluster import Cluster
 
 def test_a_cluster_that_runs_two_tasks_is_right(cluster: Cluster) -> None:
     found = running.slurm()
-    assert [finding.name for finding in found] == ["partition", "Slurm job"]
+    assert [finding.name for finding in found] == ["site.toml", "partition", "Slurm job"]
     assert all(finding.ok for finding in found), found
-    assert found[1].says.startswith("2 tasks ran and saw ")
+    assert found[2].says.startswith("2 tasks ran and saw ")
     assert not list(Path.cwd().glob(".course_pp_doctor_*"))
 
 
@@ -25,7 +25,7 @@ def test_a_controller_that_is_gone_is_one_line(
     assert moved != lines
     (tmp_path / "slurm.conf").write_text("\n".join(moved) + "\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    [finding] = running.slurm()
+    _, finding = running.slurm()
     assert not finding.ok
     assert "the cluster" in finding.says
     assert "COURSE_PP_WHERE=local" in finding.remedy
