@@ -288,7 +288,7 @@ def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
 
 def quiz_of(route: Route) -> tuple[Question, ...]:
     """The questions before and after a route."""
-    return questions_about([] if route.weekly else [route.name])
+    return questions_about([route.name])
 
 
 def quiz_call(route: Route, when: str) -> str:

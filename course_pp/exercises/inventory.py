@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import string
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from course_pp.arguments import checked
+from course_pp.arguments import WrongArgument, check_arguments, checked
 from course_pp.exercises.display import Shown, Told, shows_widgets
-from course_pp.exercises.progress import STORE, When
+from course_pp.exercises.progress import STORE, Kept, When
 
 if TYPE_CHECKING:
     from course_pp.exercises.panel import Panel
@@ -99,18 +100,18 @@ def questions_about(about: Sequence[str]) -> tuple[Question, ...]:
     """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``; of none, all.
 
     Raises:
-        ValueError: a name is neither a route nor a notebook with questions.
+        NoQuiz: a name is neither a route nor a notebook with questions.
     """
     routes, notebooks = _data()["routes"], {question.notebook for question in questions()}
     for name in about:
         if name not in routes and name not in notebooks:
-            raise ValueError(f"about is {name!r}; there are {', '.join([*routes, *sorted(notebooks)])}")
-    named = {name for route in about for name in routes.get(route, ())}
-    return tuple(each for each in questions() if not about or each.name in named or each.notebook in about)
+            raise NoQuiz(f"about is {name!r}; there are {', '.join([*routes, *sorted(notebooks)])}")
+    named = {*about, *(name for route in about for name in routes.get(route, ()))}
+    return tuple(each for each in questions() if not about or {each.name, each.notebook} & named)
 
 
-class WrongAnswers(Told, ValueError):
-    """The letters do not fit the questions."""
+class NoQuiz(Told, ValueError):
+    """There are no such questions, or the answers do not fit them."""
 
 
 @checked
@@ -121,15 +122,13 @@ class Quiz(Shown):
     Attributes:
         when: ``"before"`` the course or ``"after"`` it.
         about: routes and numbers of notebooks that are asked about; empty for everything.
-        given: the answers so far, by name of question.
-        earlier: those given before the course; for the gain.
-        note: if answers could not be read or kept.
+        kept: the answers so far, before the course and after it.
+        note: if answers could not be read or kept, or do not count.
     """
 
     when: When
     about: tuple[str, ...] = ()
-    given: tuple[tuple[str, str], ...] = ()
-    earlier: tuple[tuple[str, str], ...] = ()
+    kept: Kept = field(default_factory=Kept)
     note: str = ""
 
     @property
@@ -138,31 +137,45 @@ class Quiz(Shown):
         return questions_about(self.about)
 
     @property
+    def given(self) -> Mapping[str, str]:
+        """The answers so far, by name of question."""
+        return self.kept.quiz[self.when]
+
+    def is_closed(self, question: Question) -> bool:
+        """Whether no answer to it counts any more: what is right has been told."""
+        return question.name in self.kept.quiz["after"]
+
+    @property
     def summary(self) -> str:
         """How many are answered; after the course how many are right, and what was gained."""
-        answered = sum(question.name in dict(self.given) for question in self.asked)
+        answered = sum(question.name in self.given for question in self.asked)
         text = f"{answered} of {len(self.asked)} answered"
         if self.when == "before":
-            return f'{text}. What is right is shown after the course: quiz("after").'
-        right = count_right(self.asked, self.given)
-        if not self.earlier:
+            return f"{text}. What is right is shown after the course: {self._call('after')}."
+        right, earlier = (count_right(self.asked, self.kept.quiz[when]) for when in ("after", "before"))
+        if not self.kept.quiz["before"]:
             return f"{text}, {right} right."
-        return f"{text}, {right} right; before the course it was {count_right(self.asked, self.earlier)}."
+        return f"{text}, {right} right; before the course it was {earlier}."
 
     @property
     def text(self) -> str:
         """All of it as plain text: the questions, or what is right once all are answered after the course."""
-        given = dict(self.given)
-        if self.when == "after" and all(question.name in given for question in self.asked):
-            explained = [f"{i}. {q.asks}\n   {q.explain(given[q.name])}" for i, q in enumerate(self.asked, 1)]
+        if self.when == "after" and all(question.name in self.given for question in self.asked):
+            explained = [f"{i}. {q.asks}\n   {q.explain(self.given[q.name])}" for i, q in enumerate(self.asked, 1)]
             return "\n".join(filter(None, [*explained, self.summary, self.note]))
-        only = f", about={list(self.about)}" if self.about else ""
         how = (
-            f'Answer with quiz("{self.when}", "…"{only}): a letter for each of the {len(self.asked)} questions, '
+            f"Answer with {self._call(self.when, '…')}: a letter for each of the {len(self.asked)} questions, "
             f"{NO_ANSWER} where you do not know."
         )
-        lines = [how, *(_as_text(number, question, given) for number, question in enumerate(self.asked, 1))]
+        lines = [how, *(_as_text(number, question, self.given) for number, question in enumerate(self.asked, 1))]
         return "\n".join(filter(None, [*lines, self.summary, self.note]))
+
+    def _call(self, *arguments: str) -> str:
+        """What a learner types for the same questions: ``quiz("after", about="a_day")``."""
+        words = [f'"{argument}"' for argument in arguments]
+        if self.about:
+            words.append(f"about={json.dumps(self.about[0] if len(self.about) == 1 else self.about)}")
+        return f"quiz({', '.join(words)})"
 
     def __repr__(self) -> str:
         return self.text
@@ -175,10 +188,8 @@ class Quiz(Shown):
 
     @checked
     def answer(self, question: Question, option: str | None) -> Quiz:
-        """Keep an answer, None for *I do not know*; return the quiz with it."""
-        given = {**dict(self.given), question.name: option or NO_ANSWER}
-        note = STORE.record_answers(self.when, {question.name: given[question.name]})
-        return replace(self, given=tuple(given.items()), note=note)
+        """Keep an answer, None for *I do not know*; return the quiz as it is then kept."""
+        return _answered(self.when, self.about, {question.name: option or NO_ANSWER})
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         bundle: dict[str, Any] = {"text/plain": self.text}
@@ -187,12 +198,16 @@ class Quiz(Shown):
         return bundle
 
 
-@checked
-def quiz(when: When, answers: str | None = None, about: str | Sequence[str] = ()) -> Quiz:
+def quiz(
+    when: When = None,  # type: ignore[assignment]  # refused below: a missing argument would be a traceback
+    answers: str | None = None,
+    about: str | Sequence[str] = (),
+) -> Quiz:
     """Ask thirty questions on pipeline parallelism: the same before and after the course.
 
     With ipywidgets they come one at a time, by keyboard or mouse, and each answer is kept at once. Without, they are
-    printed, and a second call takes the answers as letters.
+    printed, and a second call takes the answers as letters. After the course the first answer to a question counts.
+    Before it, an answer may be changed until the question is answered after it.
 
     Args:
         when: ``"before"`` or ``"after"`` the course. Only after it is shown what is right, and why.
@@ -200,26 +215,39 @@ def quiz(when: When, answers: str | None = None, about: str | Sequence[str] = ()
         about: ask only what these routes or notebooks teach: ``"a_day"``, ``"03"``, ``["02", "03"]``.
 
     Raises:
-        ValueError: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the questions.
+        NoQuiz: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the questions.
     """
+    try:
+        check_arguments(quiz, locals())
+    except WrongArgument as error:
+        raise NoQuiz(str(error)) from None
     about = (about,) if isinstance(about, str) else tuple(about)
     asked = questions_about(about)
-    unkept = "" if answers is None else STORE.record_answers(when, _read(asked, answers))
+    return _answered(when, about, {} if answers is None else _read(asked, answers)).show()
+
+
+def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Quiz:
+    """Keep answers, by name of question; return the quiz as it is then kept, with a note on what does not count."""
+    unkept = STORE.record_answers(when, given) if given else ""
     kept, unread = STORE.read()
-    given, earlier = (tuple(kept.quiz[each].items()) for each in (when, "before"))
-    return Quiz(when, about, given, earlier, unkept or unread).show()
+    late = [
+        str(number)
+        for number, question in enumerate(questions_about(about), 1)
+        if question.name in given and kept.quiz[when].get(question.name) != given[question.name]
+    ]
+    note = f"Not counted, as what is right was told before: the answer to {', '.join(late)}." if late else ""
+    return Quiz(when, about, kept, " ".join(filter(None, [note, unkept or unread])))
 
 
-def count_right(asked: Sequence[Question], given: tuple[tuple[str, str], ...]) -> int:
+def count_right(asked: Sequence[Question], given: Mapping[str, str]) -> int:
     """How many of the questions are answered rightly."""
-    answers = dict(given)
-    return sum(answers.get(question.name) == question.correct for question in asked)
+    return sum(given.get(question.name) == question.correct for question in asked)
 
 
 def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
     letters = "".join(letters.lower().split())
     if len(letters) != len(asked):
-        raise WrongAnswers(
+        raise NoQuiz(
             f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or - "
             "(about= asks only about some notebooks)"
         )
@@ -231,11 +259,11 @@ def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
         elif letter in known:
             chosen[question.name] = question.options[known.index(letter)]
         else:
-            raise WrongAnswers(f"answers has {letter!r} for question {number}: give one of {', '.join(known)}, or -")
+            raise NoQuiz(f"answers has {letter!r} for question {number}: give one of {', '.join(known)}, or -")
     return chosen
 
 
-def _as_text(number: int, question: Question, given: dict[str, str]) -> str:
+def _as_text(number: int, question: Question, given: Mapping[str, str]) -> str:
     options = [
         f"   {letter}) {option}" + (" (your answer)" if given.get(question.name) == option else "")
         for letter, option in zip(_LETTERS, question.options, strict=False)

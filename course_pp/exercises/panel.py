@@ -21,7 +21,7 @@ _MARK = "✓ "
 
 
 class Panel:
-    """Question, answers, Back and Next. Each answer is kept when it is given."""
+    """Question, answers, Back and Next. Each answer is kept when it is given; what is explained takes no other."""
 
     def __init__(self, quiz: Quiz) -> None:
         self.quiz = quiz
@@ -72,19 +72,27 @@ class Panel:
     def _choose(self, option: str | None) -> None:
         self.quiz = self.quiz.answer(self.quiz.asked[self.number], option)
         self._mark()
+        if self.quiz.is_closed(self.quiz.asked[self.number]):
+            self.next.focus()  # the button that was pressed is disabled now, and would leave a keyboard nowhere
 
     def _mark(self) -> None:
         """Mark the answer that was given, not by colour alone, and say that it is kept or what is right."""
         question = self.quiz.asked[self.number]
-        given = dict(self.quiz.given).get(question.name)
+        given, closed = self.quiz.given.get(question.name), self.quiz.is_closed(question)
         chosen = [
             *(option == given for option in question.options),
             given is not None and given not in question.options,
         ]
+        said = "Answered after the course: no answer before it counts any more." if closed else ""
         for button, marked in zip(self.answers, chosen, strict=True):
-            button.description = (_MARK if marked else "") + button.description.removeprefix(_MARK)
+            name = button.description.removeprefix(_MARK)
+            button.description = (_MARK if marked else "") + name
             button.button_style = "info" if marked else ""
-        said = "" if given is None else question.explain(given) if self.quiz.when == "after" else "Kept."
+            button.disabled = closed
+            if marked:
+                said = f"Counted: {name}." if closed else "Kept."
+        if self.quiz.when == "after" and given is not None:
+            said += f" {question.explain(given)}"
         self._said.value = _status(said, self.quiz.note)
 
 

@@ -131,8 +131,16 @@ class Store:
         self._change_record(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
 
     def record_answers(self, when: When, given: Mapping[str, str]) -> str:
-        """Add answers to questions, by name; return a sentence if they could not be kept."""
-        return self._change(lambda old: replace(old, quiz={**old.quiz, when: {**old.quiz[when], **given}}))
+        """Add answers to questions, by name; return a sentence if they could not be kept.
+
+        A question that is answered after the course takes no other answer, for then it is explained.
+        """
+
+        def added(old: Kept) -> Kept:
+            still_open = {name: answer for name, answer in given.items() if name not in old.quiz["after"]}
+            return replace(old, quiz={**old.quiz, when: {**old.quiz[when], **still_open}})
+
+        return self._change(added)
 
     def _change_record(self, name: str, change: Callable[[Record], Record]) -> str:
         def of_all(old: Kept) -> Kept:
@@ -188,10 +196,14 @@ def parse(content: bytes, version: int | None = None) -> Kept:
 
     Raises ValueError for anything else, and for another version than ``version`` where that is given.
     """
+    if not content.strip():
+        raise ValueError("it is empty")
     try:
         data = json.loads(content.decode())
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+    except ValueError:
+        raise ValueError("it is no JSON: a download broken off?") from None
     if not isinstance(data, dict):
         raise ValueError("it holds no exercises")
     # An export of version 2 had another mark.

@@ -12,7 +12,7 @@ from jupyter_client.manager import start_new_kernel
 pytestmark = pytest.mark.timeout(120)
 
 BEGINNING = """
-from course_pp.exercises import check, hint, progress, solution
+from course_pp.exercises import check, hint, progress, quiz, solution
 
 def bubble(p, m):
     return (p - 1) / (m + p - 1)
@@ -102,9 +102,11 @@ def test_what_is_shown_is_as_rich_as_the_last_expression_of_a_cell(run: Run) -> 
         ("solution('buble')", "there is no exercise called 'buble'. The nearest is 'bubble'."),
         ("check(len)", "there is no exercise called 'len'. They are shift, "),
         ("check('bubble')", "check takes the function itself"),
+        ("quiz()", "quiz: when is None: pass one of 'before', 'after'"),
+        ("quiz('before', about='day')", "about is 'day'; there are 45_minutes, "),
     ],
 )
-def test_an_unknown_name_is_told_without_a_traceback(run: Run, cell: str, message: str) -> None:
+def test_a_call_that_names_nothing_known_is_told_without_a_traceback(run: Run, cell: str, message: str) -> None:
     [output] = run(cell)
     [line] = output["traceback"]
     assert line.startswith(message)
