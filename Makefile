@@ -11,8 +11,19 @@ INDEX  := https://download.pytorch.org/whl/cpu
 # From the command line only: some clusters have a CPU in their environment.
 ifeq ($(origin CPU),command line)
 # Where a firewall drops what is sent there, pip would try again for each package, half an hour in all: one look first.
-LOOK := $(BIN)/python -c 'import signal, sys, urllib.request; signal.alarm(10); urllib.request.urlopen(sys.argv[1])'
-WHEELS := $$(if { $(LOOK) $(INDEX)/torch/; } >/dev/null 2>&1; then echo "--extra-index-url $(INDEX)"; \
+# Who answers, be it with a certificate or a status that only pip knows how to take, is there.
+define LOOK
+import signal, ssl, sys, urllib.error, urllib.request
+signal.alarm(10)
+try:
+    urllib.request.urlopen(sys.argv[1])
+except urllib.error.HTTPError:
+    pass
+except urllib.error.URLError as error:
+    sys.exit(not isinstance(error.reason, ssl.SSLError))
+endef
+export LOOK
+WHEELS := $$(if { $(BIN)/python -c "$$LOOK" $(INDEX)/torch/; } >/dev/null 2>&1; then echo "--extra-index-url $(INDEX)"; \
   else echo "cannot reach $(INDEX): going on with what pip is set up for, which may bring CUDA" >&2; fi)
 endif
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -1,4 +1,4 @@
-"""What a pipeline step does beside computing: accumulate, weigh unequal microbatches, pass keywords."""
+"""What a pipeline step does beside computing: weigh unequal microbatches, pass keywords."""
 
 import pytest
 import torch

@@ -50,7 +50,8 @@ def run_all_on_rank(rank: int, seeds: range) -> dict[int, list[Done]]:
     """Every schedule on as many of the ranks as it has; what each leaves on this rank, by seed."""
     groups = first_ranks(rank)
     results = {}
-    # The large ones first, for the same reason: each that does without tags makes groups on the ranks that it has.
+    # The large ones first: without tags each makes groups on its own ranks, and torch's names for groups count how many
+    # a rank has made.
     for seed in sorted(seeds, key=lambda seed: -random_schedule(seed).n_ranks):
         schedule = random_schedule(seed)
         if rank < schedule.n_ranks:
