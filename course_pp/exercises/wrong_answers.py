@@ -17,14 +17,18 @@ from typing import Any
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.formula import Formula, flawed
 
-__all__ = ["written", "wrong_answers"]
+__all__ = ["formulas_of", "written", "wrong_answers"]
+
+
+def formulas_of(exercise: Exercise) -> list[Formula]:
+    """The formula that is its grader, and those that its grader calls."""
+    there = (exercise.grade, *vars(sys.modules[exercise.solution.__module__]).values())
+    return [*dict.fromkeys(e for e in there if isinstance(e, Formula) and e.solution is exercise.solution)]
 
 
 def wrong_answers(exercise: Exercise) -> list[Callable[..., Any]]:
     """Functions that people hand in: those that a `Formula` of the grader knows, and ``wrong_answers.toml``'s."""
-    there = (exercise.grade, *vars(sys.modules[exercise.solution.__module__]).values())
-    formulas = dict.fromkeys(each for each in there if isinstance(each, Formula) and each.solution is exercise.solution)
-    known = [wrong for formula in formulas for wrong, _ in formula.wrongs]
+    known = [wrong for formula in formulas_of(exercise) for wrong, _ in formula.wrongs]
     return known + [flawed(exercise.solution, *changes.items()) for changes in _table().get(exercise.name, ())]
 
 

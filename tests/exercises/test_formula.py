@@ -1,30 +1,21 @@
 """Every wrong formula that a grader knows is told its own cause, and not that of another."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from course_pp.exercises.exercise import exercises
-from course_pp.exercises.formula import Formula
+from course_pp.exercises.wrong_answers import formulas_of
 from tests.exercises.grading import verdict_of
-
-
-def formulas() -> Iterator[tuple[str, Formula]]:
-    """By the exercise's name: those that are its grader, and those that its grader calls."""
-    for exercise in exercises():
-        names = vars(sys.modules[exercise.solution.__module__])
-        for formula in {id(each): each for each in (exercise.grade, *names.values())}.values():
-            if isinstance(formula, Formula) and formula.solution is exercise.solution:
-                yield exercise.name, formula
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "cause"),
     [
-        pytest.param(name, wrong, cause, id=f"{name}-{i}")
-        for name, formula in formulas()
+        pytest.param(exercise.name, wrong, cause, id=f"{exercise.name}-{i}")
+        for exercise in exercises()
+        for formula in formulas_of(exercise)
         for i, (wrong, cause) in enumerate(formula.wrongs)
     ],
 )
