@@ -168,6 +168,24 @@ def test_the_ranks_share_out_the_tasks_cores(clone: Path, script: str, cores: st
     assert f"--cpus-per-task={cores} " in done.stdout
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch")))
+@pytest.mark.parametrize(
+    ("active", "taken"),
+    [({"CONDA_DEFAULT_ENV": "base"}, True), ({"CONDA_DEFAULT_ENV": "own"}, False), ({"VIRTUAL_ENV": "/own"}, False)],
+    ids=["base", "conda", "venv"],
+)
+def test_without_an_active_environment_a_job_takes_that_of_make_setup(
+    clone: Path, script: str, active: dict[str, str], taken: bool
+):
+    for program in ("python", "torchrun"):
+        (clone / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (clone / ".venv" / "bin" / program).touch(mode=0o755)
+    programs = {"srun": "command -v python; command -v torchrun", "sbatch": "", "scontrol": "echo NodeAddr=127.0.0.1"}
+    done = run_by_hand(script, clone, programs, TWO_NODES | ARRAY | {"SLURM_JOB_NUM_NODES": "2"} | active)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"{clone}/.venv/bin/") == 2 * taken
+
+
 @pytest.mark.parametrize(
     ("variables", "asked"),
     [({"SLURM_JOB_ACCOUNT": "lab"}, "--account=lab "), ({}, ""), ({"SLURM_RESTART_COUNT": "1"}, None)],
