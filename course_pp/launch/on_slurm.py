@@ -1,8 +1,8 @@
 """The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node and brings back how they ended.
 
 A job serves one call after another, as the process that ranks fork from does on this machine: only the first call
-waits in the queue and for torch. It ends when no call has come for a while, sooner if others wait for its cores, when
-a call is interrupted, and with us.
+waits in the queue and for torch. It ends when no call has come for a while, sooner or between two calls if others wait
+for its cores, when a call is interrupted, and with us.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE [NAME]``, one task.
 
 Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as they are in a
-notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends; it ends
-after some seconds without a call if a job called NAME, of whomever, waits in the queue for what this one holds idly.
+notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends. If a job
+called NAME, of whomever, waits in the queue for what this one holds, it ends after some seconds without a call, or,
+where there are none, between two calls once the other has waited for its turn. It never ends during a call.
 """
 
 from __future__ import annotations
@@ -29,41 +30,62 @@ from course_pp.launch.surroundings import job_here
 _FIRST_CALL_S = 60.0
 # Between an idle job's looks at the queue. By chance, or all jobs of a class give way to the one that waits.
 _LOOK_S = 10.0, 20.0
+# By so long a wait another job has earned the turn of one whose calls follow each other without such a pause.
+_TURN_S = 60.0
 _ANSWER_LIMIT_S = 5.0
 
 
 def main(folder: Path, patience_s: float, gives_way_to: str = "") -> None:
     """Answer calls until none has come for ``patience_s`` seconds, the caller is gone, or others wait."""
     SERVERS.get()  # begins to import torch
+    others = _Others(gives_way_to) if gives_way_to else None
     numbers = _next_calls(_FIRST_CALL_S)
     while numbers:
         for number in numbers:
             print(f"{BEGUN} {number}", flush=True)
             _answer(folder, number)
             print(f"{ENDED} {number}", flush=True)
-        numbers = _next_calls(patience_s, gives_way_to)
+        numbers = [] if others and others.have_a_turn() else _next_calls(patience_s, others)
 
 
-def _next_calls(patience_s: float, gives_way_to: str = "") -> list[int]:
+def _next_calls(patience_s: float, others: _Others | None = None) -> list[int]:
     """Wait for the numbers of calls; return none if it is time to leave."""
     limit = time.monotonic() + patience_s
     while (left := limit - time.monotonic()) > 0:
-        look = random.uniform(*_LOOK_S) if gives_way_to else left
+        look = random.uniform(*_LOOK_S) if others else left
         if select.select([0], [], [], min(look, left))[0]:
             return [int(number) for number in os.read(0, 4096).split()]
-        if gives_way_to and _waits(gives_way_to):
+        if others and others.wait():
             break
     return []
 
 
-def _waits(name: str) -> bool:
-    """Return whether a job of the name waits in the partition of this one, as far as the cluster tells."""
-    argv = ["squeue", "--noheader", "--states=PD", f"--name={name}", "-o", "%i"]
-    if partition := os.environ.get("SLURM_JOB_PARTITION"):
-        argv.append(f"--partition={partition}")
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return bool(subprocess.run(argv, capture_output=True, timeout=_ANSWER_LIMIT_S).stdout.strip())
-    return False
+class _Others:
+    """Jobs of a name that wait in the partition of this one, as far as the cluster tells."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._looked_at = time.monotonic()
+        self._seen_at: dict[str, float] = {}  # by number, when it was first seen to wait
+
+    def wait(self) -> bool:
+        """Look, and return whether there are any."""
+        argv = ["squeue", "--noheader", "--states=PD", f"--name={self._name}", "-o", "%i"]
+        if partition := os.environ.get("SLURM_JOB_PARTITION"):
+            argv.append(f"--partition={partition}")
+        numbers: list[str] = []
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+            numbers = answer.stdout.split()
+        self._looked_at = time.monotonic()
+        self._seen_at = {number: self._seen_at.get(number, self._looked_at) for number in numbers}
+        return bool(numbers)
+
+    def have_a_turn(self) -> bool:
+        """Return whether one has waited for long enough; looks no more often than an idle job does."""
+        if time.monotonic() < self._looked_at + _LOOK_S[0] or not self.wait():
+            return False
+        return self._looked_at - min(self._seen_at.values()) >= _TURN_S
 
 
 def _answer(folder: Path, number: int) -> None:

@@ -1,5 +1,6 @@
 """Calls of `on_ranks` on their way to a Slurm that only pretends: whose result is whose, and what is left behind."""
 
+import contextlib
 import errno
 import os
 import pickle
@@ -102,7 +103,16 @@ def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
 IDLE = """
 from course_pp.launch import remote
 remote._LOOK_S = 0.1, 0.1
-print(remote._next_calls(1000.0, "course_pp"), flush=True)
+print(remote._next_calls(1000.0, remote._Others("course_pp")), flush=True)
+"""
+BUSY = """
+from pathlib import Path
+from types import SimpleNamespace
+from course_pp.launch import remote
+remote._LOOK_S, remote._TURN_S = (0.1, 1000.0), 0.5
+remote.SERVERS = SimpleNamespace(get=lambda: None)
+remote._answer = lambda folder, number: None
+remote.main(Path(), 1000.0, "course_pp")
 """
 
 
@@ -127,6 +137,31 @@ def test_an_idle_job_leaves_when_a_job_of_the_course_waits_and_until_then_takes_
     (tmp_path / "waiting").touch()
     assert idle(lambda node: print("2\n3", file=node.stdin, flush=True)) == "[2, 3]\n"
     assert idle(lambda node: (tmp_path / "waiting").write_text("12\n")) == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "gives_way"),
+    [("echo 12", True), ("true", False), ("date +%N", False)],
+    ids=["one", "nobody", "another-each-time"],
+)
+def test_a_job_that_is_never_idle_leaves_between_calls_once_another_has_waited_for_a_turn(
+    tools: Path, waiting: str, gives_way: bool
+) -> None:
+    pretend(tools / "squeue", waiting)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdin=pipe, stdout=pipe, bufsize=0) as node:
+        assert node.stdin
+        assert node.stdout
+        answered = 0
+        for number in range(1, 16):
+            with contextlib.suppress(BrokenPipeError):
+                node.stdin.write(b"%d\n" % number)
+            if not node.stdout.readline():
+                break
+            assert node.stdout.readline() == b"course_pp ended call %d\n" % number, "what has begun is never lost"
+            answered = number
+            time.sleep(0.1)
+        assert (2 <= answered < 15) if gives_way else answered == 15
 
 
 def test_ranks_that_run_here_although_srun_is_at_hand_say_so_once(
