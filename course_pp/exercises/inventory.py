@@ -235,7 +235,7 @@ def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Q
         for number, question in enumerate(questions_about(about), 1)
         if question.name in given and kept.quiz[when].get(question.name) != given[question.name]
     ]
-    note = f"Not counted, as what is right was told before: the answer to {', '.join(late)}." if late else ""
+    note = f"Not counted, as you had been told what is right: the answer to {', '.join(late)}." if late else ""
     return Quiz(when, about, kept, " ".join(filter(None, [note, unkept or unread])))
 
 

@@ -203,7 +203,7 @@ def parse(content: bytes, version: int | None = None) -> Kept:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     except ValueError:
-        raise ValueError("it is no JSON: a download broken off?") from None
+        raise ValueError("it is no JSON, or only a part of it") from None
     if not isinstance(data, dict):
         raise ValueError("it holds no exercises")
     # An export of version 2 had another mark.

@@ -45,10 +45,10 @@ def test_the_first_answer_after_the_course_counts_and_closes_the_question() -> N
     again = quiz("after", RIGHT, about="03")
     assert again.kept.quiz == first.kept.quiz
     assert first.note == ""
-    assert again.note == "Not counted, as what is right was told before: the answer to 1."
+    assert again.note == "Not counted, as you had been told what is right: the answer to 1."
     late = quiz("before", RIGHT, about="03")
     assert late.kept.quiz == first.kept.quiz
-    assert late.note == "Not counted, as what is right was told before: the answer to 1, 2, 3."
+    assert late.note == "Not counted, as you had been told what is right: the answer to 1, 2, 3."
     assert late.summary.startswith("3 of 3 answered.")
 
 

@@ -67,7 +67,7 @@ def test_a_class_of_twelve_files_is_counted_as_by_hand(twelve: Path) -> None:
         "broken.json is left out: "
     )
     assert report.left_out == (
-        "broken.json is left out: it is no JSON: a download broken off?",
+        "broken.json is left out: it is no JSON, or only a part of it",
         "empty.json is left out: it is empty",
         "old.json is left out: version 2, this course reads 3",
         "twice.json is left out: again.json is by the same learner, and no older",
@@ -137,7 +137,7 @@ def test_a_damaged_or_foreign_file_is_one_line_and_the_others_count(name: str, t
     [said] = report.left_out
     assert said.startswith(f"{name} is left out: ")
     assert "\n" not in said
-    assert name != "bytes.json" or said.endswith("it is no JSON: a download broken off?")
+    assert name != "bytes.json" or said.endswith("it is no JSON, or only a part of it")
 
 
 @pytest.mark.parametrize(("make", "says"), [(False, "is no folder"), (True, "has no export")])
