@@ -194,7 +194,7 @@ STORE = Store()
 def parse(content: bytes, version: int | None = None) -> Kept:
     """Read `Kept.text`; unknown fields are passed over.
 
-    Raises ValueError for anything else, and for another version than ``version`` where that is given.
+    Raises ValueError for anything else, for a newer version, and for another than ``version`` where that is given.
     """
     if not content.strip():
         raise ValueError("it is empty")
@@ -206,16 +206,16 @@ def parse(content: bytes, version: int | None = None) -> Kept:
         raise ValueError("it is no JSON, or only a part of it") from None
     if not isinstance(data, dict):
         raise ValueError("it holds no exercises")
-    # An export of version 2 had another mark.
-    if version is not None and (found := data.get(_MARK, data.get("course_pp_export"))) != version:
+    found = data.get(_MARK, data.get("course_pp_export"))  # an export of version 2 had another mark
+    if (version is not None and found != version) or (isinstance(found, int) and found > VERSION):
         raise ValueError(
-            "it is something else" if found is None else f"version {found!r:.20}, this course reads {version}"
+            "it is something else" if found is None else f"version {found!r:.20}, this course reads {VERSION}"
         )
     exercises, quiz = data.get("exercises"), data.get("quiz", {})
     if not isinstance(exercises, dict) or not isinstance(quiz, dict):
         raise ValueError("it holds no exercises")
     learner, written = data.get("learner", ""), data.get("written", 0.0)
-    if not isinstance(learner, str) or not isinstance(written, float):
+    if not isinstance(learner, str) or Path(learner).name != learner or not isinstance(written, int | float):
         raise ValueError("it does not say whose it is, or since when")
     answers: dict[str, Any] = {when: quiz.get(when, {}) for when in TIMES}
     for when, given in answers.items():
@@ -229,7 +229,9 @@ def _record(name: str, kept: Any) -> Record:
         raise ValueError(f"the entry of {name!r} is no record")
     known = {each.name: kept[each.name] for each in fields(Record) if each.name in kept}
     for each, value in known.items():
-        if type(value) is not type(getattr(Record(), each)) or not value >= 0:
+        fits = type(getattr(Record(), each)), type(value)
+        # jq and JavaScript write 8.0 as 8.
+        if fits not in ((bool, bool), (int, int), (float, float), (float, int)) or not value >= 0:
             raise ValueError(f"{each!r} of {name!r} is {value!r}")
     return Record(**known)
 

@@ -134,6 +134,8 @@ def test_what_could_not_be_kept_is_kept_by_a_look_at_the_table(progress_file: Pa
         b"[]",
         b'{"exercises": {"double": {"hints": -1}}}',
         b'{"exercises": {}, "quiz": {"before": [1]}}',
+        b'{"exercises": {}, "learner": "../ann"}',
+        b'{"exercises": {}, "course_pp_progress": 4}',
     ],
 )
 def test_a_file_that_cannot_be_read_is_put_aside(content: bytes, progress_file: Path) -> None:
@@ -142,6 +144,12 @@ def test_a_file_that_cannot_be_read_is_put_aside(content: bytes, progress_file: 
     assert progress_file.with_name("progress.json.broken").read_bytes() == content
     kept, note = Store().read()
     assert (kept.exercises, note) == ({"double": Record(correct=True, attempts=1)}, "")
+
+
+def test_a_whole_number_may_have_lost_its_point(progress_file: Path) -> None:
+    progress_file.write_text('{"exercises": {"double": {"took_minutes": 8, "begun": 5}}, "written": 5}')
+    kept, note = Store().read()
+    assert (kept.exercises["double"].took_minutes, note) == (8, "")
 
 
 @pytest.mark.parametrize(
