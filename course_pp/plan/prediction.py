@@ -33,6 +33,7 @@ class Prediction:
     Attributes:
         step_s: seconds of a step.
         parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to ``step_s``.
+        parts_by_rank: those of each pipeline rank. Where it ends earlier, the rest of the step is in its bubble.
         costs: of each stage and message, as the simulator took them, in seconds.
         timeline: the pipeline's, in seconds, up to its last backward.
     """
@@ -45,6 +46,7 @@ class Prediction:
     constants: Constants
     step_s: float
     parts: Mapping[str, float]
+    parts_by_rank: tuple[Mapping[str, float], ...] = field(repr=False)
     timeline: Timeline = field(repr=False)
     costs: Costs = field(repr=False)
 
@@ -171,8 +173,12 @@ def predict(
         latency=hops or 0.0,
     )
     timeline = simulate(layout.order(m), costs)
-    step_s, parts = _ending(model, layout, cluster, constants, timeline, times, hops)
-    return Prediction(model, layout, cluster, global_batch, seq_len, constants, step_s, parts, timeline, costs)
+    by_rank = _parts(model, layout, cluster, constants, timeline, times, hops)
+    parts = max(by_rank, key=lambda each: sum(each.values()))
+    step_s = sum(parts.values())
+    by_rank = tuple({**each, "bubble": each["bubble"] + step_s - sum(each.values())} for each in by_rank)
+    asked = model, layout, cluster, global_batch, seq_len, constants
+    return Prediction(*asked, step_s, parts, by_rank, timeline, costs)
 
 
 def check_seq_len(model: ModelConfig, seq_len: int) -> None:
@@ -185,7 +191,7 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
         )
 
 
-def _ending(
+def _parts(
     model: ModelConfig,
     layout: Layout,
     cluster: Cluster,
@@ -193,37 +199,33 @@ def _ending(
     timeline: Timeline,
     times: list[StageTime],
     hops: tuple[float, ...],
-) -> tuple[float, dict[str, float]]:
-    """Return when the last rank is done, and what it did until then."""
-    best: tuple[float, dict[str, float]] = (-1.0, {})
+) -> tuple[dict[str, float], ...]:
+    """Return what each rank does until it is done."""
+    found = []
     for rank, row in enumerate(timeline.by_rank):
         held = layout.stages(model, rank)
-        data = _data(layout, cluster, constants, held, times, timeline, rank)
-        update = optimizer_time(layout, cluster, held)
-        end = float(row[-1].end) + data + update
-        if end > best[0]:
-            # A stage counts once a microbatch, which is what it runs forward.
-            here = [times[part.stage] for span in row for part in span.action.parts if part.kind == "F"]
-            work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
-            tensor = sum(t.tensor for t in here)
-            again = sum(t.recomputed for t in here)
-            exchange = sum(t.exchange for t in here)
-            waits_again = sum(t.waits_again for t in here)
-            busy = float(timeline.busy[rank])
-            idle = float(row[-1].end) - busy
-            ramps = min(idle, 2.0 * sum(hops[: len(timeline.by_rank) - 1]))
-            parts = {
-                "compute": work - tensor - exchange - again + waits_again,
-                "recompute": again - waits_again,
-                "tensor": tensor,
-                "expert exchange": exchange,
-                "bubble": idle - ramps,
-                "point-to-point": ramps,
-                "data": data + busy - work,
-                "optimizer": update,
-            }
-            best = (end, parts)
-    return best
+        # A stage counts once a microbatch, which is what it runs forward.
+        here = [times[part.stage] for span in row for part in span.action.parts if part.kind == "F"]
+        work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
+        tensor = sum(t.tensor for t in here)
+        again = sum(t.recomputed for t in here)
+        exchange = sum(t.exchange for t in here)
+        waits_again = sum(t.waits_again for t in here)
+        busy = float(timeline.busy[rank])
+        idle = float(row[-1].end) - busy
+        ramps = min(idle, 2.0 * sum(hops[: len(timeline.by_rank) - 1]))
+        parts = {
+            "compute": work - tensor - exchange - again + waits_again,
+            "recompute": again - waits_again,
+            "tensor": tensor,
+            "expert exchange": exchange,
+            "bubble": idle - ramps,
+            "point-to-point": ramps,
+            "data": _data(layout, cluster, constants, held, times, timeline, rank) + busy - work,
+            "optimizer": optimizer_time(layout, cluster, held),
+        }
+        found.append(parts)
+    return tuple(found)
 
 
 def _data(
@@ -272,16 +274,17 @@ _ROUNDING = 1e-9
 def explain(first: Prediction, second: Prediction) -> str:
     """Compare two predictions line by line: what was asked where it differs, where the time goes, what is held.
 
-    The last line is the reason in one sentence.
+    Times are means over pipeline ranks, as :func:`causes` takes them. The last line is the reason in one sentence.
     """
     rows: list[tuple[str, ...]] = [("", str(first.layout), str(second.layout), "second − first")]
     rows += [(name, a, b) for name, a, b in _asked(first, second)]
     largest = max(first.step_s, second.step_s)
     rows.append(_row("step, s", first.step_s, second.step_s, largest))
+    ours, theirs = _shares(first), _shares(second)
     rows += [
-        _row(f"  {part}", first.parts[part], second.parts[part], largest)
-        for part in PARTS
-        if max(first.parts[part], second.parts[part]) > _ROUNDING * largest
+        _row(f"  {part}", ours[part], theirs[part], largest)
+        for part in ours
+        if max(ours[part], theirs[part]) > _ROUNDING * largest
     ]
     rows.append(("MFU", f"{first.mfu:.1%}", f"{second.mfu:.1%}", f"{_less(first.mfu, second.mfu, 1.0):+.1%}"))
     fullest = [max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (first, second)]
@@ -310,13 +313,88 @@ def reason(quicker: Prediction, slower: Prediction) -> str:
     told = {"pp", "tp", "dp_shard", "dp_replicate", "ep", "schedule", "n_chunks", "microbatch_size", "ac"}
     unsaid = (each for each in _differing(quicker.layout, slower.layout) if each[0] not in told)
     what += [f"{name}={a}, not {b}" for name, a, b in unsaid]
-    saved = {part: slower.parts[part] - quicker.parts[part] for part in PARTS}
-    part, paid = max(saved, key=lambda each: saved[each]), min(saved, key=lambda each: saved[each])
     less = slower.step_s - quicker.step_s
-    because = f"{part} takes {saved[part]:.3g} s less"
-    if saved[paid] < -_ROUNDING * slower.step_s:
-        because += f" and {paid} only {-saved[paid]:.3g} s more"
-    return f"{', '.join(what)}: {less:.3g} of {slower.step_s:.3g} s less, as {because}."
+    because = mainly(causes(quicker, slower), "s")
+    return f"{', '.join(what)}: {less:.3g} of {slower.step_s:.3g} s less, {because}."
+
+
+def causes(quicker: Prediction, slower: Prediction) -> list[tuple[float, str]]:
+    """Return what makes one prediction quicker: seconds that it saves, negative where it takes more, and their cause.
+
+    Each is a mean over pipeline ranks. All named together are the difference of the steps, give or take a quarter.
+    """
+    ours, theirs = _shares(quicker), _shares(slower)
+    saved = {part: theirs[part] - ours[part] for part in ours}
+    found = []
+    for seconds, part in largest_terms(saved):
+        ranks = f" ({_uneven_ranks(slower if seconds > 0 else quicker)})" if part == _UNEVEN else ""
+        found.append((seconds, part + ranks))
+    return found
+
+
+def largest_terms(terms: Mapping[str, float]) -> list[tuple[float, str]]:
+    """Return the largest terms of a sum: first those above zero, then those below.
+
+    Of either, those left out are together at most a quarter of the sum.
+    """
+    found: list[tuple[float, str]] = []
+    for sign in (1, -1):
+        left = {name: abs(term) for name, term in terms.items() if sign * term > 0}
+        while sum(left.values()) > abs(sum(terms.values())) / 4:
+            name = max(left, key=lambda each: left[each])
+            found.append((sign * left.pop(name), name))
+    return found
+
+
+def mainly(found: Sequence[tuple[float, str]], unit: str) -> str:
+    """Return in words what :func:`largest_terms` found, of what is less."""
+    saved = _listed([f"{n:.3g} {unit} of {_IN_WORDS.get(what, what)}" for n, what in found if n > 0])
+    paid = _listed([f"{-n:.3g} {unit} more of {_IN_WORDS.get(what, what)}" for n, what in found if n < 0])
+    return f"mainly {saved}, but {paid}" if paid else f"mainly {saved}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    *some, last = words or [""]
+    return f"{', '.join(some)} and {last}" if some else last
+
+
+_UNEVEN = "uneven stages"
+_IN_WORDS = {
+    "tensor": "tensor-parallel sums",
+    "data": "data-parallel traffic",
+    "point-to-point": "point-to-point messages",
+    "unreduced": "unreduced gradients",
+    "gathered": "gathered parameters",
+}
+
+
+def _shares(prediction: Prediction) -> dict[str, float]:
+    """Return the seconds of a step by kind, as means over pipeline ranks.
+
+    A rank waits for the busiest as long as that one works longer: for uneven stages. The bubble is the rest, in which
+    the busiest rank waits too.
+    """
+    ranks, busy = prediction.parts_by_rank, [float(each) for each in prediction.timeline.busy]
+    mean = {part: sum(each[part] for each in ranks) / len(ranks) for part in PARTS}
+    uneven = min(max(busy) - sum(busy) / len(busy), mean["bubble"])
+    return {**mean, "bubble": mean["bubble"] - uneven, _UNEVEN: uneven}
+
+
+def _uneven_ranks(prediction: Prediction) -> str:
+    """Return how long the busiest rank works and the idlest, and what the busiest holds more of."""
+    busy = [float(each) for each in prediction.timeline.busy]
+    most, least = busy.index(max(busy)), busy.index(min(busy))
+    ours, theirs = (prediction.layout.stages(prediction.model, rank) for rank in (most, least))
+    more = ["the head"] if any(stage.is_last for stage in ours) else []
+    for name, kind in (("n_layers", "layers"), ("n_sparse", "layers of experts")):
+        a, b = (sum(getattr(stage, name) for stage in stages) for stages in (ours, theirs))
+        if a > b:
+            more.append(f"{a} {kind} to {b}")
+    holding = f", with {_listed(more)}," if more else ""
+    return (
+        f"pipeline rank {most}{holding} is busy for {max(busy):.3g} s, rank {least} for {min(busy):.3g} s, "
+        f"a rank on average for {sum(busy) / len(busy):.3g} s"
+    )
 
 
 def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, str]]:

@@ -1,8 +1,9 @@
 """The fastest layouts that fit: those that the stack takes, ranked in closed form, the best simulated."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Literal
 
@@ -10,7 +11,7 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout, check_ep, cut_by_tp
 from course_pp.plan.memory import memory_of_rank
-from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, predict, reason
+from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, largest_terms, mainly, predict, reason
 from course_pp.plan.timing import Constants, beyond, data_parallel_times, optimizer_time, stage_time, transfers
 from course_pp.sizes import ModelConfig
 
@@ -73,6 +74,7 @@ def _expert_parallel(model: ModelConfig, dp_shard: int) -> list[int]:
     return [ep for ep in found if ep == 1 or columns % (dp_shard // ep) == 0]
 
 
+@lru_cache(maxsize=20_000)  # a search asks for the same layouts again, on a cluster with other links or less memory
 def quick_memory(model: ModelConfig, layout: Layout, global_batch: int, seq_len: int) -> float:
     """Return the bytes of the first or the last pipeline rank, whichever is fuller; in closed form."""
     m = layout.n_microbatches(global_batch)
@@ -121,27 +123,25 @@ class _Asked:
     like: Layout
     ep: int | None
 
-    def held(self, *, small: bool = False) -> list[tuple[float, Layout]]:
-        """Return each layout behind its bytes in closed form."""
+    def layouts(self, *, small: bool = False) -> list[Layout]:
         found = layouts(self.model, self.cluster, self.global_batch, self.seq_len, self.like, small=small)
-        return [
-            (quick_memory(self.model, each, self.global_batch, self.seq_len), each)
-            for each in found
-            if self.ep in (None, each.ep)
-        ]
+        return [each for each in found if self.ep in (None, each.ep)]
+
+    def bytes_of(self, layout: Layout) -> float:
+        return quick_memory(self.model, layout, self.global_batch, self.seq_len)
 
     def predict(self, layout: Layout) -> Prediction:
         return predict(self.model, layout, self.cluster, self.global_batch, self.seq_len, self.constants)
 
-    def fastest(self, held: Iterable[tuple[float, Layout]], n_best: int) -> tuple[list[Prediction], float]:
+    def fastest(self, found: list[Layout], n_best: int) -> tuple[list[Prediction], float]:
         """Return the best that fit, best first, and the fewest bytes of those that were simulated."""
         budget, sizes = self.cluster.gpu.memory * USABLE_MEMORY, (self.global_batch, self.seq_len)
-        layouts = [layout for n_bytes, layout in held if n_bytes <= budget]
-        times = [quick_time(self.model, each, self.cluster, self.constants, *sizes) for each in layouts]
+        found = [each for each in found if self.bytes_of(each) <= budget]
+        times = [quick_time(self.model, each, self.cluster, self.constants, *sizes) for each in found]
         best: list[Prediction] = []
         least = math.inf
-        for i in sorted(range(len(layouts)), key=times.__getitem__):
-            prediction = self.predict(layouts[i])
+        for i in sorted(range(len(found)), key=times.__getitem__):
+            prediction = self.predict(found[i])
             least = min(least, max(prediction.total_memory))
             if prediction.fits:
                 best.append(prediction)
@@ -185,12 +185,12 @@ def plan(
     constants, like = constants or Constants(), like or Layout()
     like = like if precision is None else like.with_(precision=precision)
     asked = _Asked(model, cluster, global_batch, seq_len, constants, like, ep)
-    held = asked.held()
-    if not held:
+    found = asked.layouts()
+    if not found:
         raise ValueError(_why_no_mesh(model, cluster, global_batch, seq_len, ep))
-    best, least = asked.fastest(held, n_best)
+    best, least = asked.fastest(found, n_best)
     if not best:  # where something was simulated, the closed form was too kind to it
-        raise ValueError(_why_none(asked, least if least < math.inf else min(n_bytes for n_bytes, _ in held)))
+        raise ValueError(_why_none(asked, least if least < math.inf else min(map(asked.bytes_of, found))))
     return best
 
 
@@ -231,8 +231,9 @@ def _why_none(asked: _Asked, least: float) -> str:
 
 
 def _one_fits(asked: _Asked) -> bool:
-    n_bytes, layout = min(asked.held(small=True), key=lambda each: each[0], default=(math.inf, None))
-    return layout is not None and n_bytes <= asked.cluster.gpu.memory * USABLE_MEMORY and asked.predict(layout).fits
+    layout = min(asked.layouts(small=True), key=asked.bytes_of, default=None)
+    budget = asked.cluster.gpu.memory * USABLE_MEMORY
+    return layout is not None and asked.bytes_of(layout) <= budget and asked.predict(layout).fits
 
 
 _CHANGES: dict[str, Callable[[Cluster, int], Cluster]] = {
@@ -253,15 +254,15 @@ def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
         ep: as :func:`plan` got it.
     """
     asked = _Asked(best.model, best.cluster, best.global_batch, best.seq_len, best.constants, best.layout, ep)
-    held = asked.held()
-    cut = [each for each in held if each[1].pp > 1]
+    held = asked.layouts()
+    cut = [each for each in held if each.pp > 1]
     fitting, _ = asked.fastest(cut, 1)
     if fitting and fitting[0].step_s <= best.step_s:
         return f"A pipeline is no slower: {fitting[0]}."
     if fitting:
         why = reason(best, fitting[0])
     elif cut:
-        why = _why_too_large(best, asked.predict(min(cut, key=lambda each: each[0])[1]))
+        why = _why_too_large(best, asked.predict(min(cut, key=asked.bytes_of)))
     else:
         why = f"no number of stages from 2 to n_layers={best.model.n_layers} divides n_gpus={best.cluster.n_gpus} and "
         why += f"leaves data ranks that divide global_batch={best.global_batch}."
@@ -275,19 +276,17 @@ def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
 
 def _why_too_large(best: Prediction, smallest: Prediction) -> str:
     ours, its = (max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (best, smallest))
-    kind = max(its, key=lambda name: its[name] - ours[name])
+    more = largest_terms({kind: (its[kind] - ours[kind]) / 1e9 for kind in its})
     return (
         f"none fits. The smallest, {smallest.layout}, takes {max(smallest.total_memory) / 1e9:.3g} GB of the "
-        f"{smallest.budget / 1e9:.3g} that a GPU can give, {(its[kind] - ours[kind]) / 1e9:.3g} GB more for {kind} "
-        f"than {best.layout}."
+        f"{smallest.budget / 1e9:.3g} that a GPU can give. {best.layout} takes "
+        f"{(sum(its.values()) - sum(ours.values())) / 1e9:.3g} GB less, {mainly(more, 'GB')}."
     )
 
 
-def _pipeline_wins(
-    asked: _Asked, held: list[tuple[float, Layout]], change: Callable[[Cluster, int], Cluster], n: int
-) -> bool:
+def _pipeline_wins(asked: _Asked, held: list[Layout], change: Callable[[Cluster, int], Cluster], n: int) -> bool:
     asked, before = replace(asked, cluster=change(asked.cluster, n)), asked.cluster
     if asked.cluster.n_gpus != before.n_gpus:
-        held = asked.held()
+        held = asked.layouts()
     found, _ = asked.fastest(held, 1)
     return bool(found) and found[0].layout.pp > 1

@@ -14,7 +14,7 @@ from course_pp.parallel.schedules import order_of
 from course_pp.plan import Constants, Layout, cluster_of, explain, gpu_named, model_named, plan, predict
 from course_pp.plan.calibration import MEGATRON
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
-from course_pp.plan.prediction import PARTS, reason
+from course_pp.plan.prediction import causes, reason
 from course_pp.plan.timing import data_parallel_times, model_flops, stage_time, transfers
 
 NODE = cluster_of("2x8xA100")
@@ -120,12 +120,10 @@ def test_of_published_models_the_best_layout_fits_and_is_as_fast_as_the_publishe
     assert best.fits
     assert best.step_s <= published.step_s
     told = script["why"](published, best)
-    # One sentence, made of the two layouts and the part that shrinks most.
+    # One sentence, made of the two layouts and what is saved most of.
     if best.layout != published.layout:
-        part = max(PARTS, key=lambda name: published.parts[name] - best.parts[name])
         assert f"{best.layout} instead of {published.layout}" in told
-        assert f"as {part} takes" in told
-        assert told.endswith(" more.") or told.endswith(" less.")
+        assert f"less, mainly {causes(best, published)[0][0]:.3g} s of " in told
         assert re.search(r"\.\s", told) is None
 
 
@@ -154,13 +152,15 @@ def test_freed_parameters_are_gathered_for_every_backward():
 def test_two_predictions_are_compared_without_their_rounding_errors():
     layout = Layout(pp=4, tp=2, dp_shard=2)
     first = predicted(layout)
-    shaken = replace(first, step_s=first.step_s * (1 + 1e-15), parts={k: v + 1e-16 for k, v in first.parts.items()})
+    by_rank = tuple({part: n + 1e-16 for part, n in parts.items()} for parts in first.parts_by_rank)
+    shaken = replace(first, step_s=first.step_s * (1 + 1e-15), parts_by_rank=by_rank)
     told = explain(first, shaken)
     assert "e-" not in told
     assert told.endswith("Both take the same time.")
     assert all(line.split()[-1] in ("+0", "+0.0%") for line in told.splitlines()[1:-1])
     second = predicted(layout.with_(ac="full"))
-    assert "e-" not in explain(replace(first, parts={**first.parts, "recompute": 1e-17}), second)
+    little = tuple({**parts, "recompute": 1e-17} for parts in first.parts_by_rank)
+    assert "e-" not in explain(replace(first, parts_by_rank=little), second)
 
 
 def test_what_was_asked_is_named_where_it_differs():
@@ -317,20 +317,70 @@ def test_the_table_is_printed(capsys):
     assert len(told_by_command(capsys, "gpt-18b", "5x1xA100", 5, 2048).splitlines()) == 6
 
 
+def with_and_without_pipeline(model, cluster, batch, seq_len):
+    found = plan(model_named(model), cluster_of(cluster), batch, seq_len, n_best=1000)
+    return found[0], next(each for each in found if each.layout.pp > 1)
+
+
+def test_a_rank_with_the_head_makes_the_others_wait_and_is_no_bubble():
+    best, piped = with_and_without_pipeline("gpt2", "1x2xH100", 64, 1024)
+    [(seconds, words)] = causes(best, piped)
+    busy, less = [float(each) for each in piped.timeline.busy], piped.step_s - best.step_s
+    assert seconds == pytest.approx(max(busy) - sum(busy) / 2)
+    assert seconds == pytest.approx(less, rel=0.25)
+    assert words == (
+        f"uneven stages (pipeline rank 1, with the head, is busy for {busy[1]:.3g} s, rank 0 for {busy[0]:.3g} s, "
+        f"a rank on average for {sum(busy) / 2:.3g} s)"
+    )
+
+
+def layers_to_share(n_layers):
+    return predict(replace(GPT, n_layers=n_layers, vocab_size=8), Layout(pp=2, tp=8), NODE, 64, 2048)
+
+
+def test_more_layers_on_a_rank_are_named():
+    found = causes(layers_to_share(4), layers_to_share(5))
+    assert any("with 3 layers to 2, is busy" in words for _, words in found)
+
+
+SHARDS = Layout(dp_shard=16)
+
+
+@pytest.mark.parametrize(
+    ("quicker", "slower", "cause"),
+    [
+        (predicted(SHARDS, batch=16), predicted(Layout(pp=8, dp_shard=2), batch=16), "bubble"),
+        (predicted(SHARDS), predicted(SHARDS.with_(ac="full")), "recompute"),
+        (predicted(SHARDS), predicted(SHARDS.with_(reshard=True, overlap=False)), "data"),
+        (predicted(SHARDS), predicted(Layout(tp=8, dp_shard=2)), "tensor"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_causes_are_named_until_they_are_most_of_the_difference(quicker, slower, cause):
+    found, less = causes(quicker, slower), slower.step_s - quicker.step_s
+    assert found[0][1] == cause
+    assert sum(seconds for seconds, _ in found) == pytest.approx(less, abs=less / 4)
+    if slower.layout.pp == 1:
+        assert found[0][0] == pytest.approx(slower.parts[cause] - quicker.parts[cause])
+    else:  # the busiest rank waits as well, for messages too
+        busiest = max(float(each) for each in slower.timeline.busy)
+        assert 0 < slower.step_s - busiest - found[0][0] < 0.1 * slower.step_s
+    saved = [seconds for seconds, _ in found if seconds > 0]
+    assert saved == sorted(saved, reverse=True)
+
+
 def told_by_command(capsys, model, cluster, batch, seq_len):
     command = f"plan --model {model} --cluster {cluster} --batch {batch} --seq-len {seq_len}"
     assert main(command.split()) == 0
     return capsys.readouterr().out
 
 
-def test_a_last_line_says_which_part_of_the_step_is_against_a_pipeline_and_what_would_change_that(capsys):
+def test_a_last_line_says_what_is_against_a_pipeline_and_what_would_change_that(capsys):
     last = told_by_command(capsys, "gpt2", "2x1xA100", 8, 1024).splitlines()[-1]
-    found = plan(model_named("gpt2"), cluster_of("2x1xA100"), 8, 1024, n_best=1000)
-    best, piped = found[0], next(each for each in found if each.layout.pp > 1)
-    saved = {part: piped.parts[part] - best.parts[part] for part in PARTS}
-    part = max(saved, key=saved.get)
+    best, piped = with_and_without_pipeline("gpt2", "2x1xA100", 8, 1024)
     assert f"{best.layout} instead of {piped.layout}: {piped.step_s - best.step_s:.3g} of " in last
-    assert f"as {part} takes {saved[part]:.3g} s less" in last
+    for seconds, words in causes(best, piped):
+        assert f"{abs(seconds):.3g} s {'more ' * (seconds < 0)}of {words.split('data')[0]}" in last
     assert last.endswith(
         "A pipeline would be fastest with 2 times the nodes or with 1/2 of the bandwidth between nodes."
     )
@@ -344,10 +394,10 @@ def test_a_last_line_says_which_part_of_the_step_is_against_a_pipeline_and_what_
     [
         (
             ("gpt-39b", "11x1xA100", 11, 2048),
-            ["none fits", "GB of the 73.6", "more for optimizer", "2 times the nodes"],
+            ["none fits", "GB of the 73.6", "GB less, mainly", "of optimizer", "2 times the nodes"],
         ),
         (("gpt2", "29x1xA100", 58, 1024), ["from 2 to n_layers=12 divides n_gpus=29", "2 times the nodes"]),
-        (("article", "1x4xlaptop", 16, 512), ["as bubble takes", "Nor would", "16 times the nodes", "1/16"]),
+        (("article", "1x4xlaptop", 16, 512), ["mainly", "uneven stages", "Nor would", "16 times the nodes", "1/16"]),
     ],
 )
 def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys, asked, words):
