@@ -265,7 +265,7 @@ def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
         why = _why_too_large(best, asked.predict(min(cut, key=asked.bytes_of)))
     else:
         why = f"no number of stages from 2 to n_layers={best.model.n_layers} divides n_gpus={best.cluster.n_gpus} and "
-        why += f"leaves data ranks that divide global_batch={best.global_batch}."
+        why += f"leaves data ranks that divide global_batch={best.global_batch}{f', in groups of {ep=}' if ep else ''}."
     for n in _FACTORS:
         found = [words.format(n) for words, change in _CHANGES.items() if _pipeline_wins(asked, held, change, n)]
         if found:

@@ -369,9 +369,9 @@ def test_causes_are_named_until_they_are_most_of_the_difference(quicker, slower,
     assert saved == sorted(saved, reverse=True)
 
 
-def told_by_command(capsys, model, cluster, batch, seq_len):
+def told_by_command(capsys, model, cluster, batch, seq_len, *more):
     command = f"plan --model {model} --cluster {cluster} --batch {batch} --seq-len {seq_len}"
-    assert main(command.split()) == 0
+    assert main([*command.split(), *more]) == 0
     return capsys.readouterr().out
 
 
@@ -397,6 +397,7 @@ def test_a_last_line_says_what_is_against_a_pipeline_and_what_would_change_that(
             ["none fits", "GB of the 73.6", "GB less, mainly", "of optimizer", "2 times the nodes"],
         ),
         (("gpt2", "29x1xA100", 58, 1024), ["from 2 to n_layers=12 divides n_gpus=29", "2 times the nodes"]),
+        (("mixtral-8x7b", "1x8xH200", 64, 2048, "--ep=8"), ["divide global_batch=64, in groups of ep=8."]),
         (("article", "1x4xlaptop", 16, 512), ["mainly", "uneven stages", "Nor would", "16 times the nodes", "1/16"]),
     ],
 )
