@@ -9,12 +9,12 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from course_pp.exercises.exercise import Exercise, exercises_of, find
+from course_pp.exercises.exercise import Exercise, exercises_of, find, number_of
 from course_pp.exercises.inventory import Question, questions_about
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -30,12 +30,14 @@ class Part:
         sections: ``("1", "3")``; empty for all of them.
         exercises: names of functions.
         pause: minutes of a break after it.
+        running: minutes more for *On the cluster*, in which all start a run.
     """
 
     notebook: str
     sections: tuple[str, ...] = ()
     exercises: tuple[str, ...] = ()
     pause: int = 0
+    running: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Route:
         parts: in order.
         skipped: what to leave out, and say so.
         set_up: minutes until all have opened their copy.
+        hand_in: minutes until all have sent their file and filled in the form.
         weekly: whether each part has a meeting of its own, and its exercises are homework.
     """
 
@@ -60,6 +63,7 @@ class Route:
     parts: tuple[Part, ...]
     skipped: str
     set_up: int
+    hand_in: int
     weekly: bool = False
 
 
@@ -72,6 +76,7 @@ ROUTES = (
         (Part("02", ("1", "2"), ("bubble",)), Part("03", ("1", "2"), ("order_1f1b",))),
         "all steps by hand, messages, clusters; show the figures of 04 and 05 as an outlook",
         set_up=3,
+        hand_in=2,
     ),
     Route(
         "90_minutes",
@@ -85,6 +90,7 @@ ROUTES = (
         ),
         "memory budgets, latency, clinics",
         set_up=5,
+        hand_in=2,
     ),
     Route(
         "180_minutes",
@@ -100,32 +106,38 @@ ROUTES = (
         ),
         "all-reduce, interleaved stages, bug clinics; give `accumulate` and one clinic as homework",
         set_up=10,
+        hand_in=5,
     ),
     Route(
         "a_day",
-        "A day (six hours in the room, an hour and a half of breaks)",
+        "A day (seven and a half hours, 100 minutes of them breaks)",
         450,
         "cut a model in two dimensions, and start it on a cluster",
         (
             Part("00", (), ("shift",), pause=15),
-            Part("01", ("1", "2", "3", "4", "On the cluster"), ("assign_layers",)),
+            Part("01", ("1", "2", "3", "4", "On the cluster"), ("assign_layers",), pause=5, running=3),
             Part("02", (), ("bubble", "afab_order", "accumulate"), pause=60),
             Part("03", (), ("order_1f1b", "step_without_deadlock"), pause=15),
-            Part("04", ("1", "2", "6"), ("warm_up_forwards",)),
-            Part("05", ("1", "2", "3", "5", "7"), ("order_zb_h1",)),
-            Part("07", ("1", "2", "3", "4", "On the cluster"), ("neighbours",)),
+            Part("04", ("1",)),
+            Part("05", ("1", "2", "3", "5", "7"), ("order_zb_h1",), pause=5),
+            Part("07", ("1", "2", "3", "4", "On the cluster"), ("neighbours",), running=7),
         ),
         "PipeDream, FSDP's policies, checkpoints",
         set_up=15,
+        hand_in=5,
     ),
     Route(
         "a_semester",
         "A semester, a notebook a week",
         60,
         "plan a run, train it, and let it survive a crash",
-        tuple(Part(f"{number:02}") for number in range(14)),
-        "nothing; the exercises are homework, `progress().to_json(path)` is handed in",
+        (
+            *(Part(f"{number:02}") for number in range(13)),
+            Part("13", ("1", "2", "3", "4", "5", "6", "Recap"), tuple(each.name for each in exercises_of("13")[:-1])),
+        ),
+        "the last clinic, which leaves time to hand in; the exercises are homework",
         set_up=10,
+        hand_in=5,
         weekly=True,
     ),
 )
@@ -200,12 +212,14 @@ def _length(cell: dict) -> int:
 def chosen(part: Part) -> list[Section]:
     """The sections of a part of a route. Raises ValueError for one that the notebook does not have."""
     sections = sections_of(part.notebook)
-    if not part.sections or not sections:
-        return list(sections)
-    for beginning in part.sections:
+    for beginning in part.sections if sections else ():
         if not any(_begins(section, beginning) for section in sections):
             raise ValueError(f"notebook {part.notebook} has no section {beginning!r}: mend docs/routes.py")
-    return [section for section in sections if any(_begins(section, each) for each in part.sections)]
+    return [
+        replace(section, minutes=section.minutes + part.running * section.title.startswith("On the cluster"))
+        for section in sections
+        if not part.sections or any(_begins(section, each) for each in part.sections)
+    ]
 
 
 def _begins(section: Section, beginning: str) -> bool:
@@ -215,6 +229,13 @@ def _begins(section: Section, beginning: str) -> bool:
 def exercises_in(part: Part) -> tuple[Exercise, ...]:
     """The exercises of a part of a route; a whole notebook that names none has all of its own."""
     return tuple(map(find, part.exercises)) if part.sections or part.exercises else exercises_of(part.notebook)
+
+
+def left_for_home(part: Part) -> list[Exercise]:
+    """The exercises that stand in its sections and are not to be done in the room."""
+    text = "".join(cell["source"] for section in chosen(part) for cell in section.cells)
+    written = [each for each in exercises_of(part.notebook) if f"### Exercise {number_of(each)} " in text]
+    return [each for each in written if each not in exercises_in(part)]
 
 
 def minutes_of(part: Part) -> tuple[int, int]:
@@ -242,7 +263,8 @@ class Row:
         week: 1, 2, … where each part has a meeting of its own, else 0.
         begins: minutes after midnight.
         minutes: until the next line.
-        what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"break"``, ``"lunch"``, or the notebook's title.
+        what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"hand in and form"``, ``"break"``, ``"lunch"``,
+            or the notebook's title.
         part: of the route, None beside the notebooks.
         questions: those of the minutes that are left for questions.
     """
@@ -271,7 +293,7 @@ def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
     rows = []
     for meeting, parts in enumerate(meetings, start=1):
         first = [("set-up", route.set_up), ("quiz before", asked)] if meeting == 1 else []
-        last = [("quiz after", asked)] if meeting == len(meetings) else []
+        last = [("quiz after", asked), ("hand in and form", route.hand_in)] if meeting == len(meetings) else []
         work = [minutes_of(part)[0] if route.weekly else sum(minutes_of(part)) for part in parts]
         left = route.minutes - sum(work) - sum(part.pause for part in parts) - sum(each for _, each in first + last)
         lines: list[tuple] = [*first]
@@ -317,8 +339,8 @@ def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
         "# Routes",
         "",
         "A section takes a minute, and its share, by length, of the other minutes that its notebook states. Exercises "
-        "bring their own, a question of the quiz half a minute. What is left of the time is for questions. "
-        "`make slides` makes one deck a route.",
+        "bring their own, a question of the quiz half a minute, runs on a cluster some more. What is left of the time "
+        "is for questions. `make slides` makes one deck a route.",
         "",
     ]
     for route in routes:

@@ -168,8 +168,31 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
 
 
 _AROUND = {
-    "set-up": "Open your own copy, `make lab`, and run the first cell. Red? `make doctor` says why.",
-    "quiz": "In a new cell:\n\n    from course_pp.exercises import quiz\n    {call}",
+    "set-up": """\
+Open your own copy and run the first cell. In the course's folder:
+
+    make lab
+
+On a login node that all share, in a folder of your own:
+
+    PATH_TO/.venv/bin/python -m course_pp lab --folder my_course
+
+Red? `make doctor`, or `PATH_TO/.venv/bin/python -m course_pp doctor`, says why.""",
+    "quiz": """\
+In a new cell:
+
+    from course_pp.exercises import quiz
+    {call}""",
+    "hand": """\
+In a new cell:
+
+    from course_pp.exercises import progress
+    progress().to_json(".")
+
+It writes exercises and quiz, and no name, to `ID.json` beside the notebook: send or upload that file. If the teacher
+names a folder, write its path in place of the point.
+
+Then fill in the form.""",
     "break": "Back at {end}.",
     "lunch": "Back at {end}.",
 }

@@ -86,6 +86,13 @@ def test_every_route_fits_its_time_and_leaves_a_tenth_of_it_for_questions():
         used = sum(row.minutes - row.questions for row in rows)
         assert 0.7 * route.minutes * meetings <= used <= 0.9 * route.minutes * meetings, route.title
         assert all(row.questions >= 0 for row in rows)
+        assert [row.minutes >= 2 for row in rows if row.what.startswith("hand in")] == [True], route.title
+        if not route.weekly:
+            bounds = [row for row in rows if row.what in ("break", "lunch")]
+            begins = [rows[0].begins, *(row.begins + row.minutes for row in bounds)]
+            ends = [*(row.begins for row in bounds), rows[0].begins + route.minutes]
+            longest = max(end - begin for begin, end in zip(begins, ends, strict=True))
+            assert longest <= (75 if route.name == "a_day" else 95), (route.title, longest)
         for row, following in pairwise(rows):
             assert following.begins == (9 * 60 if following.week > row.week else row.begins + row.minutes)
         [row] = re.findall(rf"^\| {route.title.split(',')[0].split(' (')[0].lower()} \|.*", listed, re.M)
