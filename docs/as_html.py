@@ -1,4 +1,4 @@
-"""Markdown and figures of notebooks as HTML that needs nothing else: for slides and handouts."""
+"""What slides and handouts take from cells of notebooks: prose and figures as HTML, what tells a result, code."""
 
 import re
 from html import escape
@@ -26,3 +26,44 @@ def figures(cell: dict) -> list[str]:
             data = "".join(picture).replace("\n", "")
             shown.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
     return shown
+
+
+def spoken(markdown: str) -> str:
+    """Prose without what neither a wall nor paper has: pictures that play, and the references that numbers name."""
+    return re.sub(r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+ )?\d+)*\]", "", markdown)
+
+
+def printed(cell: dict) -> str:
+    """What a cell has printed."""
+    return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
+
+
+def guessed(cell: dict) -> bool:
+    """Whether a cell compares a guess with a measurement."""
+    return "you have not guessed" in printed(cell)
+
+
+def blocks(markdown: str) -> list[str]:
+    """Paragraphs; an exercise or something folded stays whole."""
+    return re.findall(r"^### Exercise.*?(?=^#|\Z)|^<details>.*?</details>|^[^\n].*?(?=\n\n|\Z)", markdown, re.S | re.M)
+
+
+def to_see(block: str) -> bool:
+    """Whether it is a command, a table or a formula of its own."""
+    return block.startswith(("    ", "|", "$$"))
+
+
+def after_a_guess(markdown: str) -> tuple[list[str], list[str]]:
+    """The blocks below a measurement that say what to think of it, and the others."""
+    found, n = blocks(markdown), 0
+    while n < len(found) and not found[n].startswith(("#", "**Predict", "<")):
+        if n and not to_see(found[n]) and not found[n - 1].endswith(":"):
+            break
+        n += 1
+    return found[:n], found[n:]
+
+
+def bare(source: str) -> str:
+    """The code of a cell without what is only to be run: imports and guesses before it, an exercise's stub after."""
+    source = re.sub(r"\A(?:(?:guess_|from |import )[^\n]*\s+)*", "", source)
+    return re.sub(r'\n+def [^\n]*\n    """[^"]*"""\n    raise NotImplementedError\n.*', "", source, flags=re.S)

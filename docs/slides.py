@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 import routes
-from as_html import figures, rendered
+from as_html import after_a_guess, bare, blocks, figures, guessed, printed, rendered, spoken, to_see
 from routes import Part, Route, Row, Section, clock
 
 from course_pp.exercises.exercise import exercises_of
@@ -50,7 +51,7 @@ p, ul, ol { margin: .5em 0 }
 .sections { list-style: none; padding: 0 }
 table { border-collapse: collapse; margin: .5em auto }
 td, th { padding: .15em .8em; border-bottom: 1px solid #ccc; text-align: left }
-.timetable { font-size: max(16px, .9rem); line-height: 1.35 } .timetable td { padding: 0 1em }
+.timetable { font-size: max(16px, .9rem); line-height: 1.25 } .timetable td { padding: 0 1em }
 .notes { position: absolute; left: 0; right: 0; bottom: 0; padding: 0 4vw 1vh; font-size: max(16px, .85rem) }
 .notes summary { text-align: center; color: #555; font-size: .8rem; width: 6em; margin-left: 62%; line-height: 2.6vh }
 .notes[open] { background: #fffbe6; border-top: 2px solid #c9a400; max-height: 55vh; overflow: auto }
@@ -62,15 +63,19 @@ const all = [...document.querySelectorAll("section")];
 const now = () => all.findIndex(each => each.getBoundingClientRect().bottom > innerHeight / 2);
 const steps = {" ": 1, ArrowRight: 1, ArrowDown: 1, PageDown: 1, ArrowLeft: -1, ArrowUp: -1, PageUp: -1};
 steps.Home = -Infinity; steps.End = Infinity;
+// After a click of the mouse, which has a detail, the keyboard is the slides' again.
+addEventListener("click", event => { if (event.detail) event.target.closest("summary")?.blur(); });
 addEventListener("keydown", event => {
-  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("summary")) return;
+  if (event.ctrlKey || event.altKey || event.metaKey) return;
+  if (event.target.closest("summary") && [" ", "Enter"].includes(event.key)) return;
   if (event.key.toLowerCase() === "n") {
     const notes = [...document.querySelectorAll(".notes")], open = !notes.some(each => each.open);
     notes.forEach(each => { each.open = open; });
   }
-  if (!steps[event.key]) return;
+  const step = event.key === " " && event.shiftKey ? -1 : steps[event.key];
+  if (!step) return;
   event.preventDefault();
-  all[Math.min(all.length - 1, Math.max(0, now() + steps[event.key]))].scrollIntoView();
+  all[Math.min(all.length - 1, Math.max(0, now() + step))].scrollIntoView();
 });
 """
 
@@ -137,7 +142,9 @@ def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
 
 
 def _first(route: Route, rows: list[Row]) -> Slide:
-    lines = [(row.when, row.what, ", ".join(row.part.exercises) if row.part else "") for row in rows]
+    lines = [
+        (row.when, row.what, ", ".join(row.part.exercises) if row.part and not route.weekly else "") for row in rows
+    ]
     if not route.weekly:
         lines.append((clock(rows[-1].begins + rows[-1].minutes), "end", ""))
     table = "".join(
@@ -160,7 +167,10 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
     sections = "".join(f"<li>{escape(each.title)}</li>" for each in chosen)
     told = f"{reading} minutes, {solving} more for exercises{' at home' * route.weekly}"
     told += f", {row.questions} for questions" if row.questions else ""
-    yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>')
+    room, home = routes.exercises_in(row.part), routes.left_for_home(row.part)
+    todo = (("At home" if route.weekly else "Exercises", room), ("At home", home))
+    named = " ".join(f"{where}: {', '.join(f'`{each.name}`' for each in them)}." for where, them in todo if them)
+    yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>{rendered(named)}')
     for section in chosen:
         yield from slides_of(section, row.part)
     if row.questions:
@@ -190,7 +200,7 @@ In a new cell:
     progress().to_json(".")
 
 It writes exercises and quiz, and no name, to `ID.json` beside the notebook: send or upload that file. If the teacher
-names a folder, write its path in place of the point.
+names a folder, write its path in place of the dot.
 
 Then fill in the form.""",
     "break": "Back at {end}.",
@@ -203,6 +213,7 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
     heading = f"<h2>{escape(section.title)}</h2>"
     slides: list[Slide] = []
     waiting: list[str] = []  # prose that no slide has yet
+    lead: Slide | None = None  # a sentence of a clinic above code to read
     result: Slide | None = None  # of a guess, until the notebook has said what to think of it
 
     def add(slide: Slide) -> Slide:
@@ -213,15 +224,20 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
         slides.append(slide)
         return slide
 
-    for cell in section.cells:
+    for cell, after in zip(section.cells, [*section.cells[1:], {"source": ""}], strict=True):
         if cell["cell_type"] == "code":
-            for piece in _to_read(cell):
-                add(Slide(heading, _pre(piece), wide=True))
+            for i, piece in enumerate(_to_read(cell)):
+                slide = lead if lead and i == 0 else add(Slide(heading, "", wide=True))
+                slide.body, slide.wide = slide.body + _pre(piece), True
             shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
-            result = [each for each in shown if each.body.startswith("<pre")][-1] if _guessed(cell) else None
+            result = [each for each in shown if each.body.startswith("<pre")][-1] if guessed(cell) else None
             continue
-        told = False
-        for block in _blocks(cell["source"]):
+        source, lead = spoken(cell["source"]), None
+        told, others = after_a_guess(source) if result else ([], blocks(source))
+        if result:
+            result.body += rendered("\n\n".join(told))
+        result = None
+        for block in _joined(others) if section.title == "Bug clinic" else others:
             if section.title == "Recap":
                 if block.startswith("**References**"):
                     break
@@ -230,66 +246,55 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
                 exercise = exercises_of(part.notebook)[int(found[1]) - 1]
                 if exercise in routes.exercises_in(part):
                     title = f"<h2>Exercise {found[1]}{escape(found[2])}</h2>"
-                    add(Slide(title, rendered(block[found.end() :]), exercise.minutes, exercise=True))
-            elif result and (told or not block.startswith(("#", "**Predict"))) and (not told or _to_see(block)):
-                result.body += rendered(block)
-                told = True
-                continue
-            elif block.startswith("**Predict") or _to_see(block):
+                    stub = re.search(rf"^def {exercise.name}\(.*?\):$", after["source"], re.S | re.M)[0]
+                    body = rendered(block[found.end() :]) + _pre(stub)
+                    add(Slide(title, body, exercise.minutes, exercise=True))
+            elif section.title == "Bug clinic" and not _silent(block):
+                slide = add(Slide(heading, rendered(block)))
+                lead = slide if len(block) < WIDTH else None
+            elif block.startswith("**Predict") or to_see(block):
                 add(Slide(heading, rendered(f"{waiting.pop()}\n\n{block}" if waiting else block)))
             elif not block.startswith("#"):
                 waiting.append(re.sub(r"</?details>|<summary>.*?</summary>", "", block))
-            result = None
     if not slides:
         add(Slide(heading, rendered("\n\n".join(waiting if section.title == "Recap" else waiting[:1]))))
-    elif slides:
+    else:
         slides[-1].notes += waiting
     next(each for each in slides if not each.exercise).minutes = section.minutes
     return slides
 
 
-def _blocks(markdown: str) -> list[str]:
-    """Paragraphs; an exercise or something folded stays whole."""
-    return re.findall(r"^### Exercise.*?(?=^#|\Z)|^<details>.*?</details>|^[^\n].*?(?=\n\n|\Z)", markdown, re.S | re.M)
+def _silent(block: str) -> bool:
+    """Whether it is a heading or a diagnosis."""
+    return block.startswith(("#", "<details>"))
 
 
-def _to_see(block: str) -> bool:
-    """Whether it is a command, a table or a formula of its own."""
-    return block.startswith(("    ", "|", "$$"))
-
-
-def _guessed(cell: dict) -> bool:
-    return "you have not guessed" in _printed(cell)
-
-
-def _printed(cell: dict) -> str:
-    return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
+def _joined(found: list[str]) -> Iterator[str]:
+    """The prose of a clinic, which asks, in one piece between headings and diagnoses."""
+    for silent, group in groupby(found, key=_silent):
+        together = [*group]
+        yield from together if silent else ["\n\n".join(together)]
 
 
 def _to_read(cell: dict) -> list[str]:
     """The code of a cell that is there to be read, in pieces."""
-    return _pieces(cell["source"]) if "read" in cell["metadata"].get("tags", ()) else []
+    return _pieces(bare(cell["source"])) if "read" in cell["metadata"].get("tags", ()) else []
 
 
 def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
     """Bodies of slides of what a cell put out, and whether they are wide."""
-    source, printed = cell["source"], _printed(cell).replace("; you have not guessed", "").strip()
-    if "check(" in source:
+    source, said = bare(cell["source"]), printed(cell).replace("; you have not guessed", "").strip()
+    asks_only = source != cell["source"] and "\n" not in source  # beside a guess to write down, a line
+    if "check(" in cell["source"] or (asks_only and not guessed(cell)):
         return
     if command := re.search(r"^%torchrun --nproc-per-node=(\d).*", source, re.M | re.S):
-        here = "\n".join(printed[printed.find("Ranks run") :].splitlines()[:3])
+        here = "\n".join(said[said.find("Ranks run") :].splitlines()[:3])
         there = ON_A_CLUSTER.format(n=command[1])
         yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{there}"), True
-    if (
-        printed
-        and not command
-        and not _guessed(cell)
-        and not _to_read(cell)
-        and _height(f"{source}\n{printed}") <= LINES
-    ):
-        yield _pre(source, printed), True
-    elif printed and (_guessed(cell) or not command):
-        yield from ((_pre(piece), False) for piece in _pieces(printed))
+    if said and not (command or guessed(cell) or _to_read(cell)) and _height(f"{source}\n{said}") <= LINES:
+        yield _pre(source, said), True
+    elif said and (guessed(cell) or not command):
+        yield from ((_pre(piece), False) for piece in _pieces(said))
     for output in cell.get("outputs", ()):
         if table := output.get("data", {}).get("text/markdown"):
             yield rendered("".join(table)), True

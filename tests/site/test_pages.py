@@ -120,6 +120,7 @@ def test_a_wrong_route_or_time_gets_one_sentence(script, arguments, sentence, tm
 
 
 def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
+    import as_html
     import routes
     import slides
 
@@ -138,7 +139,7 @@ def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
             assert {html.escape(section.title) for section in routes.chosen(part)} <= {*headings}
             for cell in (cell for section in routes.chosen(part) for cell in section.cells):
                 if "read" in cell["metadata"].get("tags", ()):
-                    assert all(html.escape(line) in deck for line in cell["source"].splitlines())
+                    assert all(html.escape(line) in deck for line in as_html.bare(cell["source"]).splitlines())
         for row in routes.timetable(route, start=8 * 60):
             assert f"<td>{row.when}</td><td>{row.what}</td>" in deck
 
@@ -155,6 +156,8 @@ def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monk
         text = path.read_text(encoding="utf-8")
         assert text.count("<img ") == len(re.findall(r'<img alt="[^"]+"', text)) > 2
         assert not re.findall(r'(?:src|href)="http', text)
+        assert "play the picture" not in text
+        assert not re.findall(r"[\w)*] \[\d[],]", re.sub(r"<(pre|code).*?</\1>|<[^>]+>", "", text, flags=re.S))
         assert "$" not in re.sub(r"<pre.*?</pre>|<script>.*?</script>", "", text, flags=re.S)
         for slide in re.findall(r"<section>(.*?)</section>", text, re.S):
             asked = "<strong>Predict" in slide.partition("<details")[0]
@@ -169,11 +172,29 @@ def test_what_a_guess_exposed_stands_below_its_result_and_nowhere_else():
     bodies = [re.sub("<details.*", "", each, flags=re.S) for each in deck.split("<section>")[1:]]
     for part in slides.routes.route("a_semester").parts:
         for guess in guesses.guesses_of(slides.routes.read(part.notebook)):
-            told = slides.rendered(guess.told).strip()
+            told = slides.rendered(slides.spoken(guess.told)).strip()
             shown = [body for body in bodies if html.escape(guess.shown) in body]
             assert len(shown) >= 1, guess.name
             assert not told or any(told in body for body in shown), guess.name
             assert not told or all(html.escape(guess.shown) in body for body in bodies if told in body), guess.name
+
+
+def test_a_clinic_asks_on_the_wall_and_its_diagnosis_is_folded():
+    import slides
+
+    route = slides.routes.route("a_semester")
+    deck = slides.deck(route)
+    shown = re.sub(r'<details class="notes">.*?</details>', "", deck, flags=re.S)
+    clinics = [each for part in route.parts for each in slides.routes.chosen(part) if each.title == "Bug clinic"]
+    assert len(clinics) == 13
+    for cell in (cell for section in clinics for cell in section.cells if cell["cell_type"] == "markdown"):
+        for block in slides.blocks(slides.spoken(cell["source"])):
+            if block.startswith("<details>"):
+                told = slides.rendered(block.split("\n\n")[1]).strip()
+                assert told in deck
+                assert told not in shown
+            elif not block.startswith(("#", "```")) and "```" not in cell["source"]:
+                assert slides.rendered(block).strip() in shown
 
 
 def test_a_deck_shows_how_a_run_starts_on_a_cluster():
