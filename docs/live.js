@@ -27,7 +27,9 @@ class Board {
 
   take(chosen) {
     const data = chosen ? LEVELS[chosen - 1] : this.own, moves = stored(data.name, (move) => typeof move === "string");
-    const said = flat(moves) ? "From last time; clear the board to begin anew." : "";
+    let placed = 0;
+    try { placed = replay(data.game, moves).spans.length; } catch { /* the view leaves out what is illegal */ }
+    const said = placed ? "From last time; clear the board to begin anew." : "";
     this.state = { ...data, words: { ...data.words, said }, chosen, moves, undone: [], ran: null, done: stored("done", Number.isInteger) };
   }
 
@@ -55,7 +57,7 @@ class Board {
   }
 
   address() {
-    if (this.addressed) history.replaceState(null, "", `#${this.view.written(this.state.moves)}`);
+    if (this.addressed) history.replaceState(null, "", `#${this.view.written()}`);
   }
 
   follow() {
@@ -65,7 +67,7 @@ class Board {
     if (LEVELS[level - 1] && level !== this.view.number) this.set("chosen", level);
     if (LEVELS[level - 1] && !given.has("moves")) return;
     this.isLink = true;
-    this.view.load(link);
+    this.view.load(link, "; your own position is shown");
     this.isLink = false;
   }
 }

@@ -8,7 +8,7 @@ const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weigh
 const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
   "numbered ones; n takes one step of the policy, or opens the next level after par, s runs it until something is " +
   "strange (a tie, a wait, a full cap, a new phase), t stamps the last cycle again; u undoes, " +
-  "y redoes, Delete takes away, h hints, and hints more, c shows the critical path, p plays";
+  "y redoes, Delete takes away, h hints, and hints more, c shows the critical path, p or Space plays";
 const SHOWN = ["nothing", "what is ready", "what each choice leads to"];
 
 // What is on the board after these moves, as a text: a load or a clear, "=0F0.1F0" or "=", is one of them, so it can be undone.
@@ -82,6 +82,7 @@ class View {
     html(root, "p", { textContent: words.story });
     this.facts = html(root, "div", { className: "cpp-facts" });
     const scrolls = html(root, "div", { className: "cpp-chart" }, { role: "group", "aria-label": "chart, scrolls sideways", tabindex: 0 });
+    scrolls.addEventListener("scroll", () => this.keepNames());
     this.chart = svg(scrolls, "svg", { role: "img" });
     this.chart.addEventListener("click", (event) => this.click(event));
     this.chart.addEventListener("dblclick", (event) => this.click(event, true));
@@ -117,7 +118,8 @@ class View {
     });
     if (this.kernel) this.buttons.run = button("run on ranks", "run on real ranks, key r", () => this.run());
     button("clear", "clear the board", () => {
-      if (flat(this.moves)) this.commit([...this.moves, "="], [], "The board is empty; u brings the moves back.");
+      [this.rank, this.at] = [0, null];
+      if (this.position.spans.length) this.commit([...this.moves, "="], [], "The board is empty; u brings the moves back.");
     });
     const settings = html(root, "div", { className: "cpp-bar" });
     const shown = this.menu(html(settings, "label", { textContent: "before a move, show " }), "shown before a move", SHOWN);
@@ -130,11 +132,15 @@ class View {
       { "aria-label": "position as text, to copy; paste another and press Enter" });
     this.text.addEventListener("focus", () => this.text.select());
     this.text.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape") return;
-      this.text.value = this.written();
+      if (event.key === "Escape") this.text.value = this.written();
+      else if (event.key !== "Enter") return;
+      else this.load(this.text.value);
+      event.preventDefault(); // JupyterLab takes an Enter's own effect, a change, away
       this.root.focus();
     });
-    this.text.addEventListener("change", () => this.load(this.text.value));
+    this.text.addEventListener("change", () => {
+      if (this.text.value !== this.written()) this.load(this.text.value);
+    });
     this.now = html(root, "div", { className: "cpp-now" }, { "aria-live": "polite" });
     html(root, "div", { className: "cpp-keys", id: `${this.id}-keys`, textContent: this.kernel ? `${HELP}, r runs it on ranks.` : `${HELP}.` });
     this.aside = html(root, "div", { className: "cpp-aside" });
@@ -194,15 +200,16 @@ class View {
   }
 
   // Take a position from its text, or from a link that ends in it.
-  load(text) {
+  load(text, after = "") {
     const given = new URLSearchParams(text.slice(text.indexOf("#") + 1).trim()), level = given.get("level");
     const refuse = (why) => {
       this.text.value = this.written();
-      this.say(`Not loaded: ${why}.`, "refused");
+      this.say(`Not loaded: ${why}${after}.`, "refused");
     };
     if (/^\d+$/.test(level) && this.number) {
       if (!this.words.levels[level - 1]) return refuse(`there is no level ${level}; levels are 1 to ${this.words.levels.length}`);
-      if (Number(level) !== this.number) return refuse(`it is of level ${level}, and this is level ${this.number}: choose level ${level} first`);
+      if (Number(level) !== this.number) return refuse(`it is of level ${Number(level)}, and this is level ${this.number}: choose level ${Number(level)} first`);
+      given.set("level", Number(level));
     }
     if (given.getAll("moves").length > 1) return refuse("moves= is there twice: give it once");
     if (!given.has("moves")) {
@@ -212,7 +219,8 @@ class View {
     const moves = given.get("moves").split(".").filter(Boolean);
     given.delete("moves");
     const head = decodeURIComponent(String(given)), plain = (each) => each.replace("level=", "level ");
-    if (head !== this.head) return refuse(`it is of ${plain(head) || "no board"}, and this board is ${plain(this.head)}`);
+    if (!head) return refuse(`it says no ${this.number ? "level" : "stages"}; one reads ${this.head}&moves=0F0.1F0`);
+    if (head !== this.head) return refuse(`it is of ${plain(head)}, and this board is ${plain(this.head)}`);
     const position = new Position(this.game);
     for (const [i, move] of moves.entries()) {
       try {
@@ -229,8 +237,8 @@ class View {
       `Loaded: ${moves.length} ${moves.length === 1 ? "move" : "moves"}.`);
   }
 
-  written(moves = this.moves) {
-    return `${this.head}&moves=${flat(moves)}`;
+  written() {
+    return `${this.head}&moves=${this.position.spans.length ? flat(this.moves) : ""}`;
   }
 
   commit(moves, undone, text) {
@@ -290,9 +298,23 @@ class View {
     if (this.next() && this.position.makespan <= this.words.par) this.openLevel(this.next());
   }
 
+  // The moves that made what is on the board: none that was taken away since.
+  standing() {
+    const moves = flat(this.moves).split("."), last = new Map(moves.map((move, i) => [move.split("@")[0], i]));
+    const placed = new Set(this.position.spans.map((span) => last.get(span.action)));
+    return moves.filter((_, i) => placed.has(i));
+  }
+
+  // How to take an action back: undo does not reach into a position that was loaded.
+  back(action) {
+    const at = this.moves.findLastIndex((move) => move.split("@")[0] === action), count = this.moves.length - at;
+    const undo = at < 0 || at < this.moves.findLastIndex((move) => move.startsWith("=")) ? "" : `u${count === 1 ? "" : ` (${count} times)`} or by `;
+    return `Take ${action} back, by ${undo}Delete on it`;
+  }
+
   // The first move after which `holds` is no longer true of the board, and the position before it.
   turn(holds) {
-    const moves = flat(this.moves).split("."), before = (count) => replay(this.game, moves.slice(0, count));
+    const moves = this.standing(), before = (count) => replay(this.game, moves.slice(0, count));
     let low = 0;
     for (let high = moves.length; high - low > 1; ) {
       const middle = (low + high) >> 1;
@@ -304,17 +326,32 @@ class View {
 
   stuck() {
     const [move] = this.turn((position) => position.finishes());
-    return `Stuck: after ${move} the caps leave no way to the end. Take it back, by u or by Delete on it.`;
+    return `Stuck: after ${move} the caps leave no way to the end. ${this.back(move.split("@")[0])}.`;
   }
 
   lost() {
     const [move, before] = this.turn((position) => this.plan(position).end <= this.words.par), plan = this.plan(before);
     const action = move.split("@")[0], rank = before.rankOf(action);
     const [better, at] = plan.first ?? [plan.order[rank][before.rows[rank].length], null];
+    if (plan.first && better !== action) return this.waited(before, better, at);
     let instead = `rank ${rank} does better to wait for ${better}`;
     if (better === action) instead = `in the gap from ${spelled(at)} it keeps par`;
     else if (!before.whyNot(better, at)) instead = `${better} at ${spelled(before.spanOf(better, at).start)} keeps it`;
-    return `Par was lost with ${action} on rank ${rank}: ${instead}. Take ${action} back, by u or by Delete on it.`;
+    return `Par was lost with ${action} on rank ${rank}: ${instead}. ${this.back(action)}.`;
+  }
+
+  // Only an action in a gap would have kept par: so the wait that left the gap is to blame, and not what came last.
+  waited(position, better, from) {
+    const moves = this.standing(), rank = position.rankOf(better), { action, start } = position.rows[rank].find((span) => span.start > from);
+    const before = replay(this.game, moves.slice(0, moves.findIndex((move) => move.split("@")[0] === action)));
+    const could = before.legal(rank).filter((each) => before.startOf(each) < start).find((each) => {
+      const copy = before.copy();
+      copy.place(each);
+      return this.plan(copy).end <= this.words.par;
+    }) ?? better;
+    const at = spelled(before.whyNot(could) ? from : before.startOf(could));
+    return `Rank ${rank} waited from ${spelled(from)} to ${spelled(start)} though ${could} could start: that cost par. ` +
+      `${this.back(action)}, and place ${could} at ${at}.`;
   }
 
   // The order that is best from a position on; the worked one if that is still followed.
@@ -347,17 +384,19 @@ class View {
   go(most, watch = false, by = this.policy.value) {
     if (!this.position.left) return this.full();
     const stamp = by === "the stamp", every = Number(this.every.value), moves = [];
+    if (stamp && !this.every.validity.valid) return this.say("Every: give a whole number from 1, or leave it empty.", "refused");
     const references = stamp ? { [by]: stamped(this.position, every) } : this.references;
     if (stamp && references[by].every((row, rank) => row.length === this.position.rows[rank].length)) {
-      return this.say(`There is nothing to stamp: no rank has ended on what it did for ${every ? `the microbatch ${every} earlier` : "an earlier microbatch"}.`, "refused");
+      return this.say(`There is nothing to stamp: no rank has ended on what it did ${every ? `${every} ${every === 1 ? "microbatch" : "microbatches"} earlier` : "for an earlier microbatch"}.`, "refused");
     }
     let taken = null;
-    while (moves.length < most && (taken = step(this.position, by, references))) {
+    while (moves.length < most && (taken = step(this.position, by, references, watch || most === 1))) {
       moves.push(taken.action);
       if (watch && taken.strange.length) break;
     }
     const why = taken || !this.position.left ? "" : standstill(this.position, by, references), last = moves.at(-1);
-    if (!moves.length) return this.say(`No move by ${by}: ${why}. ${this.position.finishes() ? "Undo, or choose another." : this.stuck()}`, "refused");
+    const remedy = stamp ? "Place one more cycle by hand on the rank that waits, then stamp." : "Undo, or choose another.";
+    if (!moves.length) return this.say(`No move by ${by}: ${why}. ${this.position.finishes() ? remedy : this.stuck()}`, "refused");
     let text = `Placed ${moves.length === 1 ? "" : `${moves.length}, the last is `}${last}, by ${by}.`;
     this.rank = this.position.rankOf(last);
     this.at = null;
@@ -384,15 +423,23 @@ class View {
   }
 
   reason(action) {
-    const { stage, kind } = parse(action), held = heldAfter(this.position.rows[this.rank]).at(-1) ?? 0;
+    const { stage, kind, microbatch } = parse(action), held = heldAfter(this.position.rows[this.rank]).at(-1) ?? 0;
     if (kind === "W") return `Nobody waits for a weight gradient, so it fills time, and makes room: rank ${this.rank} holds ${held}`;
-    if (kind === "F") return stage + 1 < this.position.stages ? `Stage ${stage + 1} cannot start before a forward of stage ${stage}` : `The way back begins on stage ${stage}: a backward there needs a forward first`;
+    if (kind === "F") {
+      const next = stage + 1, rival = this.choices().find((each) => (this.game.split ? /W|^0I/ : /^0B/).test(each));
+      if (next === this.position.stages) return `The way back begins on stage ${stage}: the backward of microbatch ${microbatch} needs ${action} first`;
+      if (!rival) return `${action} is what stage ${next} waits for next`;
+      return `Stage ${next} waits for ${action}; for ${rival} nobody waits${rival.includes("W") ? "" : ", stage 0 is the first"}`;
+    }
     return stage ? `Stage ${stage - 1} waits for a gradient from stage ${stage}` : `A backward on stage 0 ends a microbatch: rank ${this.rank} holds ${held}`;
   }
 
   run() {
     if (!this.kernel) return this.say("Real ranks need a kernel: open notebook 11 with make lab.", "refused");
-    if (this.position.left) return this.say("Place every action first: a step needs all of them.", "refused");
+    const { placement, microbatches, split } = this.game, missing = placement.flatMap((_, stage) => [...Array(microbatches).keys()]
+      .flatMap((i) => [...(split ? "FIW" : "FB")].map((kind) => `${stage}${kind}${i}`)))
+      .find((action) => this.position.whyNot(action)?.why !== "placed");
+    if (missing) return this.say(`Place every action first: a step needs all of them, and ${missing} is still missing.`, "refused");
     this.say(`Running on ${this.position.ranks} ranks; this takes seconds, and a kernel.`);
     // With the moves: while the kernel is busy, Jupyter holds changes of state back, and a message overtakes them.
     this.model.send({ do: "run", moves: this.moves });
@@ -465,7 +512,7 @@ class View {
       Home: () => this.goTo(this.rank, 0), End: () => this.goTo(this.rank, null),
       u: () => this.undo(), z: event.ctrlKey ? () => this.undo() : undefined, y: () => this.redo(),
       Delete: () => this.remove(), Backspace: () => this.remove(), h: () => this.hint(), c: () => this.togglePath(),
-      p: () => this.togglePlay(), r: () => this.run(), n: () => (this.position.left ? this.go(1) : this.onward()), s: () => this.go(Infinity, true),
+      p: () => this.togglePlay(), " ": () => this.togglePlay(), r: () => this.run(), n: () => (this.position.left ? this.go(1) : this.onward()), s: () => this.go(Infinity, true),
       t: () => this.go(Infinity, false, "the stamp"),
     }[press];
     const letter = press.toUpperCase();
@@ -521,6 +568,9 @@ class View {
     this.drawAxis(height);
     const path = this.path ? position.criticalPath() : [];
     for (let rank = 0; rank < position.ranks; rank += 1) this.drawRank(rank, path);
+    position.rows.forEach((_, rank) => svg(chart, "text", { x: 2, y: TOP + this.row * rank + 20, "font-size": 12, class: "cpp-name",
+      "font-weight": rank === this.rank ? "bold" : "normal" }, `${rank === this.rank ? "▸" : "\u00a0\u00a0"}rank ${rank}`));
+    this.keepNames();
     for (const [i, spans, name] of [[0, other, this.versus], [other ? 1 : 0, run && run.spans.map(([rank, action, start, end]) => ({ rank, action, start, end })), run?.how]]) {
       if (spans) this.drawBelow(i, spans, name);
     }
@@ -533,6 +583,12 @@ class View {
     const { parentNode: box } = chart, cursor = ((LEFT + (this.at ?? this.end()) * this.scale) / WIDTH) * box.scrollWidth - box.scrollLeft;
     if (cursor < 0 || cursor > box.clientWidth - 40) box.scrollLeft += cursor - box.clientWidth / 2; // where the page is narrow
     this.drawWords(run);
+  }
+
+  // Ranks' names stay at the left edge of what is visible.
+  keepNames() {
+    const { scrollLeft, scrollWidth } = this.chart.parentNode;
+    for (const node of this.chart.querySelectorAll(".cpp-name")) node.setAttribute("x", 2 + (scrollLeft / scrollWidth) * WIDTH);
   }
 
   drawPatterns() {
@@ -563,14 +619,12 @@ class View {
 
   drawRank(rank, path) {
     const { chart, position } = this, top = TOP + this.row * rank + 2, right = WIDTH - RIGHT;
-    svg(chart, "text", { x: 2, y: top + 18, "font-size": 12, "font-weight": rank === this.rank ? "bold" : "normal" },
-      `${rank === this.rank ? "▸" : "\u00a0\u00a0"}rank ${rank}`);
     svg(chart, "rect", { x: LEFT, y: top, width: right - LEFT, height: BOX, fill: "var(--idle)" });
     const several = position.stagesOf[rank].length > 1;
     for (const span of position.rows[rank]) this.drawBox(span, top, BOX, several, path.includes(span.action));
     this.drawMemory(rank, top + BOX + 1);
     this.drawPhases(rank, top + BOX + STRIP + 3);
-    if (rank !== this.rank) return;
+    if (rank !== this.rank || (this.at === null && !position.leftOn(rank))) return;
     const here = this.under(), at = here ? here.start : this.at ?? this.end();
     const width = Math.max(6, (here ? here.end - here.start : this.step) * this.scale);
     svg(chart, "rect", { x: LEFT + at * this.scale + 1, y: top - 1, width: width - 2, height: BOX + 2, fill: "none", stroke: "var(--ink)",
@@ -618,7 +672,8 @@ class View {
       const x = LEFT + from * this.scale, width = (to - from) * this.scale;
       if (width < 3) continue;
       svg(this.chart, "path", { d: `M${x + 1} ${y + 3}V${y}H${x + width - 1}V${y + 3}`, fill: "none", stroke: "var(--quiet)" });
-      svg(this.chart, "text", { x: x + width / 2, y: y + 9, "font-size": 9, "text-anchor": "middle" }, width > 44 ? name : name[0]);
+      const text = width > 44 ? name : name === "warm-up" ? "" : name[0]; // a w would be a weight gradient
+      svg(this.chart, "text", { x: x + width / 2, y: y + 9, "font-size": 9, "text-anchor": "middle" }, text);
     }
   }
 
@@ -640,8 +695,8 @@ class View {
   drawWords(run) {
     const { position, facts, palette, words } = this;
     facts.replaceChildren();
-    const fact = (name, value) => {
-      const node = html(facts, "span");
+    const fact = (name, value, className = "") => {
+      const node = html(facts, "span", { className });
       html(node, "span", { textContent: `${name} ` });
       html(node, "b", { textContent: value });
     };
@@ -653,14 +708,16 @@ class View {
       fact("no order beats", spelled(words.bound));
     }
     fact("done", `${Math.floor((100 * (total - position.left)) / total)}%`);
+    const { limits } = this.game;
+    if (limits.some((limit) => limit !== null)) fact("caps", limits.map((limit) => limit ?? "none").join(", "), "cpp-narrow");
     const known = recognised(position, this.references);
-    fact(position.left ? "so far this is" : "this is", known.length ? known.slice(0, 3).join(" or ") : this.moves.length ? "yours" : "empty");
+    fact(position.left ? "so far this is" : "this is", known.length ? known.slice(0, 3).join(" or ") : position.spans.length ? "yours" : "empty");
     const paper = !position.left && words.papers[known[0]];
     if (paper) html(html(facts, "span"), "a", { href: paper, target: "_blank", rel: "noopener", textContent: "its paper" });
-    if (this.versus) fact("compared:", this.compared());
+    if (this.versus) fact("compared:", this.compared(true));
     if (run) fact(run.how, `${spelled(run.end)}, ${run.verdict}`);
     palette.replaceChildren();
-    html(palette, "span", { textContent: this.at === null ? `rank ${this.rank} next:` : `rank ${this.rank} at ${spelled(this.at)}:` });
+    html(palette, "span", { textContent: this.at === null ? `rank ${this.rank}${position.leftOn(this.rank) ? " next" : ""}:` : `rank ${this.rank} at ${spelled(this.at)}:` });
     const hidden = this.shown === SHOWN[0], choices = hidden ? [] : this.choices();
     choices.slice(0, 9).forEach((action, i) => {
       const node = html(palette, "button", { type: "button", textContent: `${i + 1}: ${action}${this.shown === SHOWN[2] ? this.leadsTo(action) : ""}` },
@@ -687,13 +744,14 @@ class View {
     return `${told}; then ${simple} ${copy.left ? "is stuck" : `ends at ${spelled(copy.makespan)}`}`;
   }
 
-  compared() {
+  compared(brief = false) {
     const ends = this.ordered(this.versus), over = [];
     const makespan = Math.max(...ends.map((span) => span.end));
     this.game.limits.forEach((limit, rank) => {
       const held = Math.max(0, ...heldAfter(ends.filter((span) => span.rank === rank)));
       if (limit !== null && held > limit) over.push(`rank ${rank} holds ${held}, its cap is ${limit}`);
     });
+    if (brief) return `${this.versus} ${spelled(makespan)}${over.length ? ", above the cap" : ""}`;
     return `${this.versus} ends at ${spelled(makespan)}${over.length ? `, above the cap: ${over.join("; ")}` : ""}`;
   }
 
@@ -701,13 +759,14 @@ class View {
   why() {
     try {
       this.position.indexAt(this.rank, this.at);
-      if (!this.position.leftOn(this.rank)) return "all placed";
+      if (!this.position.leftOn(this.rank)) return "all of its actions are placed";
       for (const kind of this.game.split ? "IFW" : "BF") {
         try {
           this.position.nextOf(this.rank, kind, this.at);
         } catch (refused) {
           if (!(refused instanceof Refused)) throw refused;
-          if (refused.why !== "nothing") return `nothing: ${refused.message}`;
+          const isOwn = refused.message.includes("its own forward"); // that forward's own reason is worth more
+          if (refused.why !== "nothing" && !isOwn) return `nothing: ${refused.message}`;
         }
       }
       return "nothing";

@@ -307,7 +307,7 @@ export class Position {
     }
     const maker = this.maker.get(latest.key);
     const waits = `rank ${span.rank} waits from ${spelled(free)} to ${spelled(span.start)} for ${latest.key}`;
-    if (maker.end === span.start) return `${waits}: rank ${maker.rank} makes it until then`;
+    if (maker.end === span.start) return `${waits}: rank ${maker.rank} is busy with it until then`;
     return `${waits}: rank ${maker.rank} sent it at ${spelled(maker.end)}`;
   }
 }
@@ -372,7 +372,8 @@ export function fill(position, policy, references) {
 }
 
 // Place the next action of a policy, or of a named order: {action, strange}, what is to be said of it; null if there is none.
-export function step(position, policy, references) {
+// Unless it `looks` ahead, it doesn't say what becomes ready before the action ends: that takes time on a large board.
+export function step(position, policy, references, looks = true) {
   const action = advice(position, policy, references);
   if (action === null) return null;
   const rank = position.rankOf(action), row = position.rows[rank], { kind } = parse(action), isForward = kind === "F";
@@ -381,7 +382,14 @@ export function step(position, policy, references) {
   const sooner = able.find((each) => position.startOf(each) < start);
   // A forward against a backward: a W can always come later, and a whole B is no other choice than its I.
   const rivals = position.game.split ? "FI" : "FB";
-  const tied = able.find((each) => position.startOf(each) === start && rivals.includes(parse(each).kind) && half(each) !== half(action));
+  const isRival = (each) => rivals.includes(parse(each).kind) && half(each) !== half(action);
+  const tied = able.find((each) => position.startOf(each) === start && isRival(each));
+  const end = start + position.game.durations[kind][parse(action).stage], ahead = position.copy();
+  for (let next = looks; next; ) { // what the other ranks do until then
+    next = position.stagesOf.map((_, each) => each !== rank && advice(ahead, policy, references, each)).find((each) => each && ahead.startOf(each) < end);
+    if (next) ahead.place(next);
+  }
+  const later = ahead.legal(rank).find((each) => isRival(each) && ahead.startOf(each) > start && ahead.startOf(each) < end);
   if (!isForward && row.every((span) => parse(span.action).kind === "F")) strange.push(`warm-up is over on rank ${rank}: ${action} is its first backward`);
   const most = Math.max(0, ...heldAfter(row)), limit = position.game.limits[rank];
   position.place(action);
@@ -392,6 +400,7 @@ export function step(position, policy, references) {
   if (isForward && held === limit && most < limit) strange.push(`cap reached: rank ${rank} holds ${held} of ${limit}`);
   if (isForward && row.filter((span) => parse(span.action).kind === "F").length === left) strange.push(`drain begins on rank ${rank}: ${action} is its last forward`);
   if (tied) strange.push(`a tie: ${tied} could start at ${spelled(start)} too`);
+  if (later) strange.push(`${later} could start at ${spelled(ahead.startOf(later))}, while ${action} runs to ${spelled(end)}`);
   return { action, strange };
 }
 

@@ -64,6 +64,17 @@ def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart
     assert "this is 1f1b" in page.locator(".cpp-facts").inner_text()
     assert "rank 1: 1F0 1 to 2, 1B0 2 to 4" in page.locator(f"{BOARD} svg").get_attribute("aria-label")
 
+    field = page.locator(".cpp-position input")
+    whole = field.input_value()
+    field.fill("stages=0.1&microbatches=2&moves=0F0")
+    field.press("Enter")
+    said(page, "Loaded: 1 move.")
+    page.keyboard.press("r")  # on the board again
+    said(page, "Place every action first: a step needs all of them, and 0B0 is still missing.")
+    field.fill(whole)
+    field.press("Enter")
+    said(page, "Complete: makespan 9")
+
     page.keyboard.press("r")
     said(page, "Ran on 2 ranks")
     said(page, "gradients equal to one process")

@@ -11,7 +11,7 @@ from course_pp import show
 from course_pp.show.board_levels import LEVELS
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
-STRANGE = ("tie", "idle", "cap reached", "warm-up is over", "drain begins")
+STRANGE = ("tie", "idle", "cap reached", "warm-up is over", "drain begins", "runs to")
 
 
 @pytest.fixture
@@ -111,11 +111,12 @@ def test_fill_says_why_it_stops_and_skips_nothing(opened: Any) -> None:
         said(page)
         == "Compared: gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds 3, its cap is 1."
     )
+    assert "compared: gpipe 12, above the cap" in page.locator(".cpp-facts").inner_text().replace("\n", " ")
 
 
 def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_they_are_wrong(opened: Any) -> None:
     page = opened(show.board(3))
-    assert paste(page, " https://a.site/board.html#level=3&moves=0F0.1F0.1B0 ") == "Loaded: 3 moves."
+    assert paste(page, " https://a.site/board.html#level=03&moves=0F0.1F0.1B0 ") == "Loaded: 3 moves."
     for text, why in {
         "level=4&moves=0F0": "it is of level 4, and this is level 3: choose level 4 first",
         "level=13&moves=0F0": "there is no level 13; levels are 1 to 12",
@@ -128,6 +129,7 @@ def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_the
         "level=3&moves=0F0&moves=1F0": "moves= is there twice: give it once",
         "level=3moves=0F0": "& is missing before moves; one reads level=3&moves=0F0.1F0",
         "0F0.1F0": "moves alone: put level=3&moves= before them",
+        "moves=0F0": "it says no level; one reads level=3&moves=0F0.1F0",
         "hello": "this is no position; one reads level=3&moves=0F0.1F0",
         "": "this is no position",
     }.items():
@@ -155,19 +157,66 @@ def test_a_board_that_no_order_can_end_says_so_and_which_move_to_take_back(opene
     page.locator(".cpp-board").focus()
     page.keyboard.press("ArrowDown")
     page.click("button[aria-label^='place 1F2']")
-    stuck = "Stuck: after 1F2 the caps leave no way to the end. Take it back, by u or by Delete on it."
+    stuck = "Stuck: after 1F2 the caps leave no way to the end. Take 1F2 back, by u or by Delete on it."
     assert said(page).endswith(stuck)
     assert press(page, "hint").endswith(stuck)
-    assert press(page, "fill the rest").endswith(stuck)
+    assert press(page, "fill the rest").endswith(stuck.replace("u or", "u (2 times) or"))
     paste(page, "level=8&moves=0F0.0F1.0F2")
     assert "Par was lost with 0F2 on rank 0: rank 0 does better to wait for 2F0." in press(page, "hint")
     follow(page, "forward first")
-    assert press(page, "fill the rest").endswith(stuck)
+    assert press(page, "fill the rest").endswith("Take 1F2 back, by u (2 times) or by Delete on it.")
     page = opened(show.board(5))
     paste(page, "level=5&moves=0F0.1F0.1B0")
     assert press(page, "fill the rest").endswith(
-        "par is 7. Par was lost with 1B0 on rank 1: 1I0 at 2 keeps it. Take 1B0 back, by u or by Delete on it."
+        "par is 7. Par was lost with 1B0 on rank 1: 1I0 at 2 keeps it. Take 1B0 back, by Delete on it."
     )
+
+
+@pytest.mark.parametrize(
+    ("level", "policy", "waited", "undo", "instead"),
+    [
+        (10, "backward first", "from 2 to 6", ("0B0", 11), "0F2 at 2"),
+        (4, "naive", "from 1 to 7", ("0B0", 19), "0F1 at 1"),
+    ],
+)
+def test_a_wait_that_cost_par_is_blamed_and_not_what_came_after_it(
+    opened: Any, level: int, policy: str, waited: str, undo: tuple[str, int], instead: str
+) -> None:
+    page = opened(show.board(1), addressed=True, position=f"#level={level}")
+    follow(page, policy)
+    told, (action, better) = press(page, "fill the rest"), (undo[0], instead.split()[0])
+    assert told.endswith(
+        f"Rank 0 waited {waited} though {better} could start: that cost par. "
+        f"Take {action} back, by u ({undo[1]} times) or by Delete on it, and place {instead}."
+    )
+    page.locator(".cpp-board").focus()
+    for _ in range(undo[1]):
+        page.keyboard.press("u")
+    page.click(f"button[aria-label^='place {better},']")
+    for _ in range(40):
+        if "Complete" in (hint := [press(page, "hint") for _ in range(3)][-1]):
+            break
+        page.click(f"button[aria-label^='place {hint.split(': ')[1].split()[0]},']")
+    assert ": par. Next" in hint
+
+
+def test_an_action_that_lasts_beyond_the_start_of_another_is_strange(opened: Any) -> None:
+    page, told = opened(show.board(8)), ""
+    while "Complete" not in told and "2F2 could start at 14, while 0B1 runs to 15" not in told:
+        told = press(page, "until strange")
+    assert "Complete" not in told
+
+
+def test_reasons_name_the_microbatch_and_what_stands_in_the_way(opened: Any) -> None:
+    page = opened(show.board(6))
+    page.locator(".cpp-board").focus()
+    page.keyboard.press("ArrowDown")
+    why = "nothing: 1F0 needs the activation of microbatch 0 from stage 0: place 0F0 first"
+    assert page.locator("[aria-label='what can be placed']").inner_text().endswith(why)
+    paste(page, "level=6&moves=0F0.1F0.0F1.2F0.1F1.0F2.2I0.1F2.1I0.2F1.0I0.2I1.1W0.1I1.2F2.0W0")
+    page.keyboard.press("ArrowUp")
+    press(page, "hint")
+    assert "Stage 1 waits for 0F3; for 0I1 nobody waits, stage 0 is the first." in press(page, "hint")
 
 
 def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(opened: Any) -> None:
@@ -180,6 +229,7 @@ def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(open
     assert position(page) != "level=3&moves=0F0"
     before = position(page)
     press(page, "clear")
+    assert position(page) == "level=3&moves="
     page.keyboard.press("u")
     assert position(page) == before
     paste(page, "level=3&moves=0F1.0F2")
@@ -204,8 +254,15 @@ def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opene
         page.keyboard.press(key)
     assert position(page) == "level=1&moves=0F0"
     page = opened(show.board(1), addressed=True, position="#level=13")
-    assert "there is no level 13" in said(page)
+    assert said(page).endswith("there is no level 13; levels are 1 to 12; your own position is shown.")
     assert position(page) == "level=1&moves=0F0"
+    page.locator(".cpp-board").focus()
+    for key in ("Home", "Delete"):
+        page.keyboard.press(key)
+    assert page.url.endswith("#level=1&moves=")
+    assert "empty" in page.locator(".cpp-facts").inner_text()
+    page.reload()
+    assert "From last time" not in said(page)
 
 
 def test_what_each_choice_leads_to_is_shown_if_asked_and_nothing_if_asked(opened: Any) -> None:
@@ -225,8 +282,8 @@ def test_phases_are_marked_and_a_recognised_schedule_leads_to_its_paper(opened: 
     assert page.locator(".cpp-facts a").count() == 0
     press(page, "fill the rest")
     marked = page.locator(".cpp-board svg text").all_text_contents()
-    # The last rank's warm-up is too short for the word.
-    assert [marked.count(name) for name in ("warm-up", "w", "steady", "drain")] == [2, 1, 3, 3]
+    # The last rank's warm-up is too short for the word, and its letter is a weight gradient's.
+    assert [marked.count(name) for name in ("warm-up", "w", "steady", "drain")] == [2, 0, 3, 3]
     assert page.locator(".cpp-facts a").get_attribute("href") == "https://arxiv.org/abs/2006.09503"
     assert "par 18, which no order beats" in page.locator(".cpp-facts").inner_text()
 
@@ -236,7 +293,10 @@ def test_a_cycle_is_stamped_again(opened: Any) -> None:
     assert "nothing to stamp" in press(page, "stamp")
     paste(page, "stages=0.1&microbatches=5&moves=0F0.0F1.1F0.1B0.0B0.0F2.1F1.1B1.0B1")
     page.locator(".cpp-every").fill("2")
-    assert "nothing to stamp: no rank has ended on what it did for the microbatch 2 earlier" in press(page, "stamp")
+    assert "nothing to stamp: no rank has ended on what it did 2 microbatches earlier." in press(page, "stamp")
+    for interval in ("0", "1.5"):
+        page.locator(".cpp-every").fill(interval)
+        assert "Every: give a whole number from 1, or leave it empty." in press(page, "stamp")
     page.locator(".cpp-every").fill("")
     assert press(page, "stamp").startswith("Placed 4, the last is 0B2, by the stamp.")
     press(page, "stamp")
