@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import re
@@ -97,11 +98,22 @@ class RankTraceback(Exception):
 def keep_first_frame(error: Exception) -> None:
     """Cut the traceback of an error that explains itself after the frame that caught it; the rest are our own.
 
-    It says what to change, or comes from a rank and brings the rank's traceback. Others may be faults of this package.
+    It is a refusal of this package, or comes from a rank and brings the rank's traceback. Others may be our faults.
     """
-    told = isinstance(error, ValueError | RuntimeError | OSError) or isinstance(error.__cause__, RankTraceback)
-    if told and error.__traceback__ is not None:
+    if error.__traceback__ is not None and (isinstance(error.__cause__, RankTraceback) or _is_refusal(error)):
         error.__traceback__.tb_next = None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a ``raise`` of this package made the error: Python makes the same kinds for a fault in it."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or isinstance(error, AssertionError):
+        return False
+    code = last.tb_frame.f_code.co_code
+    ours = last.tb_frame.f_globals.get("__name__", "").startswith("course_pp.")
+    return ours and code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 COMPUTES = "computes"

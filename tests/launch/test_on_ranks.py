@@ -317,9 +317,16 @@ def test_a_script_shows_one_frame_of_ours_where_the_error_explains_itself(call: 
     assert len(frames_of_ours(failure.value)) == 1
 
 
-def test_a_fault_of_this_package_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew.Crew, "_poll", raise_key_error)
-    with pytest.raises(KeyError) as failure:
+@pytest.mark.parametrize(
+    ("owner", "part", "broken", "kind"),
+    [(crew.Crew, "_poll", raise_key_error, KeyError), (crew, "_pipe", tuple, ValueError)],
+    ids=["lookup", "unpacking"],
+)
+def test_a_fault_of_this_package_keeps_its_frames(
+    monkeypatch: pytest.MonkeyPatch, owner: object, part: str, broken: object, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(owner, part, broken)
+    with pytest.raises(kind) as failure:
         on_ranks(1, print)
     assert frames_of_ours(failure.value)[-1] == "crew.py"
 
