@@ -72,8 +72,13 @@ def main(starter: int, folder: str, argv: list[str]) -> int:
 
 
 def sent_from(session: int, rows: Sequence[str]) -> list[str]:
-    """Return the numbers of the jobs that the session has sent, given the lines that ``SESSIONS`` answers."""
-    return [number for number, sender in map(str.split, rows) if sender == str(session)]
+    """Return the numbers of the jobs that the session has sent, given the lines that ``SESSIONS`` answers.
+
+    Two containers may use one number for a session. If both submit as one user of Slurm, each takes jobs of the other
+    for its own.
+    """
+    jobs = map(str.split, rows)
+    return [number for number, *sender in filter(None, jobs) if sender == [str(session)]]
 
 
 def cancelled() -> bool:
@@ -83,7 +88,7 @@ def cancelled() -> bool:
         if found.returncode:
             return "fatal" in found.stderr
         numbers = sent_from(os.getsid(0), found.stdout.splitlines())
-        return not numbers or not subprocess.run(["scancel", *numbers], timeout=_ANSWER_LIMIT_S).returncode
+        return not numbers or not subprocess.run(["scancel", "--quiet", *numbers], timeout=_ANSWER_LIMIT_S).returncode
     except subprocess.TimeoutExpired:
         return False
     except OSError:

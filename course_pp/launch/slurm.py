@@ -102,7 +102,7 @@ class Job:
         self._pause_s = min(2 * self._pause_s, _RAREST_LOOK_S)
         number = self._found()
         rows = self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r") if number else []
-        if not rows:
+        if not rows or rows[0].count("|") < 2:
             return None
         state, partition, reason = rows[0].split("|", 2)
         self.started = state not in (_QUEUED, _BOOTING)
@@ -157,9 +157,13 @@ class Job:
         if not cores:
             return None
         jobs = self._ask("squeue", "--noheader", there, "--states=R,CG", "-o", "%i|%U|%u|%C|%N|%j")
-        taken, _, out, total = (sum(map(int, column)) for column in zip(*cores, strict=True))
+        try:
+            taken, _, out, total = (sum(map(int, column)) for column in zip(*cores, strict=True))
+            holders = _holders([job.split("|", 5) for job in jobs], taken)
+        except (ValueError, IndexError):  # a line that is none of these: no reason to end the wait
+            return None
         away = f", {out} out of service" if out else ""
-        line = f"{taken} of {total} cores are taken{away}{_holders([job.split('|', 5) for job in jobs], taken)}."
+        line = f"{taken} of {total} cores are taken{away}{holders}."
         news, self._last_held = line != self._last_held, line
         return line if news else None
 
@@ -206,7 +210,9 @@ class Job:
     def _ask(self, *argv: str) -> list[str]:
         """Return the lines of an answer; none if there is no answer, which is no reason to give up."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            answer = subprocess.run(argv, env=self._environ, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
+            answer = subprocess.run(
+                argv, env=self._environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_LIMIT_S
+            )
             if not answer.returncode:
                 return answer.stdout.split("\n")[:-1]
         return []

@@ -52,7 +52,7 @@ class Site:
         setup: lines of bash that a task runs first, for example ``module load cuda``; one that fails ends it.
         container: goes before the command, for example ``apptainer exec --nv course.sif``.
         python: the interpreter on the nodes; empty is the one that runs here.
-        options: more options of srun.
+        options: more options of srun, but no job name.
         folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` are each person's own.
         keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of the course wait for
             its cores; 0 takes a new job for each.
@@ -124,6 +124,10 @@ def _read(file: Path) -> Site:
         site = Site(**values)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    if named := [option for option in site.options if option.startswith(("-J", "--job-"))]:
+        raise ValueError(
+            f"{file}: options name the job by {named[0]!r}; leave that out: jobs of the course know each other by name."
+        )
     try:
         counts = not site.gres or site.gres.format(n=1) != site.gres.format(n=2)
     except (KeyError, IndexError, ValueError):

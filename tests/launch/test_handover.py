@@ -100,6 +100,7 @@ def test_a_call_that_the_kept_job_did_not_take_any_more_runs_in_a_new_one(
     assert out.count("Ranks run in a Slurm job of their own") == 2
 
 
+OURS = str(os.getuid())
 IDLE = """
 from course_pp.launch import remote
 remote._LOOK_S = 0.1, 0.1
@@ -116,11 +117,22 @@ remote.main(Path(), 1000.0, "course_pp")
 """
 
 
-def test_an_idle_job_leaves_when_a_job_of_the_course_waits_and_until_then_takes_calls(
-    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("user", "reason", "in_vain"),
+    [
+        ("70001", "Resources", "(Nodes required for job are DOWN)"),
+        ("70001", "Priority", "JobHeldUser"),
+        ("70001", "AssocGrpCpuLimit", "AssocGrpCPUMinutesLimit"),
+        (OURS, "QOSMaxJobsPerUserLimit", "BeginTime"),
+        (OURS, "Resources", "QOSMaxCpuPerJobLimit"),
+    ],
+    ids=["cores", "its turn", "a group's share", "fewer jobs of ours", "cores for ours"],
+)
+def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and_until_then_takes_calls(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, reason: str, in_vain: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_PARTITION", "gpu")
-    asked = "--noheader --states=PD --name=course_pp -o %i --partition=gpu"
+    asked = "--noheader --states=PD --name=course_pp -o %U %r --partition=gpu"
     pretend(tools / "squeue", f'touch {tmp_path / "looked"}; [ "$*" != "{asked}" ] || cat {tmp_path / "waiting"}')
 
     def idle(then: Callable[[subprocess.Popen[str]], object]) -> str:
@@ -134,9 +146,9 @@ def test_an_idle_job_leaves_when_a_job_of_the_course_waits_and_until_then_takes_
             then(node)
             return node.stdout.readline()
 
-    (tmp_path / "waiting").touch()
+    (tmp_path / "waiting").write_text(f"{user} {in_vain}\n70002 QOSMaxJobsPerUserLimit\nodd\n")
     assert idle(lambda node: print("2\n3", file=node.stdin, flush=True)) == "[2, 3]\n"
-    assert idle(lambda node: (tmp_path / "waiting").write_text("12\n")) == "[]\n"
+    assert idle(lambda node: (tmp_path / "waiting").write_text(f"70002 JobHeldUser\n{user} {reason}\n")) == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -257,17 +269,21 @@ def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monk
     assert kept.tb
 
 
-def test_a_job_that_an_interrupt_cancels_is_said_to_be(
+def test_a_job_that_an_interrupt_cancels_is_said_to_be_and_only_one_of_our_own_gives_way(
     tools: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Process, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         on_ranks(1, print)
-    assert capsys.readouterr().out.splitlines()[-1] == "the Slurm job is cancelled."
+    _, shown, cancelled = capsys.readouterr().out.splitlines()
+    assert shown.endswith(" 305 course_pp")
+    assert cancelled == "the Slurm job is cancelled."
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(KeyboardInterrupt):
         on_ranks(1, print)
-    assert capsys.readouterr().out.splitlines()[-1] == "the run in Slurm job 7 is cancelled.", "not the job itself"
+    _, shown, cancelled = capsys.readouterr().out.splitlines()
+    assert shown.endswith(" 305")
+    assert cancelled == "the run in Slurm job 7 is cancelled.", "not the job itself"
 
 
 STARTER = """
@@ -288,7 +304,8 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
     (tmp_path / "shared" / "run" / "call-1").touch()
     argv = [sys.executable, "-c", STARTER, str(guard.__file__), str(tmp_path / "shared" / "run"), str(tmp_path)]
     starter = subprocess.Popen(argv, start_new_session=True)
-    pretend(tools / "squeue", f"echo 8 1; echo 9 {starter.pid}")
+    over = f'case "$*" in *--states=PENDING,*) ;; *) echo 7 {starter.pid};; esac'
+    pretend(tools / "squeue", f"{over}; echo 8 1; echo 9 {starter.pid}")
     limit = time.monotonic() + 30
     while not (tmp_path / "started").exists():
         assert time.monotonic() < limit
@@ -301,4 +318,4 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
             time.sleep(0.05)
     finally:
         os.killpg(starter.pid, signal.SIGKILL)
-    assert (tmp_path / "cancelled").read_text() == 2 * "9\n", "one job of two of the same name"
+    assert (tmp_path / "cancelled").read_text() == 2 * "--quiet 9\n", "one job of three of the same name"

@@ -97,6 +97,8 @@ def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytes
         ('gres = "gpu:2"', r"the number of GPUs goes where \{n\} stands"),
         ('gres = "gpu:{x}"', r"the number of GPUs goes where \{n\} stands"),
         ("partition =", "is not TOML"),
+        ('options = ["--exclusive", "--job-name=me"]', "options name the job by '--job-name=me'; leave that out"),
+        ('options = ["-J", "me"]', "options name the job by '-J'; leave that out"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named_with_a_remedy(repository: Path, line: str, words: str) -> None:

@@ -17,7 +17,7 @@ from tests.launch.conftest import pretend
 
 TWO = Needs(nodes=1, ranks=2, seconds=100)
 # The first line of a squeue that has a job of session 7, which is number 9, and one of the same name of another.
-SENT = f'[ "$*" != "{" ".join(SESSIONS[1:])} --states=all" ] || {{ echo "8 77"; echo "9 7"; exit; }}'
+SENT = f'[ "$*" != "{" ".join(SESSIONS[1:])} --states=all" ] || {{ echo odd; echo; echo "8 77"; echo "9 7"; exit; }}'
 
 
 @pytest.fixture
@@ -234,6 +234,8 @@ def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch
     (tools / "all").write_text("9\n10\n")
     (tools / "mine").write_text("PD|gpu|Licenses\n")
     assert job.queue_line() == f"{place} 1 of 2 (Licenses)"
+    (tools / "mine").write_text("odd\n")
+    assert job.queue_line() is None
     (tools / "mine").write_text("CF|gpu|None\n")
     assert job.queue_line() == "job 9: its nodes are starting"
     assert not job.started, "the time that they take to boot is not the run's"
@@ -269,8 +271,11 @@ OURS = f"3|{os.getuid()}|me|4|n2|course_pp\n4|{os.getuid()}|me|1|n2|other\n"
             "8 by 1 job of user2 on n2; 13 by 2 more users.",
         ),
         ("", "", None),
+        ("1|70001|anna|8\n", "10/6/0/16", None),
+        (ANNA + "1|70001|anna|many|n1|x\n", "10/6/0/16", None),
+        (ANNA, "10/6", None),
     ],
-    ids=["of one other", "ours too", "hidden", "of many", "no answer"],
+    ids=["of one other", "ours too", "hidden", "of many", "no answer", "a short line", "no number", "no cores"],
 )
 def test_who_holds_the_cores_is_told_to_those_who_wait_for_a_while(
     tools: Path, monkeypatch: pytest.MonkeyPatch, jobs: str, cores: str, held: str | None
