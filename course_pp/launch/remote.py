@@ -13,6 +13,7 @@ import linecache
 import os
 import pickle
 import random
+import re
 import select
 import subprocess
 import sys
@@ -33,6 +34,13 @@ _LOOK_S = 10.0, 20.0
 # By so long a wait another job has earned the turn of one whose calls follow each other without such a pause.
 _TURN_S = 60.0
 _ANSWER_LIMIT_S = 5.0
+# Number, user and reason of a job that waits for what we hold: cores, a group's share of them, or our user's.
+_WAITS_FOR_US = re.compile(
+    r"^(\d+) (?:"
+    r"\d+ (?:Resources|Priority|(?:QOS|Assoc)Grp(?:Cpu|Mem|Node|Jobs)Limit|(?:QOS|Assoc)GrpGRES|Max\w+PerAccount)"
+    rf"|{os.getuid()} (?:QOSMax\w+PerUser(?:Limit)?|AssocMaxJobsLimit))$",
+    re.M,
+)
 
 
 def main(folder: Path, patience_s: float, gives_way_to: str = "") -> None:
@@ -61,7 +69,7 @@ def _next_calls(patience_s: float, others: _Others | None = None) -> list[int]:
 
 
 class _Others:
-    """Jobs of a name that wait in the partition of this one, as far as the cluster tells."""
+    """Jobs of a name that wait in our partition for what we hold, as far as the cluster tells."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -70,13 +78,13 @@ class _Others:
 
     def wait(self) -> bool:
         """Look, and return whether there are any."""
-        argv = ["squeue", "--noheader", "--states=PD", f"--name={self._name}", "-o", "%i"]
+        argv = ["squeue", "--noheader", "--states=PD", f"--name={self._name}", "-o", "%i %U %r"]
         if partition := os.environ.get("SLURM_JOB_PARTITION"):
             argv.append(f"--partition={partition}")
         numbers: list[str] = []
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            answer = subprocess.run(argv, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S)
-            numbers = answer.stdout.split()
+            answer = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=_ANSWER_LIMIT_S)
+            numbers = _WAITS_FOR_US.findall(answer.stdout)
         self._looked_at = time.monotonic()
         self._seen_at = {number: self._seen_at.get(number, self._looked_at) for number in numbers}
         return bool(numbers)

@@ -132,7 +132,7 @@ def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, reason: str, in_vain: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_PARTITION", "gpu")
-    asked = "--noheader --states=PD --name=course_pp -o %U %r --partition=gpu"
+    asked = "--noheader --states=PD --name=course_pp -o %i %U %r --partition=gpu"
     pretend(tools / "squeue", f'touch {tmp_path / "looked"}; [ "$*" != "{asked}" ] || cat {tmp_path / "waiting"}')
 
     def idle(then: Callable[[subprocess.Popen[str]], object]) -> str:
@@ -146,14 +146,14 @@ def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and
             then(node)
             return node.stdout.readline()
 
-    (tmp_path / "waiting").write_text(f"{user} {in_vain}\n70002 QOSMaxJobsPerUserLimit\nodd\n")
+    (tmp_path / "waiting").write_text(f"11 {user} {in_vain}\n12 70002 QOSMaxJobsPerUserLimit\nodd\n")
     assert idle(lambda node: print("2\n3", file=node.stdin, flush=True)) == "[2, 3]\n"
-    assert idle(lambda node: (tmp_path / "waiting").write_text(f"70002 JobHeldUser\n{user} {reason}\n")) == "[]\n"
+    assert idle(lambda node: (tmp_path / "waiting").write_text(f"11 70002 None\n12 {user} {reason}\n")) == "[]\n"
 
 
 @pytest.mark.parametrize(
     ("waiting", "gives_way"),
-    [("echo 12", True), ("true", False), ("date +%N", False)],
+    [("echo 12 70001 Priority", True), ("true", False), ("date +'%N 70001 Priority'", False)],
     ids=["one", "nobody", "another-each-time"],
 )
 def test_a_job_that_is_never_idle_leaves_between_calls_once_another_has_waited_for_a_turn(
