@@ -157,10 +157,10 @@ site: $(READY)
 	@$(BIN)/python docs/make_site.py $(ARGS)
 
 slides: $(READY)
-	@$(BIN)/python docs/slides.py $(if $(ROUTE),--route $(ROUTE)) $(if $(START),--start $(START)) $(ARGS)
+	@$(BIN)/python docs/slides.py $(if $(ROUTE),--route '$(ROUTE)') $(if $(START),--start '$(START)') $(ARGS)
 
 handout: $(READY)
-	@$(BIN)/python docs/handouts.py $(ROUTE) $(ARGS)
+	@$(BIN)/python docs/handouts.py '$(ROUTE)' $(ARGS)
 
 notebooks: $(READY)
 	@COURSE_PP_WHERE=local $(BIN)/jupyter nbconvert --to notebook --execute --inplace --log-level=WARN \

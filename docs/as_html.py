@@ -30,7 +30,7 @@ def figures(cell: dict) -> list[str]:
 
 def spoken(markdown: str) -> str:
     """Prose without what neither a wall nor paper has: pictures that play, and the references that numbers name."""
-    return re.sub(r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+ )?\d+)*\]", "", markdown)
+    return re.sub(r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+\s)?[\d.]+)*\]", "", markdown)
 
 
 def printed(cell: dict) -> str:

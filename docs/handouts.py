@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from as_html import figures, rendered
+from as_html import after_a_guess, bare, figures, guessed, rendered, spoken
+from out import folder_for
 from routes import NOTEBOOKS, Route, exercises_in, route, sections_of
 
 from course_pp.exercises.checking import judge
@@ -32,6 +33,7 @@ p, ol { margin: 1.5mm 0; orphans: 3; widows: 3 }
 pre, code { font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace; font-size: 8.5pt }
 pre { background: #f3f4f5; padding: 2mm; margin: 1.5mm 0; white-space: pre-wrap; break-inside: avoid }
 img { max-width: 100%; max-height: 85mm; display: block; margin: 2mm 0; break-inside: avoid }
+article:has(.line), .whole { break-inside: avoid }
 pre:has(+ .line), pre + .line { break-after: avoid }
 .line { height: 8mm; border-bottom: 0.5pt solid #999 }
 table { border-collapse: collapse; width: 100% } tr { break-inside: avoid }
@@ -51,7 +53,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    given.out.mkdir(parents=True, exist_ok=True)
+    folder_for(given.out)
     for kind, of_exercise in (("exercises", for_people), ("teacher", for_teachers)):
         path = given.out / f"{asked.name}_{kind}.html"
         path.write_text(sheet(asked, kind, of_exercise), encoding="utf-8")
@@ -86,17 +88,21 @@ def task_of(exercise: Exercise) -> Task:
     """Look an exercise up in its notebook. Raises ValueError if it is not there."""
     for section in sections_of(exercise.notebook):
         before: dict[str, str] = {}
+        measured = False
         for cell, after in zip(section.cells, [*section.cells[1:], {}], strict=True):
             source = cell["source"]
             if cell["cell_type"] == "code":
+                measured = guessed(cell)
                 if shown := figures(cell):
                     before["figure"] = shown[-1]
                 if "read" in cell["metadata"].get("tags", ()):
-                    before["code"] = code(re.sub(r"\Aguess_.*\n+", "", source))
+                    before["code"] = code(bare(source))
                 continue
-            text, _, found = source.partition("### Exercise ")
-            # Not the section's heading, nor a diagnosis, which says what is to be found.
+            text, _, found = spoken(source).partition("### Exercise ")
+            # Not the section's heading, nor what tells a result of a prediction, nor a diagnosis.
+            text = "\n\n".join(after_a_guess(text)[1]) if measured else text
             before["text"] = rendered(re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S))
+            measured = False
             heading, _, statement = found.partition("\n")
             if heading.startswith(f"{number_of(exercise)} "):
                 return Task(section.title, [before[kind] for kind in sorted(before)], statement, after["source"])
@@ -119,12 +125,14 @@ def for_people(exercise: Exercise) -> str:
     task = task_of(exercise)
     stub = re.sub(r"  # noqa[^\n]*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
     lines = '<div class="line"></div>' * (2 + len(exercise.source.splitlines()))
-    return "".join([heading(exercise, task.section), *task.before, rendered(task.statement), code(stub), lines])
+    to_do = f'<div class="whole">{rendered(task.statement)}{code(stub)}{lines}</div>'
+    return "".join([heading(exercise, task.section), *task.before, to_do])
 
 
 def for_teachers(exercise: Exercise) -> str:
     """What was asked, the tested solution, what people write instead and are told, and the hints."""
     task, rows, told = task_of(exercise), "", set[str]()
+    print(f"{exercise.notebook} {exercise.name}: what its check says of common mistakes", flush=True)
     for wrong in wrong_answers(exercise)[:MOST_MISTAKES]:
         verdict = judge(exercise, wrong)
         if verdict.cause and verdict.cause not in told:
@@ -133,8 +141,8 @@ def for_teachers(exercise: Exercise) -> str:
             rows += f"<tr><td>{code(written(exercise, wrong))}</td><td>{rendered(verdict.cause)}{seen}</td></tr>"
     hints = "".join(f"<li>{rendered(hint)}</li>" for hint in exercise.hints)
     return (
-        f"{heading(exercise, task.section)}{rendered(task.statement)}<h3>Solution</h3>{code(exercise.source)}"
-        f"<h3>Common mistakes, and what to say</h3><table>{rows}</table>"
+        f'<div class="whole">{heading(exercise, task.section)}{rendered(task.statement)}'
+        f"<h3>Solution</h3>{code(exercise.source)}</div><h3>Common mistakes, and what to say</h3><table>{rows}</table>"
         f"<h3>Hints</h3><ol>{hints}</ol>"
     )
 

@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from out import folder_for
+
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "runs" / "site"
 NEEDED = {"sphinx": "sphinx", "myst_nb": "myst-nb", "pydata_sphinx_theme": "pydata-sphinx-theme"}
@@ -52,6 +54,7 @@ def main() -> int:
     if lacking := [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]:
         print(f"the site needs {', '.join(lacking)}: make setup, or pip install -c constraints.txt '.[site]'")
         return 1
+    folder_for(out)
     begun = time.monotonic()
     source = assemble(out / "source")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

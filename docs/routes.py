@@ -148,7 +148,8 @@ def route(name: str) -> Route:
     for each in ROUTES:
         if each.name == name:
             return each
-    raise ValueError(f"there is no route {name!r}; choose one of {', '.join(each.name for each in ROUTES)}")
+    wrong = f"there is no route {name!r}" if name else "give ROUTE=NAME"
+    raise ValueError(f"{wrong}; choose one of {', '.join(each.name for each in ROUTES)}")
 
 
 @dataclass(frozen=True)

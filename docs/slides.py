@@ -15,6 +15,7 @@ from pathlib import Path
 
 import routes
 from as_html import after_a_guess, bare, blocks, figures, guessed, printed, rendered, spoken, to_see
+from out import folder_for
 from routes import Part, Route, Row, Section, clock
 
 from course_pp.exercises.exercise import exercises_of
@@ -103,7 +104,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the decks")
     args, chosen, start = routes.asked_for(parser)
-    args.out.mkdir(parents=True, exist_ok=True)
+    folder_for(args.out)
     for route in chosen:
         path = args.out / f"{route.name}.html"
         path.write_text(deck(route, start), encoding="utf-8")

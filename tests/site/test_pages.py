@@ -28,6 +28,7 @@ def docs(monkeypatch):
         "as_html",
         "handouts",
         "guesses",
+        "out",
         "pages",
         "chapters",
     ):
@@ -117,6 +118,17 @@ def test_a_wrong_route_or_time_gets_one_sentence(script, arguments, sentence, tm
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(sentence + "\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("script", ["slides", "handouts", "make_site"])
+def test_a_folder_that_cannot_be_written_gets_one_sentence(script, tmp_path):
+    (tmp_path / "file").touch()
+    route = ["45_minutes"] if script == "handouts" else []
+    for out, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "in_it", "Not a directory")):
+        command = [sys.executable, str(ROOT / "docs" / f"{script}.py"), *route, "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"--out is {out}, and nothing can be written there ({why}): name another folder.\n"
 
 
 def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
@@ -234,6 +246,8 @@ def test_a_handout_has_each_exercise_once_and_no_solution_but_for_teachers(monke
             assert "the cause" in for_teacher, exercise.name
             assert for_teacher.count("<li>") >= len(exercise.hints)
             assert "<details>" not in for_person
+        for said in ("Twos. Ones would be right", "Far from all.", "The *last* two", "play the picture"):
+            assert said not in people
 
 
 def codes(sheet: str) -> list[str]:

@@ -33,7 +33,7 @@ def decks(tmp_path, monkeypatch):
         path = tmp_path / f"{route.name}.html"
         path.write_text(slides.deck(route), encoding="utf-8")
     yield sorted(tmp_path.glob("*.html"))
-    for name in ("routes", "slides", "as_html"):
+    for name in ("routes", "slides", "as_html", "out"):
         sys.modules.pop(name, None)
 
 
