@@ -112,6 +112,10 @@ def _is_a_repository(folder: Path) -> bool:
 def _read(file: Path) -> Site:
     try:
         values: dict[str, Any] = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{file} cannot be read: {error.strerror}. Its owner can `chmod a+r` it, or COURSE_PP_SITE name another."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     known = [field.name for field in dataclasses.fields(Site)]

@@ -1,5 +1,6 @@
 """Site settings: which file is read, and what is refused in it."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -104,6 +105,18 @@ def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytes
 def test_what_is_wrong_in_the_file_is_named_with_a_remedy(repository: Path, line: str, words: str) -> None:
     write(repository / "site.toml", line)
     with pytest.raises(ValueError, match=words):
+        load_site()
+
+
+def test_a_file_that_others_may_not_read_is_named_with_a_remedy(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    file = write(repository / "site.toml", "")
+    monkeypatch.setattr(Path, "read_text", refused)  # root may read whatever its mode is
+    with pytest.raises(ValueError, match=rf"{file} cannot be read: Permission denied\. `chmod"):
         load_site()
 
 
