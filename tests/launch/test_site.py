@@ -116,7 +116,7 @@ def test_a_file_that_others_may_not_read_is_named_with_a_remedy(
 
     file = write(repository / "site.toml", "")
     monkeypatch.setattr(Path, "read_text", refused)  # root may read whatever its mode is
-    with pytest.raises(ValueError, match=rf"{file} cannot be read: Permission denied\. `chmod"):
+    with pytest.raises(ValueError, match=rf"{file} cannot be read: Permission denied\. Its owner can"):
         load_site()
 
 
