@@ -7,7 +7,7 @@ const STROKES = { I: "M2 2h2v2h-2z", W: "M0 6L6 0" };
 const WORDS = { F: "forward", B: "full backward", I: "input gradient", W: "weight gradient" };
 const HELP = "Keys: ↑ ↓ choose a rank, ← → a time, Home and End its ends; f b i w place the first that is legal, 1 to 9 the " +
   "numbered ones; n takes one step of the policy, or opens the next level after par, s runs it until something is " +
-  "strange (a tie, a wait, a full cap, a new phase), t stamps the last cycle again; u undoes, " +
+  "strange (a tie, a wait or what may be worth one, a full cap, a new phase), t stamps the last cycle again; u undoes, " +
   "y redoes, Delete takes away, h hints, and hints more, c shows the critical path, p or Space plays";
 const SHOWN = ["nothing", "what is ready", "what each choice leads to"];
 
@@ -333,25 +333,25 @@ class View {
     const [move, before] = this.turn((position) => this.plan(position).end <= this.words.par), plan = this.plan(before);
     const action = move.split("@")[0], rank = before.rankOf(action);
     const [better, at] = plan.first ?? [plan.order[rank][before.rows[rank].length], null];
-    if (plan.first && better !== action) return this.waited(before, better, at);
+    const waited = plan.first && this.waited(before, plan.first);
+    if (waited) return waited;
     let instead = `rank ${rank} does better to wait for ${better}`;
     if (better === action) instead = `in the gap from ${spelled(at)} it keeps par`;
     else if (!before.whyNot(better, at)) instead = `${better} at ${spelled(before.spanOf(better, at).start)} keeps it`;
     return `Par was lost with ${action} on rank ${rank}: ${instead}. ${this.back(action)}.`;
   }
 
-  // Only an action in a gap would have kept par: so the wait that left the gap is to blame, and not what came last.
-  waited(position, better, from) {
+  // Where only an action in a gap keeps par, the wait that left the gap is to blame, if something could start then.
+  waited(position, [better, from]) {
     const moves = this.standing(), rank = position.rankOf(better), { action, start } = position.rows[rank].find((span) => span.start > from);
     const before = replay(this.game, moves.slice(0, moves.findIndex((move) => move.split("@")[0] === action)));
     const could = before.legal(rank).filter((each) => before.startOf(each) < start).find((each) => {
       const copy = before.copy();
       copy.place(each);
       return this.plan(copy).end <= this.words.par;
-    }) ?? better;
-    const at = spelled(before.whyNot(could) ? from : before.startOf(could));
-    return `Rank ${rank} waited from ${spelled(from)} to ${spelled(start)} though ${could} could start: that cost par. ` +
-      `${this.back(action)}, and place ${could} at ${at}.`;
+    });
+    return could && `Rank ${rank} waited from ${spelled(from)} to ${spelled(start)} though ${could} could start: that cost par. ` +
+      `${this.back(action)}, and place ${could} at ${spelled(before.startOf(could))}.`;
   }
 
   // The order that is best from a position on; the worked one if that is still followed.

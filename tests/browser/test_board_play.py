@@ -177,6 +177,7 @@ def test_a_board_that_no_order_can_end_says_so_and_which_move_to_take_back(opene
     [
         (10, "backward first", "from 2 to 6", ("0B0", 11), "0F2 at 2"),
         (4, "naive", "from 1 to 7", ("0B0", 19), "0F1 at 1"),
+        (2, "naive", "from 1 to 4", ("0B0", 9), "0F1 at 1"),
     ],
 )
 def test_a_wait_that_cost_par_is_blamed_and_not_what_came_after_it(
@@ -235,6 +236,8 @@ def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(open
     paste(page, "level=3&moves=0F1.0F2")
     page.keyboard.press("Escape")
     page.keyboard.press("f")  # Not allowed: the cap
+    page.keyboard.press(" ")
+    assert said(page) == "Playing; p stops."
     for key, moves in (("u", before), ("y", "level=3&moves=0F1.0F2")):
         page.keyboard.press(key)
         assert position(page) == moves
