@@ -43,9 +43,11 @@ def guessed(cell: dict) -> bool:
     return "you have not guessed" in printed(cell)
 
 
-def blocks(markdown: str) -> list[str]:
-    """Paragraphs; an exercise or something folded stays whole."""
-    return re.findall(r"^### Exercise.*?(?=^#|\Z)|^<details>.*?</details>|^[^\n].*?(?=\n\n|\Z)", markdown, re.S | re.M)
+def blocks(markdown: str, joined: bool = False) -> list[str]:
+    """Headings, exercises, what is folded, and the paragraphs between, each alone or joined."""
+    end = r"\n\n(?=#|<details>)" if joined else r"\n\n"
+    whole = r"^### Exercise.*?(?=^#|\Z)|^<details>.*?</details>|^#[^\n]*"
+    return re.findall(rf"{whole}|^[^\n].*?(?={end}|\Z)", markdown, re.S | re.M)
 
 
 def to_see(block: str) -> bool:

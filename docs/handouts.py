@@ -21,6 +21,7 @@ from course_pp.exercises.wrong_answers import written, wrong_answers
 
 OUT = NOTEBOOKS.parent / "runs" / "handouts"
 MOST_MISTAKES = 10  # of an exercise: more is not read while somebody waits
+MOST_LINES = 25  # to write on, so that they fit on a page with what is asked
 STYLE = """
 @page { margin: 16mm 17mm }
 html { font: 10.5pt/1.4 "DejaVu Sans", Verdana, sans-serif; color: #000; background: #fff }
@@ -124,7 +125,7 @@ def for_people(exercise: Exercise) -> str:
     """The exercise with what it needs of its section, and lines to write on."""
     task = task_of(exercise)
     stub = re.sub(r"  # noqa[^\n]*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
-    lines = '<div class="line"></div>' * (2 + len(exercise.source.splitlines()))
+    lines = '<div class="line"></div>' * min(2 + len(exercise.source.splitlines()), MOST_LINES)
     to_do = f'<div class="whole">{rendered(task.statement)}{code(stub)}{lines}</div>'
     return "".join([heading(exercise, task.section), *task.before, to_do])
 

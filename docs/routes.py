@@ -110,7 +110,7 @@ ROUTES = (
     ),
     Route(
         "a_day",
-        "A day (seven and a half hours, 100 minutes of them breaks)",
+        "A day (seven and a half hours with breaks)",
         450,
         "cut a model in two dimensions, and start it on a cluster",
         (
@@ -162,14 +162,14 @@ class Section:
 
 
 @cache
-def path_of(notebook: str) -> Path | None:
-    """The notebook with this number, None if it is not written."""
-    return next(iter(NOTEBOOKS.glob(f"{notebook}_*.ipynb")), None)
+def path_of(notebook: str) -> Path:
+    """The notebook with this number."""
+    return next(iter(NOTEBOOKS.glob(f"{notebook}_*.ipynb")))
 
 
 @cache
 def read(notebook: str) -> dict:
-    """The notebook with this number, which is written."""
+    """What the notebook with this number holds."""
     return json.loads(path_of(notebook).read_text(encoding="utf-8"))
 
 
@@ -181,8 +181,6 @@ def title_of(notebook: str) -> str:
 @cache
 def sections_of(notebook: str) -> tuple[Section, ...]:
     """The sections of a notebook; its minutes are shared out by words of prose and lines of code."""
-    if path_of(notebook) is None:
-        return ()
     cells = read(notebook)["cells"]
     minutes = int(re.search(r"\*\*(\d+) minutes\*\*", "".join(cells[0]["source"]))[1])
     found: list[tuple[str, list[dict]]] = []
@@ -213,7 +211,7 @@ def _length(cell: dict) -> int:
 def chosen(part: Part) -> list[Section]:
     """The sections of a part of a route. Raises ValueError for one that the notebook does not have."""
     sections = sections_of(part.notebook)
-    for beginning in part.sections if sections else ():
+    for beginning in part.sections:
         if not any(_begins(section, beginning) for section in sections):
             raise ValueError(f"notebook {part.notebook} has no section {beginning!r}: mend docs/routes.py")
     return [
@@ -252,7 +250,7 @@ def goals(route: Route) -> list[str]:
 
 def ranks_of(route: Route) -> int:
     """The most ranks that its notebooks start at once."""
-    texts = [path.read_text(encoding="utf-8") for part in route.parts if (path := path_of(part.notebook))]
+    texts = [path_of(part.notebook).read_text(encoding="utf-8") for part in route.parts]
     return max(int(found[1]) for text in texts if (found := _RANKS.search(text)))
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
-from itertools import groupby
 from pathlib import Path
 
 import routes
@@ -160,7 +159,7 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
     heading, end = f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>", clock(row.begins + row.minutes)
     if row.part is None:
         call = routes.quiz_call(route, row.what.split()[-1])
-        told = _AROUND[row.what.split()[0]].format(end=end, call=call)
+        told = _AROUND.get(row.what.split()[0], "Back at {end}.").format(end=end, call=call)
         yield Slide(heading, rendered(told), row.minutes)
         return
     reading, solving = routes.minutes_of(row.part)
@@ -204,14 +203,12 @@ It writes exercises and quiz, and no name, to `ID.json` beside the notebook: sen
 names a folder, write its path in place of the dot.
 
 Then fill in the form.""",
-    "break": "Back at {end}.",
-    "lunch": "Back at {end}.",
 }
 
 
 def slides_of(section: Section, part: Part) -> list[Slide]:
     """A question, its result, an exercise, a figure, code to read: a slide each. The prose between is the speaker's."""
-    heading = f"<h2>{escape(section.title)}</h2>"
+    heading, clinic = f"<h2>{escape(section.title)}</h2>", section.title == "Bug clinic"
     slides: list[Slide] = []
     waiting: list[str] = []  # prose that no slide has yet
     lead: Slide | None = None  # a sentence of a clinic above code to read
@@ -228,17 +225,18 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
     for cell, after in zip(section.cells, [*section.cells[1:], {"source": ""}], strict=True):
         if cell["cell_type"] == "code":
             for i, piece in enumerate(_to_read(cell)):
-                slide = lead if lead and i == 0 else add(Slide(heading, "", wide=True))
+                slide = lead if lead and i == 0 else add(Slide(heading, ""))
                 slide.body, slide.wide = slide.body + _pre(piece), True
+            lead = None
             shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
             result = [each for each in shown if each.body.startswith("<pre")][-1] if guessed(cell) else None
             continue
         source, lead = spoken(cell["source"]), None
-        told, others = after_a_guess(source) if result else ([], blocks(source))
+        told, others = after_a_guess(source) if result else ([], blocks(source, joined=clinic))
         if result:
             result.body += rendered("\n\n".join(told))
         result = None
-        for block in _joined(others) if section.title == "Bug clinic" else others:
+        for block in others:
             if section.title == "Recap":
                 if block.startswith("**References**"):
                     break
@@ -250,7 +248,7 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
                     stub = re.search(rf"^def {exercise.name}\(.*?\):$", after["source"], re.S | re.M)[0]
                     body = rendered(block[found.end() :]) + _pre(stub)
                     add(Slide(title, body, exercise.minutes, exercise=True))
-            elif section.title == "Bug clinic" and not _silent(block):
+            elif clinic and not block.startswith(("#", "<details>")):
                 slide = add(Slide(heading, rendered(block)))
                 lead = slide if len(block) < WIDTH else None
             elif block.startswith("**Predict") or to_see(block):
@@ -263,18 +261,6 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
         slides[-1].notes += waiting
     next(each for each in slides if not each.exercise).minutes = section.minutes
     return slides
-
-
-def _silent(block: str) -> bool:
-    """Whether it is a heading or a diagnosis."""
-    return block.startswith(("#", "<details>"))
-
-
-def _joined(found: list[str]) -> Iterator[str]:
-    """The prose of a clinic, which asks, in one piece between headings and diagnoses."""
-    for silent, group in groupby(found, key=_silent):
-        together = [*group]
-        yield from together if silent else ["\n\n".join(together)]
 
 
 def _to_read(cell: dict) -> list[str]:
