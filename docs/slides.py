@@ -249,6 +249,9 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
                     body = rendered(block[found.end() :]) + _pre(stub)
                     add(Slide(title, body, exercise.minutes, exercise=True))
             elif clinic and not block.startswith(("#", "<details>")):
+                if block is others[0] and len(block) < 2 * WIDTH and slides:
+                    slides[-1].body += rendered(block)  # the question below what patients put out
+                    continue
                 slide = add(Slide(heading, rendered(block)))
                 lead = slide if len(block) < WIDTH else None
             elif block.startswith("**Predict") or to_see(block):

@@ -205,6 +205,8 @@ def test_a_clinic_asks_on_the_wall_and_its_diagnosis_is_folded():
                 told = slides.rendered(block.split("\n\n")[1]).strip()
                 assert told in deck
                 assert told not in shown
+            elif "Decide before you read on." in block:
+                assert f"</pre>{slides.rendered(block).strip()}" in shown
             elif not block.startswith(("#", "```")) and "```" not in cell["source"]:
                 assert slides.rendered(block).strip() in shown
 
