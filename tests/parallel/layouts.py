@@ -292,7 +292,8 @@ def train_on_rank(
     runner: PipelineSchedule | WholeModel = WholeModel(modules[0], mesh, loss_fn)
     if case.pp > 1:
         runner = build_pipeline(case, modules, mesh, len(data[0][0]), loss_fn)
-    norms = []
+    # Before any evaluation: with reshard=False that leaves whole parameters in place of the optimizer's shards.
+    optimizer, norms = sharded_adamw(modules), []
 
     def evaluated() -> float:
         return runner.eval(data[0][0], target=data[0][1], **kwargs).item()
@@ -303,7 +304,7 @@ def train_on_rank(
         return loss
 
     before = evaluated()
-    trained = train(modules, STEPS, step, sharded_adamw(modules))
+    trained = train(modules, STEPS, step, optimizer)
     return Run(trained, norms, [before, evaluated()])
 
 
