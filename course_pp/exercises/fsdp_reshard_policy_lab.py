@@ -279,7 +279,7 @@ def _pipelined(rank: int) -> Symptoms:
     """A pipeline whose ranks free parameters after forward."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
     module = _build(mesh, reshard=True)
-    return _symptoms(module, step_of(module, mesh), _ROWS)
+    return _symptoms(mesh, module, step_of(module, mesh), _ROWS)
 
 
 def _looped(step: Callable[..., None], rank: int) -> Symptoms:
@@ -287,12 +287,12 @@ def _looped(step: Callable[..., None], rank: int) -> Symptoms:
     mesh, n_rows = init_distributed(DistributedConfig(), seed=0), 4 * _MICROBATCHES
     module = _build(mesh, reshard=False)
     inputs, targets = (rows.chunk(4)[get_dp_rank(mesh)].chunk(_MICROBATCHES) for rows in _batch(n_rows))
-    return _symptoms(module, lambda: step(module, inputs, targets, CrossEntropy()), n_rows)
+    return _symptoms(mesh, module, lambda: step(module, inputs, targets, CrossEntropy()), n_rows)
 
 
-def _symptoms(module: PipelineStageModule, step: Step, n_rows: int) -> Symptoms:
-    counts, right = count_collectives(step), one_process(n_rows).gradients
-    gathered, reduced = (counts.total(collective=kind).number / (len(module.layers) + 1) for kind in _KINDS)
+def _symptoms(mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, n_rows: int) -> Symptoms:
+    counts, right = count_collectives(step, mesh), one_process(n_rows).gradients
+    gathered, reduced = (counts.total("dp_shard", kind).number / (len(module.layers) + 1) for kind in _KINDS)
     gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
     ratios = [float(gradient.norm() / right[name].norm()) for name, gradient in gradients.items()]
     return Symptoms(gathered, reduced, sum(ratios) / len(ratios))

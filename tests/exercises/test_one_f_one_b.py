@@ -295,9 +295,9 @@ WRONG_LIMITS = [
     (lambda rank, p, f, b, latency: 2 * (p - rank) - 1, "is 7, not 4", "Without latency it is 1F1B"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(2 * latency / f)), "every forward + backward"),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)), "a whole place", "math.ceil"),
-    (one_too_few_on_rank_0, "400 microbatches take", "GPipe takes"),
+    (one_too_few_on_rank_0, "is 15, not 16", "3.2 at once. Behind rank 0 lie 3 links"),
     (lambda rank, p, f, b, latency: 0, "must hold 1"),
-    (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "cannot run", "one activation more than"),
+    (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "is 1, not 4", "0 at once. Behind rank 0 lie 3 links"),
 ]
 
 

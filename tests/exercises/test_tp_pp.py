@@ -126,7 +126,7 @@ def in_place(gradient: Any, group: Any) -> Any:
     [
         (lambda x, group: x, "nothing is added up"),
         (entering(lambda gradient, group: gradient, forward=total), "the sum belongs in backward"),
-        (entering(total, forward=lambda x, group: total(x, group) / 2), "Forward begins allreduce"),
+        (entering(total, forward=lambda x, group: total(x, group) / 2), "Forward begins all_reduce"),
         (entering(lambda gradient, group: total(gradient, group) / 2), "averaged"),
         (entering(lambda gradient, group: total(total(gradient, group), group)), "added up twice"),
         (entering(lambda gradient, group: total(gradient)), "over all ranks"),

@@ -48,7 +48,7 @@ WRONG_BATCHES = {
     "dtype": (lambda rank: ((tokens(),), {"target": tokens().float()}), "target is torch.float32: pass token ids"),
     "keyword": (
         lambda rank: ((tokens(),), {"target": tokens(), "position_ids": tokens(1) if rank == 1 else tokens()}),
-        "keyword argument position_ids has shape (1, 8)",
+        "keyword argument position_ids is a tensor of shape (1, 8), whose first dimension is not the whole batch, 8",
     ),
     "nested": (
         lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}),
