@@ -74,7 +74,7 @@ def script(text: str, name: str = "script.py") -> str:
     ids=["one node", "two nodes"],
 )
 def test_on_a_login_node_a_job_of_its_own_runs_the_command_that_is_shown(
-    capfd: pytest.CaptureFixture[str], options: list[str], srun: str, says: list[str]
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], options: list[str], srun: str, says: list[str]
 ) -> None:
     lines = run_torchrun([*options, script(SAYS_WHERE)], timeout_s=120)
     gpus = "0,1" if len(options) == 1 and "nproc" in options[0] else "0"
@@ -86,6 +86,7 @@ def test_on_a_login_node_a_job_of_its_own_runs_the_command_that_is_shown(
     assert said.startswith(f"Ranks run in a Slurm job of their own: {len(set(says))} node")
     shown = shown.partition("\n[rank")[0]
     assert shown.startswith(srun)
+    assert cluster.wait_until_empty(20) == []  # or the next job gets other GPUs
     by_hand = subprocess.run(shown, shell=True, check=True, capture_output=True, text=True)
     assert sorted(by_hand.stdout.split("\n")[:-1]) == expected
 
