@@ -17,6 +17,14 @@ def rendered(markdown: str) -> str:
     return re.sub(r'<a href="[^"]*">(.*?)</a>', r"\1", parser.render(markdown), flags=re.S)
 
 
+def page(title: str, style: str, body: str) -> str:
+    """A page of its own, which needs nothing else."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{style}</style></head><body>{body}</body></html>\n"
+    )
+
+
 def figures(cell: dict) -> list[str]:
     """The pictures that a cell has put out, each with its alt text."""
     shown = []
@@ -36,6 +44,11 @@ def spoken(markdown: str) -> str:
 def printed(cell: dict) -> str:
     """What a cell has printed."""
     return "".join("".join(each.get("text", "")) for each in cell.get("outputs", ()))
+
+
+def to_read(cell: dict) -> bool:
+    """Whether the text above a cell asks people to read its code."""
+    return "read" in cell["metadata"].get("tags", ())
 
 
 def guessed(cell: dict) -> bool:

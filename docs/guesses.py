@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from pages import title_of
+from routes import title_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from as_html import after_a_guess, bare, figures, guessed, rendered, spoken
+from as_html import after_a_guess, bare, figures, guessed, page, rendered, spoken, to_read
 from out import folder_for
 from routes import NOTEBOOKS, Route, exercises_in, route, sections_of
 
@@ -68,11 +68,8 @@ def sheet(asked: Route, kind: str, of_exercise: Callable[[Exercise], str]) -> st
     title = f"Pipeline parallelism: {asked.title}" + ", for the teacher" * (kind == "teacher")
     minutes = sum(exercise.minutes for exercise in exercises)
     articles = "\n".join(f"<article>{of_exercise(exercise)}</article>" for exercise in exercises)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><main><h1>{escape(title)}</h1>"
-        f"<p>{len(exercises)} exercises, {minutes} minutes.</p>\n{articles}\n</main></body></html>\n"
-    )
+    head = f"<h1>{escape(title)}</h1><p>{len(exercises)} exercises, {minutes} minutes.</p>"
+    return page(title, STYLE, f"<main>{head}\n{articles}\n</main>")
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def task_of(exercise: Exercise) -> Task:
                 measured = guessed(cell)
                 if shown := figures(cell):
                     before["figure"] = shown[-1]
-                if "read" in cell["metadata"].get("tags", ()):
+                if to_read(cell):
                     before["code"] = code(bare(source))
                 continue
             text, _, found = spoken(source).partition("### Exercise ")

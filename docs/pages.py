@@ -14,6 +14,7 @@ from types import ModuleType
 
 from chapters import anchor
 from PIL import Image
+from routes import title_of
 from sphinx_additions import alt_texts, figure_id
 
 import course_pp
@@ -40,11 +41,6 @@ def write(folder: Path, notebooks: list[Path]) -> None:
     (folder / "routes.md").write_text(routes.page(), encoding="utf-8")
     (folder / "schedules.md").write_text(schedule_page(), encoding="utf-8")
     write_api(folder / "api")
-
-
-def title_of(notebook: dict) -> str:
-    """What the first heading of a notebook says."""
-    return re.match(r"# (.*)", "".join(notebook["cells"][0]["source"]))[1]
 
 
 def exercise_page(notebooks: list[Path]) -> str:

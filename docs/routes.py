@@ -173,9 +173,9 @@ def read(notebook: str) -> dict:
     return json.loads(path_of(notebook).read_text(encoding="utf-8"))
 
 
-def title_of(notebook: str) -> str:
+def title_of(notebook: dict) -> str:
     """Its heading: ``"02 · GPipe: microbatches"``."""
-    return re.match(r"# (.*)", "".join(read(notebook)["cells"][0]["source"]))[1]
+    return re.match(r"# (.*)", "".join(notebook["cells"][0]["source"]))[1]
 
 
 @cache
@@ -297,7 +297,7 @@ def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
         left = route.minutes - sum(work) - sum(part.pause for part in parts) - sum(each for _, each in first + last)
         lines: list[tuple] = [*first]
         for part, minutes, more in zip(parts, work, _shared_out(left, work), strict=True):
-            lines.append((title_of(part.notebook), minutes + more, part, more))
+            lines.append((title_of(read(part.notebook)), minutes + more, part, more))
             if part.pause:
                 lines.append(("lunch" if part.pause >= 45 else "break", part.pause))
         begins = start

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 import routes
-from as_html import after_a_guess, bare, blocks, figures, guessed, printed, rendered, spoken, to_see
+from as_html import after_a_guess, bare, blocks, figures, guessed, page, printed, rendered, spoken, to_read, to_see
 from out import folder_for
 from routes import Part, Route, Row, Section, clock
 
@@ -118,12 +118,9 @@ def deck(route: Route, start: int = 9 * 60) -> str:
     for row in rows:
         foot = f"{row.when} to {clock(row.begins + row.minutes)} · {escape(row.what.partition(':')[0])}"
         shown += [_html(slide, foot, at_home=row.week > 0) for slide in _slides_of_row(row, route)]
-    pages = "\n".join(page.format(number=f"{i} / {len(shown)}") for i, page in enumerate(shown, start=1))
-    title = f"Pipeline parallelism: {escape(route.title)}"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body><main>\n{pages}\n</main><script>{SCRIPT}</script></body></html>\n"
-    )
+    pages = "\n".join(each.format(number=f"{i} / {len(shown)}") for i, each in enumerate(shown, start=1))
+    body = f"<main>\n{pages}\n</main><script>{SCRIPT}</script>"
+    return page(f"Pipeline parallelism: {route.title}", STYLE, body)
 
 
 def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
@@ -268,7 +265,7 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
 
 def _to_read(cell: dict) -> list[str]:
     """The code of a cell that is there to be read, in pieces."""
-    return _pieces(bare(cell["source"])) if "read" in cell["metadata"].get("tags", ()) else []
+    return _pieces(bare(cell["source"])) if to_read(cell) else []
 
 
 def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
