@@ -12,10 +12,11 @@ import course_pp
 ROOT = Path(course_pp.__file__).parent
 
 # What each package may import from its siblings. `exercises` and `notebook` are for cells: nothing imports them;
-# `collective`, `cycles`, `grad_scaler`, `grouped`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone.
+# `collective`, `cycles`, `grad_scaler`, `grouped`, `imports`, `loss`, `microbatches`, `sizes` and `tied` stand alone,
+# and `shapes` reads `sizes` alone.
 ARROWS = {
     "schedule": {"cycles"},
-    "plan": {"schedule", "sizes"},
+    "plan": {"schedule", "shapes", "sizes"},
     "show": {"cycles", "plan", "schedule"},
     "model": {"grouped", "loss", "sizes"},
     "runtime": {
@@ -37,8 +38,8 @@ ARROWS = {
         "loss",
         "microbatches",
         "model",
-        "plan",
         "schedule",
+        "shapes",
         "sizes",
         "tied",
         "weight_gradients",

@@ -56,7 +56,7 @@ from course_pp.parallel.mesh import DistributedConfig, mesh_of_experts
 from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
-from course_pp.plan.layout import (
+from course_pp.shapes import (
     Coordinates,
     Group,
     StagePlan,

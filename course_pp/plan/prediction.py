@@ -6,7 +6,7 @@ from functools import cached_property
 
 from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster, model_named, model_names
-from course_pp.plan.layout import Layout, StagePlan
+from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank, peaks_in_flight
 from course_pp.plan.timing import (
     Constants,
@@ -19,6 +19,7 @@ from course_pp.plan.timing import (
     transfers,
 )
 from course_pp.schedule import Costs, Span, Timeline, simulate
+from course_pp.shapes import StagePlan
 from course_pp.sizes import ModelConfig
 
 PARTS = ("compute", "recompute", "tensor", "expert exchange", "bubble", "point-to-point", "data", "optimizer")

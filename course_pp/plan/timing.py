@@ -23,7 +23,8 @@ from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from course_pp.plan.cluster import Cluster
-from course_pp.plan.layout import Layout, StagePlan, gathered_elements, held_elements, shards_head
+from course_pp.plan.layout import Layout
+from course_pp.shapes import StagePlan, gathered_elements, held_elements, shards_head
 from course_pp.sizes import ModelConfig
 
 
