@@ -1,7 +1,9 @@
 """The one place that touches private names of torch, which move between releases."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  #
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+        dist.set_timeout(timeout, group)
+    else:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -36,15 +41,18 @@ def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 class LocalNeighboursStage(PipelineStage):
     """A stage whose neighbours may live on its own rank, as under V placements or on a single rank."""
 
+    # Goes with torch 2.12: later ones call _validate_stage_tensors.
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Compare nothing here: torch before 2.13 knows tuples of tensors alone, and a stage may take more."""
 
+    # Goes with torch 2.12.
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """As for inputs: :class:`course_pp.parallel.stage.ModelStage` compares, in containers too."""
 
     def _validate_stage_tensors(self, *_: Any) -> None:
-        """As for inputs, in torch 2.13, which expects one shape of all microbatches."""
+        """As for inputs, from torch 2.13 on, which expects one shape of all microbatches."""
 
+    # Goes with torch 2.12: later ones call it for traced stages alone, which are none of ours.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch before 2.12 opens connections by a message to itself too, which gloo refuses.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -77,6 +85,19 @@ class LocalNeighboursStage(PipelineStage):
                 module.unshard()
 
 
+def expect(received: Any, shape: tuple[int, ...]) -> None:
+    """Let the next message of a receive (torch's ``_RecvInfo``) have this shape, whatever was declared."""
+    if hasattr(received, "allocate_buffer"):  # from torch 2.15 on: it makes a buffer for each message
+        declared = received.tensor_meta
+        if declared is not None:
+            like = torch.empty(shape, device="meta")
+            received.tensor_meta = replace(declared, shape=like.shape, stride=like.stride())
+        return
+    buffer = received.buffer
+    if buffer is not None and tuple(buffer.shape) != shape:
+        received.buffer = buffer.new_empty(shape).requires_grad_(buffer.requires_grad)
+
+
 def run_step(
     schedule: Any,
     stages: Sequence[PipelineStage],
@@ -84,7 +105,10 @@ def run_step(
     targets: list[Any] | None,
     losses: list[Tensor],
 ) -> None:
-    """Train on microbatches, as torch's own ``step`` does once it has cut its batch."""
+    """Train on microbatches that are cut already."""
+    if "arg_mbs" in signature(schedule.step).parameters:  # from torch 2.14 on
+        schedule.step(arg_mbs=arguments, target_mbs=targets, losses=losses, return_outputs=False)
+        return
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()

@@ -16,7 +16,7 @@ from course_pp.loss import Attached
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.module_extras import problem_of_wrappers, uncompiled
-from course_pp.parallel._torch import LocalNeighboursStage, mixed_precision, tree_flatten
+from course_pp.parallel._torch import LocalNeighboursStage, expect, mixed_precision, tree_flatten
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.replaced_forward import (
@@ -442,10 +442,9 @@ class ModelStage(LocalNeighboursStage):
 
 
 def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
-    """Give what is received for ``value`` buffers of its shapes; torch made them for those it was declared."""
+    """Let what is received for ``value`` have its shapes; torch knows those of the declared microbatch."""
     for info, meta in zip(infos, value.metas, strict=True):
-        if info.buffer is not None and tuple(info.buffer.shape) != meta.shape:
-            info.buffer = meta.empty(info.buffer.device, requires_grad=info.buffer.requires_grad)
+        expect(info, meta.shape)
 
 
 class _Handed(torch.autograd.Function):

@@ -411,3 +411,46 @@ def test_this_packages_model_takes_microbatches_of_any_size(tied: bool) -> None:
             assert word in one
         for output, (x, _) in zip(outputs, own_data(), strict=True):
             torch.testing.assert_close(output, whole(x), rtol=1e-9, atol=1e-9)
+
+
+class Pooled(nn.Linear):
+    """A last stage whose output has no length, so that a loss accepts an input of any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+def frozen_and_pooled() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(DIM, DIM).double().requires_grad_(False), Pooled(DIM, DIM).double()]
+
+
+def shorter_data() -> list[tuple[Tensor, Tensor]]:
+    """Return microbatches of which none is longer than the declared one."""
+    torch.manual_seed(1)
+    lengths = (3, 8, 5, 2)
+    return [(torch.randn(2, n, DIM).double(), torch.randn(2, DIM).double()) for n in lengths]
+
+
+def behind_a_frozen_stage(rank: int) -> tuple[float, list[Tensor | None]]:
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    module = frozen_and_pooled()[rank]
+    declared = torch.empty(2, 8, DIM, dtype=torch.float64)
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=declared)
+    pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, nn.functional.mse_loss, "1f1b")
+    data = shorter_data()
+    loss = pipeline.step(arg_mbs=[(x,) for x, _ in data], target_mbs=[y for _, y in data])
+    return loss.item(), [parameter.grad for parameter in module.parameters()]
+
+
+def test_shorter_microbatches_behind_a_frozen_stage_are_read_to_their_end_alone() -> None:
+    """Nothing comes back to a frozen stage, so no message would notice a buffer that is too long."""
+    whole = nn.Sequential(*frozen_and_pooled())
+    losses = [nn.functional.mse_loss(whole(x), y) for x, y in shorter_data()]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    (first, frozen), (last, trained) = on_ranks(2, behind_a_frozen_stage, timeout_s=60)
+    assert (first, last) == pytest.approx((loss.item(), loss.item()), rel=1e-12)
+    assert frozen == [None, None]
+    for gradient, parameter in zip(trained, whole[1].parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-12)
