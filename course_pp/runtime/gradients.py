@@ -95,21 +95,25 @@ class ShardedStages:
         """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises."""
         for root in self._roots:
             _sync(root, False)
+            _finalize_by_hand(root, True)
         try:
             yield
         except BaseException:
             for root in self._roots:
                 _forget_gradients(root)
                 _sync(root, True)
+                _finalize_by_hand(root, False)
             raise
         for root in self._roots:
             _sync(root, True)
             if trains:
                 _reduce_gradients(root)
-                continue
-            # Free what a forward has gathered and no backward will: the next step would compute with it, old or not.
-            for part in _sharded_parts(root):
-                part.reshard()
+            else:
+                # Free what a forward has gathered and no backward will: the next step would compute
+                # with it, old or not.
+                for part in _sharded_parts(root):
+                    part.reshard()
+            _finalize_by_hand(root, False)
 
 
 def _outermost(module: nn.Module) -> "Iterator[FSDPModule]":
@@ -143,11 +147,21 @@ def is_dtensor(value: Any) -> bool:
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
-# FSDP2's private names, which may move between releases. Torch's own pipelines call them too: there is no public way.
+# FSDP2's private names, which may move between releases. Torch's own pipelines call them too:
+# before torch 2.15 there is no public way.
+
+
+def _finalize_by_hand(root: "FSDPModule", on: bool) -> None:
+    """Leave the end of a backward to :func:`_reduce_gradients`, or to FSDP2 again."""
+    if hasattr(root, "set_manual_backward_finalization"):  # from torch 2.15 on
+        root.set_manual_backward_finalization(on)
 
 
 def _reduce_gradients(root: "FSDPModule") -> None:
     """Reduce the gradients of all groups below ``root`` and wait for them, as FSDP2 does at the end of a backward."""
+    if hasattr(root, "finalize_backward"):  # from torch 2.15 on
+        root.finalize_backward()
+        return
     state = root._get_fsdp_state()
     for group in _groups_of(state._state_ctx.all_states):
         group.post_backward()
@@ -163,15 +177,21 @@ def _data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:
 
 def _forget_gradients(root: "FSDPModule") -> None:
     """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
-    for group in _groups_of(root._get_fsdp_state()._state_ctx.all_states):
-        for parameter in group.fsdp_params:
+    groups = _groups_of(root._get_fsdp_state()._state_ctx.all_states)
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    of_earlier_steps = [parameter.sharded_param.grad for parameter in parameters]
+    if not hasattr(root, "finalize_backward"):  # before torch 2.15 a reset forgets no gradients
+        for parameter in parameters:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-        group._training_state = type(group._training_state).IDLE
-        group.reshard()
-    if hasattr(root, "reset_iter_state"):  # not in every release, and it forgets no gradients
+        for group in groups:
+            group._training_state = type(group._training_state).IDLE
+            group.reshard()
+    if hasattr(root, "reset_iter_state"):  # not in every release
         root.reset_iter_state()
+    for parameter, gradient in zip(parameters, of_earlier_steps, strict=True):
+        parameter.sharded_param.grad = gradient  # from torch 2.15 on a reset forgets these too
 
 
 def _groups_of(states: Iterable[Any]) -> list[Any]:

@@ -28,7 +28,8 @@ GROUPS = {"both": 3, "root": 1, "blocks": 3}
 class Layout:
     """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after forward.
 
-    If the last stage is ``bare``, it has no weights that would tell who the other data ranks are.
+    If the last stage is ``bare``, it has no weights that would tell who the other data ranks are. If the first is
+    ``frozen``, no backward reaches it.
     """
 
     schedule: str
@@ -40,6 +41,7 @@ class Layout:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     recompute: bool = False
     bare: bool = False
+    frozen: bool = False
     transport: str | None = None
     tolerance: float = 1e-12
 
@@ -60,9 +62,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.norm(self.up(x))))
 
 
-def make_stages(n: int, bare: bool = False) -> list[nn.Module]:
+def make_stages(n: int, bare: bool = False, frozen: bool = False) -> list[nn.Module]:
     torch.manual_seed(0)
     stages = [nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n - bare)]
+    stages[0].requires_grad_(not frozen)
     return [*stages, nn.Sequential(nn.Softplus())] if bare else stages
 
 
@@ -109,7 +112,13 @@ def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
 
 
 def whole_gradients(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
-    return {f"{stage}.{n}": p.grad.full_tensor() for stage, m in modules.items() for n, p in m.named_parameters()}
+    return {name: gradient.full_tensor() for name, gradient in own_gradients(modules).items()}
+
+
+def own_gradients(modules: Mapping[int, nn.Module]) -> dict[str, Any]:
+    """Return this rank's shard of the gradient of each parameter that is trained."""
+    named = [(f"{stage}.{name}", p) for stage, m in modules.items() for name, p in m.named_parameters()]
+    return {name: parameter.grad for name, parameter in named if parameter.requires_grad}
 
 
 def replica_of(mesh: Any) -> int:
@@ -121,7 +130,7 @@ def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
     data_mesh = mesh["dp_replicate", "dp_shard"] if layout.replicate > 1 else mesh["dp_shard"]
     schedule = build(layout.schedule, layout.pp, M)
-    stages = make_stages(schedule.n_stages, layout.bare)
+    stages = make_stages(schedule.n_stages, layout.bare, layout.frozen)
     here = stages_of(mesh.get_local_rank("pp"), schedule)
     modules = {stage: wrap(stages[stage], data_mesh, layout) for stage in here}
     options = {"group": mesh.get_group("pp"), "recompute": layout.recompute, "timeout_s": 20}
@@ -130,12 +139,12 @@ def pipeline_of(layout: Layout, loss_fn: Any = F.mse_loss) -> Any:
 
 
 def in_one_process(layout: Layout) -> dict[str, Tensor]:
-    stages = make_stages(build(layout.schedule, layout.pp, M).n_stages)
+    stages = make_stages(build(layout.schedule, layout.pp, M).n_stages, frozen=layout.frozen)
     for step in range(STEPS):
         for replica in range(layout.data):
             x, y = batch_of(step, replica)
             (F.mse_loss(nn.Sequential(*stages)(x), y) / layout.data).backward()
-    return {f"{i}.{name}": p.grad for i, stage in enumerate(stages) for name, p in stage.named_parameters()}
+    return own_gradients(dict(enumerate(stages)))
 
 
 def assert_equals_one_process(layouts: Sequence[Layout]) -> None:
@@ -164,9 +173,13 @@ ON_4_RANKS = [
     Layout("zb_h1", recompute=True),
     Layout("zb_h1", shard=1, replicate=2),
     Layout("zb_v", policy=MIXED, tolerance=1e-6),
+    Layout("zb_v", frozen=True),
 ]
 ON_8_RANKS = [Layout("zb_v", pp=4), Layout("zb_h1", replicate=2)]
-ON_3_RANKS = [Layout(name, pp=3, shard=1) for name in ("zb_h1", "zb_h2", "dualpipe_v")]
+ON_3_RANKS = [
+    *(Layout(name, pp=3, shard=1) for name in ("zb_h1", "zb_h2", "dualpipe_v")),
+    Layout("1f1b", pp=3, shard=1, frozen=True),
+]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +234,13 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
 
 
 def after_others(rank: int) -> list[tuple[float, float]]:
-    """Largest difference from one process of the gradients after a step that failed, and after one that evaluates."""
+    """Return the losses of two steps, and of evaluations between them, after a step that failed in its middle."""
     layout = Layout("zb_h1", resharded=False)
     pipe, schedule, modules, mesh = pipeline_of(layout)
     pp_rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
     arguments = for_rank(pp_rank, schedule, *batch_of(0, replica))
+    pipe.step(*arguments)
+    earlier = {name: gradient.clone() for name, gradient in own_gradients(modules).items()}
     calls = iter([False] * 2 + [True] + [False] * 100)
 
     def fail(*_: object) -> None:
@@ -236,6 +251,7 @@ def after_others(rank: int) -> list[tuple[float, float]]:
     with pytest.raises(PipelineError, match="my bug"):
         pipe.step(*arguments)
     hook.remove()
+    torch.testing.assert_close(own_gradients(modules), earlier, rtol=0, atol=0)
     evaluating = Pipeline(schedule.forward_only(), modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     training = Pipeline(schedule, modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     optimizer = torch.optim.SGD([p for m in modules.values() for p in m.parameters()], lr=0.1)
