@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import pad_sequence
 
 from course_pp.grouped import autocasts_as, grouped_product
 from course_pp.loss import attach_loss
@@ -122,7 +123,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim). It knows of no mask: padding is tokens, too.
+    """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
+
+    Padding is taken out before the router and comes back as zeros. So the layer computes, counts and drops what it
+    would without the padding.
 
     Args:
         config: sizes of the full model.
@@ -138,8 +142,17 @@ class MoE(nn.Module):
         self.experts = Experts(config)
         self.shared = shared
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_token: Tensor | None = None) -> Tensor:
+        """Run the layer.
+
+        Args:
+            x: (batch, seq, dim).
+            is_token: bool (batch, seq), False on padding; None where nothing is padded.
+        """
         tokens = x.flatten(0, 1)
+        if is_token is not None:
+            places = is_token.flatten().nonzero()[:, 0]
+            tokens = tokens[places]
         routing = self.router(tokens)
         chosen = pairs_by_expert(routing.experts, self.config.n_experts)
         # Stable, so that an expert gets its tokens in their order: those that come too late are dropped.
@@ -154,23 +167,28 @@ class MoE(nn.Module):
 
         pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1]).index_copy(0, order, computed)
         weighted = pairs.unflatten(0, routing.experts.shape) * routing.weights[..., None]
-        out = weighted.sum(1).to(x.dtype).view_as(x)
+        out = weighted.sum(1).to(x.dtype)
         if self.shared is not None:
-            out = out + self.shared(x)
+            out = out + self.shared(tokens)
+        if is_token is not None:
+            out = out.new_zeros(is_token.numel(), x.shape[-1]).index_copy(0, places, out)
+        out = out.view_as(x)
         if torch.is_grad_enabled():
             out = _Tally.apply(out, self.router, torch.stack((chosen, chosen - counts)))
-            for name, loss in self._losses(routing, x.shape[:2]).items():
+            group_sizes = [len(tokens)]
+            if self.config.balance == "sequence":
+                batch, seq = x.shape[:2]
+                group_sizes = [seq] * batch if is_token is None else is_token.sum(1).tolist()
+            for name, loss in self._losses(routing, group_sizes).items():
                 out = attach_loss(out, loss, f"layers.{self.layer}.{name}")
         return out
 
-    def _losses(self, routing: Routing, batch_and_seq: torch.Size) -> dict[str, Tensor]:
-        """Return those of one microbatch by name; none if nothing that they depend on is trained."""
+    def _losses(self, routing: Routing, group_sizes: list[int]) -> dict[str, Tensor]:
+        """Return the losses of one microbatch by name; none if nothing that they depend on is trained."""
         losses = {}
         if "balance" in self.config.router_losses:
-            scores, experts = (each.unflatten(0, batch_and_seq) for each in (routing.scores, routing.experts))
-            if self.config.balance == "loss":
-                scores, experts = scores.flatten(0, 1)[None], experts.flatten(0, 1)[None]
-            losses["balance"] = self.config.balance_coef * balance_loss(scores, experts, self.router.groups)
+            loss = balance_loss(routing.scores, routing.experts, group_sizes, self.router.groups)
+            losses["balance"] = self.config.balance_coef * loss
         if "z" in self.config.router_losses:
             losses["z"] = self.config.z_coef * z_loss(routing.logits)
         return losses if routing.scores.requires_grad else {}
@@ -260,24 +278,33 @@ def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
     return flat.new_zeros(*flat.shape[:-1], n_experts).scatter_add(-1, flat, torch.ones_like(flat))
 
 
-def balance_loss(scores: Tensor, experts: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> Tensor:
+def balance_loss(
+    scores: Tensor, experts: Tensor, group_sizes: list[int], ranks: Iterable[dist.ProcessGroup] = ()
+) -> Tensor:
     """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all experts get as many.
 
     n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no gradient, and P its mean
     score (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). A group that is one sequence makes it DeepSeek-V3's
-    sequence-wise loss (arXiv:2412.19437, equations 17 to 20).
+    sequence-wise loss (arXiv:2412.19437, equations 17 to 20). Groups without tokens do not count.
 
     Args:
-        scores: (groups, tokens, n_experts), each token's with sum 1.
-        experts: (groups, tokens, top_k).
-        groups: of ranks whose choices count, too; then a collective of them.
+        scores: (tokens, n_experts), each token's with sum 1.
+        experts: (tokens, top_k).
+        group_sizes: the number of tokens in each group, in order.
+        ranks: process groups whose choices count, too; then a collective of them.
     """
-    n_experts = scores.shape[-1]
-    pairs = pairs_by_expert(experts, n_experts)
-    for group in groups:
-        dist.all_reduce(pairs, group=group)
-    fractions = pairs.to(scores.dtype) / pairs[0].sum()
-    return n_experts * (fractions * scores.mean(1)).sum(-1).mean()
+    n_experts, top_k = scores.shape[-1], experts.shape[-1]
+    # Shorter groups are filled up with scores of 0 and with choices of an expert behind the last.
+    scores = pad_sequence(scores.split(group_sizes), batch_first=True)
+    experts = pad_sequence(experts.split(group_sizes), batch_first=True, padding_value=n_experts)
+    pairs = pairs_by_expert(experts, n_experts + 1)[:, :-1].contiguous()
+    sizes = pairs.sum(-1, keepdim=True) // top_k
+    for ranks_of_a_group in ranks:
+        dist.all_reduce(pairs, group=ranks_of_a_group)
+    fractions = pairs.to(scores.dtype) / pairs.sum(-1, keepdim=True).clamp(min=1)
+    mean_scores = scores.sum(1) / sizes.clamp(min=1)
+    n_groups = sum(size > 0 for size in group_sizes)
+    return n_experts * (fractions * mean_scores).sum() / max(1, n_groups)
 
 
 def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> None:
@@ -286,7 +313,7 @@ def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh 
     Then it asks for an even load of these together, and a microbatch may send its tokens to few experts if others send
     theirs elsewhere, so that experts can specialise in what some data are about (Qiu et al. 2025, arXiv:2501.11873).
     The usual count asks each microbatch on each rank to be even. One process gets the same gradients from the data
-    ranks' microbatches joined, if equally many tokens count in each.
+    ranks' microbatches joined, if the loss at the end counts the same share of the tokens of each.
 
     Each layer sums n_experts integers over the data ranks, at every microbatch and once more where it is recomputed.
 
@@ -302,8 +329,8 @@ def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh 
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean of logsumexp(logits)², which keeps logits (tokens, n_experts) small.
+    """Return the mean of logsumexp(logits)², which keeps logits (tokens, n_experts) small; 0 without tokens.
 
     Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
     """
-    return logits.logsumexp(-1).square().mean()
+    return logits.logsumexp(-1).square().sum() / max(1, len(logits))

@@ -197,7 +197,13 @@ class DecoderLayer(nn.Module):
             self.mlp = feed_forward(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: LayerCache | None = None,
+        is_token: Tensor | None = None,
     ) -> Tensor:
         """Run one layer on hidden states x (batch, seq, dim).
 
@@ -206,11 +212,13 @@ class DecoderLayer(nn.Module):
             mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend; with
                 a cache the last dimension counts what it holds, too.
             cache: keys and values of earlier positions; those of `x` are added.
+            is_token: bool (batch, seq), False on padding, which experts leave out; None where nothing is padded.
         """
         # Nothing is passed where there is none: tensor parallelism counts the positional arguments.
         more = {} if cache is None else {"cache": cache}
         x = x + self.attn(self.attn_norm(x), cos, sin, mask, **more)
-        return x + self.mlp(self.mlp_norm(x))
+        of_experts = {"is_token": is_token} if isinstance(self.mlp, MoE) else {}
+        return x + self.mlp(self.mlp_norm(x), **of_experts)
 
 
 @checked
@@ -288,7 +296,8 @@ class Transformer(nn.Module):
         Args:
             x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq, dim).
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
-                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask.
+                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask. Experts
+                leave out what the first kind calls padding; under the second every position is a token.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
             cache: of the positions before these, to which these are added (`new_cache`); positions then go on from
                 there, and neither of the other two is taken.
@@ -309,9 +318,13 @@ class Transformer(nn.Module):
             cos, sin, mask = self.rope_cos[new], self.rope_sin[new], cache.mask(new, x.device)
         if self.embed is not None:
             x = self._embed_tokens(self.embed, x)
+        # A mask of four dimensions does not say which positions are padding.
+        is_token = None
+        if attention_mask is not None and attention_mask.dim() == 2:
+            is_token = attention_mask.bool()
         for name, layer in self.layers.items():
             more = {} if cache is None else {"cache": cache.layer(name)}
-            x = layer(x, cos, sin, mask, **more)
+            x = layer(x, cos, sin, mask, is_token=is_token, **more)
         if self.norm is not None:
             x = self.norm(x)
         if self.head is not None:

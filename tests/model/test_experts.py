@@ -1,6 +1,7 @@
 """A mixture of experts is what a loop over tokens says it is: outputs, gradients, losses, loads."""
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -54,13 +55,18 @@ def feed_forward(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Te
     return (F.gelu(x @ up) if gate is None else F.silu(x @ gate) * (x @ up)) @ down
 
 
-def token_by_token(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """The plain computation: output, sum of losses, and by expert how often it was chosen and dropped."""
+def token_by_token(layer: MoE, sequences: list[Tensor]) -> tuple[list[Tensor], Tensor, list[list[int]]]:
+    """The plain computation of sequences (seq, dim) of any lengths.
+
+    Returns:
+        The output of each, the sum of losses, and by expert how often it was chosen and dropped.
+    """
     config = layer.config
     n, k = config.n_experts, config.top_k
-    room = None if config.capacity_factor is None else -int(-config.capacity_factor * BATCH * SEQ * k // n)
+    lengths = [len(sequence) for sequence in sequences]
+    room = None if config.capacity_factor is None else -int(-config.capacity_factor * sum(lengths) * k // n)
     chosen, dropped, out, rows = [0] * n, [0] * n, [], []
-    for token in x.flatten(0, 1):
+    for token in torch.cat(sequences):
         logits = layer.router.weight @ token
         scores = logits.softmax(0) if config.router == "softmax" else logits.sigmoid()
         chosen_by = scores.detach() + (0 if layer.router.bias is None else layer.router.bias)
@@ -80,8 +86,11 @@ def token_by_token(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int
             result = result + feed_forward(token, gate, layer.shared.up_proj.weight.T, layer.shared.down_proj.weight.T)
         out.append(result)
         rows.append((scores / scores.sum(), mine, logits))
-    groups = [rows] if config.balance == "loss" else [rows[i : i + SEQ] for i in range(0, len(rows), SEQ)]
-    loss = x.new_zeros(())
+    groups = [rows]
+    if config.balance == "sequence":
+        ends = list(accumulate(lengths))
+        groups = [rows[end - length : end] for end, length in zip(ends, lengths, strict=True) if length]
+    loss = torch.zeros((), dtype=torch.float64)
     if config.balance in ("loss", "sequence"):
         for group in groups:
             for e in range(n):
@@ -89,16 +98,22 @@ def token_by_token(layer: MoE, x: Tensor) -> tuple[Tensor, Tensor, list[list[int
                 mean = sum(scores[e] for scores, _, _ in group) / len(group)
                 loss = loss + config.balance_coef * n * fraction * mean / len(groups)
     z = sum(logits.exp().sum().log() ** 2 for *_, logits in rows) / len(rows)
-    return torch.stack(out).view_as(x), loss + config.z_coef * z, [chosen, dropped]
+    return list(torch.stack(out).split(lengths)), loss + config.z_coef * z, [chosen, dropped]
 
 
+# Where padding stands in a sequence does not matter; one sequence has nothing else.
+PADDED = torch.tensor([[True] * SEQ, [False, True, True, False, True, False, False, True], [False] * SEQ])
+
+
+@pytest.mark.parametrize("is_token", [None, PADDED], ids=["whole", "padded"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_layer_is_what_a_loop_over_tokens_says(config: ModelConfig) -> None:
+def test_a_layer_is_what_a_loop_over_tokens_says(config: ModelConfig, is_token: Tensor | None) -> None:
     layer = layer_of(config)
     # Unevenly spread, so that the third sequence prefers one expert.
     x = torch.randn(BATCH, SEQ, config.dim, dtype=torch.float64, requires_grad=True)
     x.data[2] += layer.router.weight[1].detach()
     towards = torch.randn_like(x)
+    mask = torch.ones(BATCH, SEQ, dtype=torch.bool) if is_token is None else is_token
 
     def backward(output: Tensor, loss: Tensor | float) -> dict[str, Tensor]:
         ((output * towards).sum() + loss).backward()
@@ -107,14 +122,25 @@ def test_a_layer_is_what_a_loop_over_tokens_says(config: ModelConfig) -> None:
             parameter.grad = None
         return found
 
-    expected, loss, load = token_by_token(layer, x)
+    outputs, loss, load = token_by_token(layer, [x[i][mask[i]] for i in range(BATCH)])
+    expected = torch.zeros_like(x).masked_scatter(mask[..., None], torch.cat(outputs))
     gradients = backward(expected, loss)
-    output = layer(x)
+    output = layer(x) if is_token is None else layer(x, is_token=is_token)
     found = backward(output, 0.0)  # the losses are attached
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(found, gradients, rtol=0, atol=1e-12)
     assert layer.router.load.tolist() == load
     assert (sum(load[1]) > 0) == (config.capacity_factor is not None and config.capacity_factor < 4)
+
+
+def test_a_microbatch_of_padding_alone_adds_nothing() -> None:
+    layer = layer_of(replace(SMALL, z_coef=0.2, n_shared_experts=1))
+    x = torch.full((BATCH, SEQ, SMALL.dim), torch.nan, dtype=torch.float64)
+    output = layer(x, is_token=torch.zeros(BATCH, SEQ, dtype=torch.bool))
+    output.sum().backward()
+    assert not output.any()
+    assert not any(parameter.grad.any() for parameter in layer.parameters())
+    assert not layer.router.load.any()
 
 
 def test_in_half_precision_experts_compute_so_and_the_router_does_not() -> None:

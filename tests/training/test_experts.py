@@ -12,29 +12,37 @@ from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig
+from course_pp.training.data import Batches
 from course_pp.training.logs import METRICS
-from tests.training.small import MODEL, RUN, Trained, assert_equals, in_one_process, train, trainer
+from tests.training.small import MODEL, RUN, Trained, assert_equals, in_one_process, rows, train, trainer
 
 EXPERTS = replace(MODEL, n_layers=4, n_experts=4, top_k=2, expert_dim=12, balance="bias", balance_coef=0.1)
 LAYOUTS: dict[str, tuple[TrainConfig, DistributedConfig]] = {
     "pipeline, accumulated": (replace(RUN, accumulation=2), DistributedConfig(pp=2)),
-    "runtime": (replace(RUN, engine="runtime", schedule="zb_v"), DistributedConfig(pp=2)),
-    "expert": (RUN, DistributedConfig(dp_shard=2, ep=2)),
+    "runtime, padded": (replace(RUN, engine="runtime", schedule="zb_v"), DistributedConfig(pp=2)),
+    "expert, padded": (RUN, DistributedConfig(dp_shard=2, ep=2)),
     "tensor": (RUN, DistributedConfig(tp=2)),
     "pipeline and expert": (RUN, DistributedConfig(pp=2, dp_shard=2, ep=2)),
+    "pipeline and expert, padded": (RUN, DistributedConfig(pp=2, dp_shard=2, ep=2)),
 }
 
 
 def every(rank: int, names: list[str], model: ModelConfig) -> dict[str, Trained]:
-    return {name: train(rank, LAYOUTS[name][0], model, LAYOUTS[name][1]) for name in names}
+    return {name: train(rank, LAYOUTS[name][0], model, LAYOUTS[name][1], "padded" in name) for name in names}
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_experts_equal_one_process_with_their_loads_and_biases(n_ranks: int) -> None:
     names = [name for name in LAYOUTS if ("and" in name) == (n_ranks == 4)]
-    ranks, reference = on_ranks(n_ranks, every, names, EXPERTS, timeout_s=60), in_one_process(RUN, EXPERTS)
-    assert any(bias.any() for name, bias in reference.parameters.items() if name.endswith("router.bias"))
+    ranks = on_ranks(n_ranks, every, names, EXPERTS, timeout_s=60)
+    references = {padded: in_one_process(RUN, EXPERTS, padded) for padded in (False, True)}
+    mask = Batches(rows(24, padded=True), RUN.batch, RUN.seed)[0].attention_mask
+    assert mask is not None
+    n_tokens = int(mask.sum())
+    assert [sum(load.tokens) for load in references[True].loads[0].values()] == [EXPERTS.top_k * n_tokens] * 4
     for name in names:
+        reference = references["padded" in name]
+        assert any(bias.any() for name, bias in reference.parameters.items() if name.endswith("router.bias"))
         assert_equals([found[name] for found in ranks], reference)
 
 
