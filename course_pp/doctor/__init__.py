@@ -11,8 +11,11 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from course_pp.doctor import machine, packages, running
+from course_pp.doctor.finding import Check, Finding
 
 __all__ = ["Finding", "examine"]
 
@@ -20,47 +23,8 @@ HELP = "say what works on this machine, what will fail in which notebook, and ho
 _LIMIT_S = 18.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor."""
-
-    name: str  # of what was looked at: "open files"
-    ok: bool  # whether the course works with it as it is
-    says: str
-    breaks: str = ""  # what will fail, and in which notebooks
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        says, breaks, remedy = (" ".join(text.split()).rstrip(".") for text in (self.says, self.breaks, self.remedy))
-        if self.ok:
-            return f"ok    {self.name}: {says}"
-        breaks = breaks and f" What fails: {breaks}."
-        remedy = remedy and f" Mend it: {remedy}."
-        return f"WRONG {self.name}: {says}.{breaks}{remedy}"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A question to the machine."""
-
-    name: str
-    ask: Callable[[], Finding | list[Finding]]
-    breaks: str = "unknown"  # what is in danger when the check itself cannot be made
-
-    def findings(self) -> list[Finding]:
-        """Ask; a check that raises becomes a finding that names its exception."""
-        try:
-            answer = self.ask()
-        except Exception as error:
-            says = f"could not be checked ({type(error).__name__}: {error})"
-            return [Finding(self.name, False, says, self.breaks, "see the reason in parentheses")]
-        return answer if isinstance(answer, list) else [answer]
-
-
 def examine() -> list[Finding]:
     """Run every check and return the findings in a fixed order, after at most 18 seconds."""
-    from course_pp.doctor import machine, packages, running
-
     return run_checks([*machine.CHECKS, *packages.CHECKS, *running.CHECKS])
 
 

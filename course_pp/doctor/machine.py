@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from course_pp.doctor import Check, Finding
+from course_pp.doctor.finding import Check, Finding
 
 _GIB, _MIB = 2**30, 2**20
 OLDEST_PYTHON = (3, 11)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from course_pp.doctor import Check, Finding
+from course_pp.doctor.finding import Check, Finding
 
 OLDEST_TORCH, FIRST_TOO_NEW_TORCH = (2, 11), (2, 14)
 INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'"

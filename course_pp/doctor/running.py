@@ -17,7 +17,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from course_pp.doctor import Check, Finding
+from course_pp.doctor.finding import Check, Finding
 from course_pp.launch.where import Needs, Site, decide, load_site, site_file
 
 _RANKS_LIMIT_S = 16.5
