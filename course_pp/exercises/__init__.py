@@ -11,8 +11,8 @@ Importing this imports no torch; the module of a notebook is loaded when one of 
 from course_pp.exercises.checking import check, hint, solution
 from course_pp.exercises.display import Verdict
 from course_pp.exercises.exercise import Exercise
-from course_pp.exercises.inventory import Quiz, quiz
 from course_pp.exercises.mistakes import Mistake
 from course_pp.exercises.progress import Progress, progress
+from course_pp.exercises.quizzes import Quiz, quiz
 
 __all__ = ["Exercise", "Mistake", "Progress", "Quiz", "Verdict", "check", "hint", "progress", "quiz", "solution"]

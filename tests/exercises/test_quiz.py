@@ -9,8 +9,8 @@ import pytest
 
 from course_pp.exercises import progress, quiz
 from course_pp.exercises.inventory import NoQuiz, questions
-from course_pp.exercises.panel import Panel
 from course_pp.exercises.progress import STORE, Store, When
+from course_pp.exercises.quizzes import Panel
 
 pytestmark = pytest.mark.usefixtures("progress_file")
 THIRD = [question for question in questions() if question.notebook == "03"]
@@ -116,7 +116,7 @@ def test_it_asks_about_routes_and_notebooks_in_the_order_of_the_course(
 
 def test_where_nothing_can_be_kept_the_answers_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COURSE_PP_PROGRESS", "/dev/null")
-    monkeypatch.setattr("course_pp.exercises.inventory.STORE", Store())  # what waits in it is of this test alone
+    monkeypatch.setattr("course_pp.exercises.quizzes.STORE", Store())  # what waits in it is of this test alone
     made = quiz("after", RIGHT, about="03")
     assert "3 of 3 answered, 3 right." in made.summary
     assert "COURSE_PP_PROGRESS" in made.note
@@ -148,7 +148,7 @@ def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> No
 
 def test_without_widgets_a_notebook_gets_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def bundle(widgets: bool) -> dict[str, Any]:
-        monkeypatch.setattr("course_pp.exercises.inventory.shows_widgets", lambda: widgets)
+        monkeypatch.setattr("course_pp.exercises.quizzes.shows_widgets", lambda: widgets)
         return quiz("before", about="03")._repr_mimebundle_()
 
     assert set(bundle(False)) == {"text/plain"}
