@@ -112,7 +112,7 @@ FAULTS = [
     Fault(GRADIENTS, 'if _whither(ctx.next_functions[1][0]) == "into the sum":', "if ctx.queue._open:", FUSED),
     Fault(GRADIENTS, "match _whither(ctx.next_functions[1][0])", 'match "into the sum"', FUSED),
     Fault(GRADIENTS, " and _references(parameter) <= _UNHELD", "", FUSED),
-    Fault("runtime/stage.py", "torch.set_rng_state(on_cpu)", "pass", "runtime/test_features.py"),
+    Fault("random_streams.py", "torch.set_rng_state(on_cpu)", "pass", "runtime/test_features.py"),
     Fault("parallel/tied_weights.py", "add_up([parts.get(rank, own) for rank in one.ranks])", "own", GRID),
     Fault("parallel/tied_weights.py", "end.grad = None if total is None else total.clone()", "pass", GRID),
     Fault("parallel/schedules.py", '"scale_grads": False', '"scale_grads": True', GRID),

@@ -395,6 +395,9 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     are left out of the mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last
     dimension as the one to shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
 
+    Seeded alike, ranks make equal weights and draw equal batches. In a step of a pipeline, each stage and data rank
+    draws random numbers of its own all the same (:mod:`course_pp.random_streams`).
+
     Returns:
         The mesh, or None for one process (which still gets a group of its own, so that collectives work).
     """

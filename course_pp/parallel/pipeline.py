@@ -43,7 +43,7 @@ from course_pp.parallel._torch import carries_integers, run_step, tree_flatten, 
 from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
-from course_pp.parallel.mesh import has_dp_mesh, is_rank_zero
+from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh, is_rank_zero
 from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
 from course_pp.parallel.schedules import (
     get_stage_indices,
@@ -55,6 +55,7 @@ from course_pp.parallel.schedules import (
 from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
+from course_pp.random_streams import RandomStreams, move_on
 from course_pp.schedule import Schedule
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
@@ -168,6 +169,10 @@ class PipelineSchedule:
         if scaler is not None:
             scaler.in_pipeline = True
         self._attaches: bool | None = None  # whether anybody attaches losses; None before the first step
+        self._streams = RandomStreams(stages[0].device, get_dp_rank(mesh))
+        self._draws: bool | None = None  # whether any stage draws random numbers; None before the first step
+        for stage in self.stages:
+            stage.streams = self._streams
         self.attached: dict[str, float] = {}
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
         self._owner = self.stages[0].stage_index_to_group_rank
@@ -262,10 +267,11 @@ class PipelineSchedule:
             stage.keywords = microbatches.keywords
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
-            with self._tied.summed():
+            with self._tied.summed(), self._streams.step():
                 run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
             loss = self._tell_everyone(losses) / scale
             self._tell_attached(scale)
+            self._move_streams_on()
         for stage in self.stages:
             stage.keywords = ()
         return loss
@@ -430,6 +436,13 @@ class PipelineSchedule:
         self._attaches = bool(self._attaches or total)
         for stage in () if self._attaches else self.stages:
             stage.weights = None
+
+    def _move_streams_on(self) -> None:
+        """Take every rank to the next step's random numbers, if any stage draws some."""
+        if self._draws is None:
+            self._draws = bool(self._everyone.largest(int(self._streams.drew)))
+        if self._draws or self._streams.drew:
+            move_on()
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)

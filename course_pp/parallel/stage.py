@@ -30,6 +30,7 @@ from course_pp.parallel.replaced_forward import (
 )
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call
+from course_pp.random_streams import RandomStreams
 from course_pp.weight_gradients import Deferring, WeightGradients
 
 _TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
@@ -277,6 +278,7 @@ class ModelStage(LocalNeighboursStage):
         self._queues: dict[int, WeightGradients] = {}
         self.weights: torch.Tensor | None = None
         self.attached: dict[int, Attached] = {}
+        self.streams: RandomStreams | None = None
 
     def settled(self) -> "ModelStage":
         """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
@@ -430,6 +432,8 @@ class ModelStage(LocalNeighboursStage):
         if self.defers:
             queue = self._queues[microbatch] = WeightGradients()
             deferring = Deferring(queue)
+        if self.streams is not None:
+            self.streams.begin(self.stage_index, microbatch)
         with deferring, attached:
             sent = super().forward_one_chunk(*args, **kwargs)
         if attached.values or attached.problem:

@@ -20,6 +20,7 @@ from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.microbatches import ChunkSpec, map_tensors
 from course_pp.module_extras import called_once, problem_of_hooks
+from course_pp.random_streams import RandomStreams, move_on
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import Cut, Form, cut, joined, loss_shares, own_means, put_together
 from course_pp.runtime.emulation import EmulatedCluster
@@ -122,6 +123,9 @@ class Pipeline:
             )
             for stage, module in modules.items()
         }
+        self._streams = RandomStreams(agreed.device, _data_rank(agreed.data_groups))
+        for worker in self._stages.values():
+            worker.streams = self._streams
         plans = plan_messages(agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w])
         self._wire = open_wire(agreed, plans)
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
@@ -201,14 +205,17 @@ class Pipeline:
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
             batch, form = self._batch(divisor, inputs, targets, kwargs, kwargs_chunk_spec, **lists)
             with self._shared.apart():
-                with self._sharded.reduced_once(self._executor.trains):
+                with self._sharded.reduced_once(self._executor.trains), self._streams.step():
                     self._executor.run(batch)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
             elsewhere = torch.zeros((), device=self._agreement.device)
             shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
             if self.schedule.n_stages - 1 in self._stages:
                 average_over(self._agreement.data_groups, shares)
-            losses, sums, _ = self._executor.tell_everyone((shares, self._attached_here(), form), _total)
+            mine = shares, self._attached_here(), form, self._streams.drew
+            losses, sums, _, drew = self._executor.tell_everyone(mine, _total)
+            if drew:
+                move_on()
             self.attached = {name: value.item() / scale for name, (_, value) in sums.items()}
             return tuple(losses.tolist())
 
@@ -363,12 +370,21 @@ def run_step(
     return pipeline.step(inputs, targets, **of_step), recorder.timeline(group, name=schedule.name)
 
 
-_Told = tuple[torch.Tensor, Sums, tuple[str, int]]
+def _data_rank(groups: Sequence[dist.ProcessGroup]) -> int:
+    """Return a number of this rank that no other data rank of its stage has."""
+    number = 0
+    for group in groups:
+        number = number * group.size() + dist.get_rank(group)
+    return number
+
+
+_Told = tuple[torch.Tensor, Sums, tuple[str, int], bool]
 _Evaluated = tuple[str, Mapping[int, Any], tuple[str, int]]
 
 
 def _total(one: _Told, other: _Told) -> _Told:
-    return one[0] + other[0], added_sums(one[1], other[1]), joined(one[2], other[2])
+    drew = one[3] or other[3]
+    return one[0] + other[0], added_sums(one[1], other[1]), joined(one[2], other[2]), drew
 
 
 def _both(one: _Evaluated, other: _Evaluated) -> _Evaluated:

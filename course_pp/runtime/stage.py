@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from course_pp.arguments import checked, refuse_below
 from course_pp.loss import Attached, Share
+from course_pp.random_streams import RandomState, RandomStreams, get_random_state, random_state_kept, set_random_state
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
@@ -25,7 +26,6 @@ Loss = Callable[[Any], Share]
 Gradients = tuple[Tensor | None, ...]
 """One for each tensor of a value that requires grad, in order; None where nothing depends on it."""
 
-RandomState = tuple[Tensor, Tensor | None]
 _NONE: Mapping[str, Any] = {}
 
 
@@ -63,6 +63,7 @@ class Stage:
     Attributes:
         attached: what microbatches attach, of those that do (:func:`course_pp.loss.attach_loss`), in this step.
         scale: by what the gradients of losses are multiplied.
+        streams: the random numbers of its forwards in training; None leaves them to torch's default generator.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self.attached: dict[int, Attached] = {}
         self.scale = 1.0
+        self.streams: RandomStreams | None = None
 
     def clear(self) -> None:
         """Forget what a step that failed has left."""
@@ -112,6 +114,8 @@ class Stage:
             read: the values that it reads itself, by name.
             given: further keyword arguments, the caller's: passed as they are, and no gradient is looked for in them.
         """
+        if self.streams is not None:
+            self.streams.begin(self.index, microbatch)
         kept = self._kept[microbatch] = _Kept()
         kept.leaves = [[t for t in tensors_of(each) if t.requires_grad] for each in (value, *read.values())]
         if split:
@@ -254,26 +258,6 @@ def device_of(modules: Iterable[nn.Module | None]) -> torch.device:
     """Return where the parameters are; the CPU if there are none."""
     parameters = (p for module in modules if module is not None for p in module.parameters())
     return next((p.device for p in parameters), torch.device("cpu"))
-
-
-def get_random_state(device: torch.device) -> RandomState:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(state: RandomState, device: torch.device) -> None:
-    on_cpu, on_cuda = state
-    torch.set_rng_state(on_cpu)
-    if on_cuda is not None:
-        torch.cuda.set_rng_state(on_cuda, device)
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    before = get_random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
 
 
 @checked

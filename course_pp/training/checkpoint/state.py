@@ -9,8 +9,10 @@ A tied weight is saved once, under the first of its names, and the description o
 holds only another end, such as the output head of a model with tied embeddings, fills it from there.
 
 The generators are torch's, Python's and NumPy's. A rank whose coordinates were there when the checkpoint was written
-continues its own sequence. A new tensor-parallel rank takes that of its neighbour with tp=0, as both see the same
-activations; any other is seeded by (seed of the run, step, its coordinates without tp).
+continues its own sequence. A new rank along ``tp`` or ``pp`` takes the sequence of its neighbour with tp=0, or else of
+the one with tp=0 and pp=0: :func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that all draw the same
+batches, and each stage has random streams of its own (:mod:`course_pp.random_streams`). A new data rank is seeded by
+(seed of the run, step, its coordinates without tp and pp).
 """
 
 import hashlib
@@ -270,7 +272,7 @@ def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
 
 def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dict[str, str]:
     """Return which of the saved keys are for this rank: kind -> key; empty if none are."""
-    for candidate in (coordinates, {**coordinates, "tp": 0}):
+    for candidate in (coordinates, {**coordinates, "tp": 0}, {**coordinates, "tp": 0, "pp": 0}):
         found = {kind: key for kind in _GENERATORS if (key := f"{_prefix(candidate)}.{kind}") in saved}
         if found:
             return found
@@ -279,7 +281,7 @@ def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dic
 
 def restore_rng(states: Mapping[str, Tensor], seed: int, step: int, coordinates: Mapping[str, int]) -> None:
     """Continue from ``states`` (kind -> uint8); a generator without one is seeded anew."""
-    place = [coordinates[name] for name in DIMENSIONS if name != "tp"]
+    place = [coordinates[name] for name in ("dp_replicate", "dp_shard")]
     fresh = int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{place}".encode(), digest_size=4).digest(), "little")
     if "cpu" not in states:
         torch.manual_seed(fresh)  # CUDA too

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -43,10 +44,13 @@ class Part:
 class Trainee:
     """Everything a training script builds on one rank: modules, optimizer, scheduler, and the step."""
 
-    def __init__(self, layout: Layout, config: ModelConfig, seed: int = 0) -> None:
+    def __init__(self, layout: Layout, config: ModelConfig, seed: int = 0, dropout: float = 0.0) -> None:
         self.layout = layout
         self.mesh = init_distributed(layout.distributed, seed)
         self.modules = build_modules(layout, config, self.mesh)
+        for module in self.modules:
+            for layer in module.layers.values():
+                layer.mlp.register_forward_hook(lambda _, __, y: F.dropout(y, dropout))
         self.optimizer = adamw(self.modules)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         loss_fn = CrossEntropy()
@@ -102,6 +106,7 @@ def train(
     resume: bool = False,
     save_at: int | None = None,
     seed: int = 0,
+    dropout: float = 0.0,
 ) -> Part:
     """Steps over ``data``, from the beginning or from the newest checkpoint in ``root``.
 
@@ -111,7 +116,7 @@ def train(
     Returns:
         The losses of the steps taken here, and this rank's state after the last.
     """
-    trainee, part = Trainee(layout, config, seed), Part()
+    trainee, part = Trainee(layout, config, seed, dropout), Part()
     start = trainee.load(root) if resume and root else 0
     saver = AsyncSaver(root / "async", device_mesh=trainee.mesh) if save_at and root else None
     for step, batch in enumerate(data[start:], start=start + 1):

@@ -103,14 +103,14 @@ def test_the_generators_of_torch_python_and_numpy_continue(tmp_path: Path) -> No
     assert np.random.normal() == expected[2]
 
 
-def test_ranks_that_were_not_there_draw_numbers_of_their_own(tmp_path: Path) -> None:
+def test_new_pipeline_ranks_draw_what_the_first_draws_and_new_data_ranks_their_own(tmp_path: Path) -> None:
     run = Small()
     run.saved(tmp_path, 1)
     expected = torch.rand(()).item()
-    drawn = on_ranks(3, _draw_after_loading, tmp_path)
-    assert drawn[0] == expected
-    assert len(set(drawn)) == 3
-    assert drawn == on_ranks(3, _draw_after_loading, tmp_path)
+    drawn = on_ranks(4, _draw_after_loading, tmp_path)
+    assert drawn[::2] == [expected, expected]  # with pp=0 and pp=1, the data rank that was there
+    assert drawn[1] == drawn[3] != expected
+    assert drawn == on_ranks(4, _draw_after_loading, tmp_path)
 
 
 def test_a_new_tensor_parallel_rank_takes_the_generator_of_its_neighbour() -> None:
@@ -122,7 +122,8 @@ def test_a_new_tensor_parallel_rank_takes_the_generator_of_its_neighbour() -> No
 
 def _draw_after_loading(rank, root):
     run = Small()
-    load(root, run.model, run.optimizer, device_mesh=None)
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2))
+    load(root, run.model, run.optimizer, device_mesh=mesh)
     return torch.rand(()).item()
 
 

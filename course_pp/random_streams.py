@@ -1,0 +1,88 @@
+"""Which random numbers a stage draws while it trains: its own, as for dropout.
+
+:func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that they make equal weights and equal batches
+from torch's default generator. In a training step that would give every stage and every data rank the same dropout
+mask. So each forward of a step draws from a stream of its own:
+
+    default generator ──digest──► (step, data rank, stage, microbatch) ──seed──► this forward, and its recomputation
+
+Ranks of ``tp`` agree on all four, and draw the same. After the step the default generator is as it was before. It moves
+on by one number if a stage drew any, and thereby to the next step's streams. So a checkpoint, which holds the default
+generator, holds the streams too; and a model without random numbers changes nothing.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+RandomState = tuple[Tensor, Tensor | None]
+"""The state of torch's default generator on the CPU, and on a GPU if that is the device."""
+
+
+def get_random_state(device: torch.device) -> RandomState:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    on_cpu, on_cuda = state
+    torch.set_rng_state(on_cpu)
+    if on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda, device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    before = get_random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
+class RandomStreams:
+    """The streams of one rank's stages.
+
+    Attributes:
+        drew: whether a stage drew a random number in the last step.
+    """
+
+    def __init__(self, device: torch.device, data_rank: int) -> None:
+        self._device, self._data_rank = device, data_rank
+        self._step = b""
+        self._seeded: RandomState | None = None
+        self.drew = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a training step; forwards in it call :meth:`begin`. Then the default generator is as it was before."""
+        self._step = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).digest()
+        self._seeded, self.drew = None, False
+        with random_state_kept(self._device):
+            yield
+            self._see_whether_drawn()
+
+    def begin(self, stage: int, microbatch: int) -> None:
+        """Draw from here on the numbers of this forward."""
+        self._see_whether_drawn()
+        place = f"{self._data_rank} {stage} {microbatch}"
+        seed = int.from_bytes(hashlib.blake2b(self._step + place.encode(), digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
+        self._seeded = get_random_state(self._device)
+
+    def _see_whether_drawn(self) -> None:
+        if self._seeded is None or self.drew:
+            return
+        for before, now in zip(self._seeded, get_random_state(self._device), strict=True):
+            if before is not None and now is not None and not torch.equal(before, now):
+                self.drew = True
+
+
+def move_on() -> None:
+    """Take the default generator to the streams of the next step. Call it alike on all ranks of a pipeline."""
+    torch.rand(())
