@@ -25,9 +25,9 @@ from course_pp.parallel import (
 )
 from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, bound, build, optima, simulate
 from course_pp.schedule import check as problems_of
+from course_pp.schedule.heuristics import Desk, Rule
+from course_pp.schedule.problem import Problem
 from course_pp.schedule.schedule import looped
-from course_pp.schedule.searching.heuristics import Desk, Rule
-from course_pp.schedule.searching.problem import Problem
 
 if TYPE_CHECKING:
     from course_pp.show import Board  # which ranks, who import this module, have no use for

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from course_pp.arguments import checked
 from course_pp.schedule import families
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.heuristics import filled, splits_every_backward
 from course_pp.schedule.schedule import MOST_FORWARDS, Schedule, both_ways, in_waves, looped
-from course_pp.schedule.searching.heuristics import filled, splits_every_backward
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def build(
             its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes the forwards breadth first. As near to
             ``n_ranks`` as divides ``n_microbatches``, unless given.
         costs: for schedules that split every backward: weight gradients go where these times leave gaps, as
-            :func:`~course_pp.schedule.searching.heuristics.filled` has it. Without it the order is the published one.
+            :func:`~course_pp.schedule.heuristics.filled` has it. Without it the order is the published one.
     """
     entry = find(name)
     sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]

@@ -1,7 +1,7 @@
 """The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how to read it.
 
 What it shows, notebook 11 says. A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are
-alike, so the k-th letter of a kind is the k-th microbatch (see :mod:`course_pp.schedule.searching.problem`).
+alike, so the k-th letter of a kind is the k-th microbatch (see :mod:`course_pp.schedule.problem`).
 """
 
 import csv

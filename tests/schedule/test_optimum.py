@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, Time, check, optimum, search, simulate
-from course_pp.schedule.searching.problem import Problem
+from course_pp.schedule.problem import Problem
 from course_pp.schedule.searching.search import questions
 from tests.grids import crossed
 

@@ -5,8 +5,8 @@ from typing import Literal
 import pytest
 
 from course_pp.schedule import Costs, Time, build, check, search, simulate
-from course_pp.schedule.searching.heuristics import zero_bubble_heuristic
-from course_pp.schedule.searching.problem import Problem
+from course_pp.schedule.heuristics import zero_bubble_heuristic
+from course_pp.schedule.problem import Problem
 from course_pp.schedule.searching.search import questions
 
 

@@ -1,1 +1,1 @@
-"""Looking for the best order of a pipeline's actions: heuristics, local improvement, and exactly."""
+"""Looking for the best order of a pipeline's actions: by improving orders, and exactly."""

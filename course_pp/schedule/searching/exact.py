@@ -11,7 +11,7 @@ from typing import Any
 from course_pp.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
-from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
+from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.searching.search import Found, Layout, MemoryLimit, Question, answer, best_of, questions
 from course_pp.schedule.simulation import simulate
 

@@ -12,9 +12,9 @@ from course_pp.schedule.action import Time
 from course_pp.schedule.bounds import bound, limits_of
 from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs, divide
+from course_pp.schedule.heuristics import Desk, filled, repeating, rules_for, zero_bubble_heuristic
+from course_pp.schedule.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.schedule import Schedule, looped, v_shaped
-from course_pp.schedule.searching.heuristics import Desk, filled, repeating, rules_for, zero_bubble_heuristic
-from course_pp.schedule.searching.problem import FORWARD, Pass, Problem, Words
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.timeline import Timeline
 

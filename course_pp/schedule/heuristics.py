@@ -11,8 +11,8 @@ from random import Random
 
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs
+from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 from course_pp.schedule.schedule import Schedule
-from course_pp.schedule.searching.problem import FORWARD, INPUT, WEIGHT, Problem, Words
 
 Choice = tuple[Time, int, int]
 """When it could start, its place among what the rank prefers, and the letter."""
