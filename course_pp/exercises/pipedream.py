@@ -528,7 +528,8 @@ def _dealt_apart(
 ) -> None:
     """Two replicas of stage 0 on ranks 0 and 1, stage 1 on rank 2, which counts forwards and backwards apart."""
     rank, last, share = dist.get_rank(), 2, 2
-    mates, sends = dist.new_group([0, 1]), list[dist.Work | None]()
+    mates: Any = dist.new_group([0, 1])
+    sends = list[dist.Work | None]()
     if rank == last:
         for backwards, target in enumerate(targets, start=1):
             x = torch.empty(link.shape, dtype=link.dtype)

@@ -55,7 +55,8 @@ class LocalNeighboursStage(PipelineStage):
     # Goes with torch 2.12: later ones call it for traced stages alone, which are none of ours.
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # torch before 2.12 opens connections by a message to itself too, which gloo refuses.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        torch_stage: Any = super()
+        return [op for op in torch_stage._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -477,7 +477,8 @@ def destroy_distributed() -> None:
 @lru_cache(maxsize=1)
 def lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of this rank alone within ``world``; one serves all stages of a model without a pipeline."""
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group  # and not torch's mark of a rank outside the group
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:

@@ -34,8 +34,17 @@ def run(arguments: argparse.Namespace) -> None:
         total, active = (n / 1e9 for n in (model.n_parameters, model.n_active_parameters))
         print(f"{arguments.model}: {total:.4g} billion parameters, {active:.3g} billion active")
     print(table(found), flush=True)
+    if any(each.layout.pp > 1 for each in found):
+        print(said_of_buffers(found[0].layout.receives_ahead))
     if found[0].layout.pp == 1:
         print(why_no_pipeline(found[0], arguments.ep))
+
+
+def said_of_buffers(ahead: bool) -> str:
+    """Return the sentence that says how many receive buffers the memory of a pipeline holds."""
+    if ahead:
+        return "GB holds a receive buffer for every message of a step, as torch before 2.15 makes them"
+    return "GB holds one receive buffer a boundary, as torch has from 2.15 on"
 
 
 def table(found: list[Prediction]) -> str:

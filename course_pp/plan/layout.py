@@ -1,8 +1,9 @@
 """How a run is laid out: the mesh, the schedule, the precision."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from math import gcd, prod
 from typing import Literal
 
@@ -37,6 +38,19 @@ PRECISIONS = {
 }
 
 
+@cache
+def torch_receives_ahead() -> bool:
+    """Return whether the torch that is installed makes all receive buffers of a step beforehand: before 2.15.
+
+    Without torch the answer is that of the newest.
+    """
+    try:
+        numbers = version("torch").split(".")
+    except PackageNotFoundError:
+        return False
+    return (int(numbers[0]), int(numbers[1])) < (2, 15)
+
+
 @checked
 @dataclass(frozen=True)
 class Layout:
@@ -58,8 +72,9 @@ class Layout:
         scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
             (Narayanan et al. 2021, section 4.1); this stack sends it whole.
         overlap: whether data-parallel traffic runs beside the work it need not wait for; else all of it is waited for.
-        receives_ahead: whether every message of a step has its receive buffer from the start, as torch has it; else
-            there is one a boundary.
+        receives_ahead: whether every message of a step has its receive buffer from the start, as torch before 2.15
+            has it; else there is one a boundary. The default is the way of the torch that is installed, and without
+            torch that of the newest.
         reduces: when gradients are reduced: layer by layer beside the last microbatch's ``backward``, as torch's DDP
             does; ``after`` a stage's last backward, while its rank waits; ``"auto"`` is the latter under a
             ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
@@ -87,7 +102,7 @@ class Layout:
     scatter_gather: bool = False
     overlap: bool = True
     reduces: Literal["auto", "backward", "after"] = "auto"
-    receives_ahead: bool = True
+    receives_ahead: bool = field(default_factory=torch_receives_ahead)
     ep: int = 1
     imbalance: float = 1.0
 

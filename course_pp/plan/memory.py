@@ -9,7 +9,8 @@
     gathered     the most that FSDP2 gathers at once (``parallel.traffic_and_memory``)
     activations  what the microbatches in flight keep for backward, a stage's output, which torch's pipeline holds as
                  long, and what one recomputed layer keeps meanwhile
-    buffers      rotary tables; one receive buffer a microbatch and boundary, which torch posts beforehand
+    buffers      rotary tables; receive buffers, one a boundary; before torch 2.15 one a microbatch and boundary, which
+                 it makes beforehand (``Layout.receives_ahead``)
 
 A layer of T = batch · seq tokens keeps, with width h, feed-forward width f, key and value width k, a heads, elements
 of e bytes and norms and routers that compute in w = max(4, e)::

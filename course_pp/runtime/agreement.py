@@ -212,7 +212,8 @@ def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup
     key = dist.group.WORLD, ranks.group, ranks.rank, str(mates)
     if key not in _MADE:
         limit = None if ranks.limit_s is None else timedelta(seconds=ranks.limit_s)
-        _MADE[key] = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+        made: Any = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
+        _MADE[key] = made
     return _MADE[key]
 
 

@@ -21,7 +21,7 @@ each other can stall both. Use gloo for CPU tensors and NCCL for CUDA tensors.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -215,7 +215,8 @@ def partition_model(
     """
     whole = layers if isinstance(layers, nn.Sequential) else nn.Sequential(*layers)
     here = get_stage_layers(len(whole), n_stages, stage)
-    return cast(nn.Sequential, whole[here.start : here.stop])  # unlike a list's, a Sequential's slice keeps its keys
+    layers_here: Any = whole[here.start : here.stop]  # unlike a list's, a Sequential's slice keeps its keys
+    return layers_here  # torch types a slice in each release otherwise
 
 
 @checked

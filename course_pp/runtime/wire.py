@@ -89,7 +89,7 @@ class Ordered:
         # the number of groups its process has made, so whoever is not in the channel makes one too, for itself.
         for source, target in sorted(channels):
             ours = me in (source, target)
-            made = dist.new_group(
+            made: Any = dist.new_group(
                 [everyone[source], everyone[target]] if ours else [everyone[me]],
                 timeout=timeout,
                 backend=backend if ours else "gloo",

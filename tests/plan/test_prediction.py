@@ -3,6 +3,7 @@
 import re
 import runpy
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +14,7 @@ from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.parallel.schedules import order_of
 from course_pp.plan import Constants, Layout, cluster_of, explain, gpu_named, model_named, plan, predict
 from course_pp.plan.calibration import MEGATRON
+from course_pp.plan.layout import torch_receives_ahead
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
 from course_pp.plan.prediction import causes, reason
 from course_pp.plan.timing import data_parallel_times, model_flops, stage_time, transfers
@@ -139,6 +141,25 @@ def test_torch_has_a_receive_buffer_for_every_message_of_a_step():
     layout = Layout(pp=8, tp=2)
     one, more = (predicted(layout.with_(receives_ahead=each), batch=16).memory(2)["buffers"] for each in (False, True))
     assert more - one == 15 * (2 * 2048 * GPT.dim * 2)  # messages: an activation and a gradient
+
+
+@pytest.mark.parametrize(
+    ("installed", "ahead"), [("2.13.0+cpu", True), ("2.14.1", True), ("2.15.0", False), (None, False)]
+)
+def test_receive_buffers_are_by_default_those_of_the_torch_that_is_installed(
+    installed: str | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
+
+    monkeypatch.setattr("course_pp.plan.layout.version", version)
+    torch_receives_ahead.cache_clear()
+    try:
+        assert Layout(pp=8).receives_ahead is ahead
+    finally:
+        torch_receives_ahead.cache_clear()
 
 
 def test_freed_parameters_are_gathered_for_every_backward():

@@ -218,7 +218,8 @@ class AsyncSaver:
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
-        self._background = Ranks(None if Ranks().size == 1 else dist.new_group(backend="gloo"))
+        group: Any = None if Ranks().size == 1 else dist.new_group(backend="gloo")
+        self._background = Ranks(group)
 
     def save(
         self,
