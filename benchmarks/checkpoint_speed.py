@@ -26,7 +26,7 @@ from torch import Tensor
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
-from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed
+from course_pp.parallel import DistributedConfig, apply_fsdp2, default_mp_policy, init_distributed
 from course_pp.training.checkpoint import AsyncSaver, load, save
 
 CONFIG = ModelConfig(dim=768, n_layers=6, n_heads=12, vocab_size=4096, max_seq_len=64)
@@ -66,7 +66,7 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds by what was done, one number a repeat; ``bytes`` and ``staged`` in MB."""
     mesh = init_distributed(DistributedConfig())
     model = Transformer(CONFIG)
-    apply_fsdp2(model, mesh)
+    apply_fsdp2(model, mesh, default_mp_policy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(CONFIG.vocab_size, (1, 65))
 

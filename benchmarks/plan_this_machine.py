@@ -27,6 +27,7 @@ from course_pp.parallel import (
     apply_tensor_parallel,
     build_pipeline_schedule,
     build_pipeline_stage,
+    default_mp_policy,
     get_dp_rank,
     get_pp_rank,
     get_stage_indices,
@@ -152,7 +153,7 @@ def step_of(run: Run) -> Callable[[], None]:
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, layout.ac)
-        apply_fsdp2(module, mesh, reshard_after_forward=layout.reshard)
+        apply_fsdp2(module, mesh, default_mp_policy(), reshard_after_forward=layout.reshard)
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
     batch = torch.randint(model.vocab_size, (run.batch, run.seq_len + 1))
     batch = batch.chunk(layout.n_data)[get_dp_rank(mesh)]

@@ -1,14 +1,16 @@
 """Which random numbers a stage draws while it trains: its own, as for dropout.
 
-:func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that they make equal weights and equal batches
-from torch's default generator. In a training step that would give every stage and every data rank the same dropout
-mask. So each forward of a step draws from a stream of its own:
+:func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that they make equal weights
+and equal batches from torch's default generator. In a training step that would give every stage and
+every data rank the same dropout mask. So each forward of a step draws from a stream of its own:
 
-    default generator ──digest──► (step, data rank, stage, microbatch) ──seed──► this forward, and its recomputation
+    default generator ──digest──► (step, data rank, stage, microbatch) ──seed──► this forward,
+                                                                                 and recomputing it
 
-Ranks of ``tp`` agree on all four, and draw the same. After the step the default generator is as it was before. It moves
-on by one number if a stage drew any, and thereby to the next step's streams. So a checkpoint, which holds the default
-generator, holds the streams too; and a model without random numbers changes nothing.
+Ranks of ``tp`` agree on all four, and draw the same. After the step the default generator is as it
+was before. It moves on by one number if a stage drew any, and thereby to the next step's streams.
+So a checkpoint, which holds the default generator, holds the streams too; and a model without
+random numbers changes nothing.
 """
 
 import hashlib
@@ -23,7 +25,8 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def get_random_state(device: torch.device) -> RandomState:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_cuda
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
@@ -57,7 +60,7 @@ class RandomStreams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step; forwards in it call :meth:`begin`. Then the default generator is as it was before."""
+        """Run a training step, whose forwards call :meth:`begin`; then restore the default generator."""
         self._step = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).digest()
         self._seeded, self.drew = None, False
         with random_state_kept(self._device):
@@ -68,7 +71,8 @@ class RandomStreams:
         """Draw from here on the numbers of this forward."""
         self._see_whether_drawn()
         place = f"{self._data_rank} {stage} {microbatch}"
-        seed = int.from_bytes(hashlib.blake2b(self._step + place.encode(), digest_size=8).digest(), "little")
+        digest = hashlib.blake2b(self._step + place.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
@@ -84,5 +88,5 @@ class RandomStreams:
 
 
 def move_on() -> None:
-    """Take the default generator to the streams of the next step. Call it alike on all ranks of a pipeline."""
+    """Take the default generator to the next step's streams. Call it on all ranks of a pipeline."""
     torch.rand(())

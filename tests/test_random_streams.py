@@ -1,4 +1,4 @@
-"""Every stage and data rank draws dropout masks of its own; tensor ranks draw alike; nothing else draws otherwise."""
+"""Stages and data ranks draw dropout masks of their own, tensor ranks the same; all else draws alike."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Seen:
-    """What one rank saw: masks, its first weight as torch's own initialisation made it, a number drawn after steps."""
+    """What one rank saw: its masks, a weight that torch initialised, a number drawn after each step."""
 
     masks: Masks
     weight: bytes

@@ -27,6 +27,7 @@ from course_pp.parallel import (
     build_pipeline_schedule,
     build_pipeline_stage,
     count_collectives,
+    default_mp_policy,
     get_dp_rank,
     get_dp_size,
     get_pp_rank,
@@ -247,7 +248,7 @@ def _fsdp_first(rank: int) -> dict[str, str]:
     mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2), seed=0)
     assert mesh is not None
     with_package, by_hand = Transformer(CONFIG), Transformer(CONFIG)
-    apply_fsdp2(with_package, mesh)
+    apply_fsdp2(with_package, mesh, default_mp_policy())
     fully_shard(by_hand, mesh=mesh["dp_shard"])
     plan: dict[str, ParallelStyle] = {"layers.0.mlp.up_proj": ColwiseParallel()}
     orders: dict[str, Callable[[], object]] = {

@@ -10,8 +10,9 @@ A group is gathered in one collective and its gradients are reduced in one. On t
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
+import warnings
 from collections.abc import Collection, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
 from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.experts import is_shared_out
-from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, size_of
+from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, is_rank_zero, size_of
 from course_pp.parallel.replaced_forward import check_order
 
 ReshardPolicy = bool | int | Literal["auto"]
@@ -91,9 +92,11 @@ def apply_fsdp2(
 
     Args:
         model: any model, or one stage of it.
-        mp_policy: None is :func:`default_mp_policy` if all parameters are float32: it computes in bfloat16 and keeps
-            parameters and gradients in float32. With other dtypes it computes in the parameters' own and reduces in
-            float32 or wider, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in float32.
+        mp_policy: None is :func:`default_mp_policy` if all parameters are float32: it computes in
+            bfloat16, keeps parameters and gradients in float32, and the first time rank 0 warns of
+            it. With other dtypes it computes in the parameters' own and reduces in float32 or
+            wider, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in
+            float32.
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
         blocks: which modules are gathered each by itself; see :func:`find_blocks`.
 
@@ -119,7 +122,12 @@ def apply_fsdp2(
     if not has_dp_mesh(device_mesh):
         return ()
     mesh = get_dp_mesh(device_mesh)
-    mixed = mp_policy if mp_policy is not None else policy_of_dtypes({p.dtype for p in model.parameters()})
+    mixed = mp_policy
+    if mixed is None:
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        mixed = policy_of_dtypes(dtypes)
+        if dtypes == {torch.float32} and mixed.param_dtype == torch.bfloat16:
+            _say_that_float32_becomes_bfloat16()
     options: dict[str, Any] = {"mp_policy": mixed, "reshard_after_forward": policy}
     for experts in filter(is_shared_out, model.modules()):
         same = get_efsdp_mesh(device_mesh)
@@ -127,6 +135,17 @@ def apply_fsdp2(
     for module in dict.fromkeys((*found.values(), model)):
         fully_shard(module, mesh=mesh, **options)
     return tuple(found)
+
+
+@cache  # once a process, for any number of stages
+def _say_that_float32_becomes_bfloat16() -> None:
+    if is_rank_zero():
+        warnings.warn(
+            "apply_fsdp2 was given no mp_policy, so this float32 model computes in bfloat16, and a "
+            "loss gets bfloat16 logits: pass mp_policy=default_mp_policy(torch.float32) to compute "
+            "in float32, or default_mp_policy() to keep bfloat16 without this line",
+            stacklevel=3,
+        )
 
 
 def _placement(parameter: nn.Parameter, n_shards: int) -> Shard:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
@@ -24,6 +24,7 @@ from course_pp.parallel import (
     build_pipeline_stage,
     build_stage_module,
     clip_grad_norm_,
+    default_mp_policy,
     get_dp_rank,
     get_pp_rank,
     init_distributed,
@@ -161,6 +162,34 @@ def test_mixed_precision_computes_in_one_dtype_and_keeps_another() -> None:
         assert found["computed"] == {torch.bfloat16}
         assert found["kept"] == {torch.float32}
         assert found["loss"] == pytest.approx(expected, rel=1e-2)
+
+
+def said_on_rank(rank: int, policy: MixedPrecisionPolicy | None, dtype: torch.dtype, sharded: bool) -> list[str]:
+    mesh = init_distributed(DistributedConfig(pp=1 if sharded else 2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            apply_fsdp2(nn.Linear(4, 4).to(dtype), mesh, policy, blocks=())
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("policy", "dtype", "sharded", "says"),
+    [
+        (None, torch.float32, True, True),
+        (None, torch.float64, True, False),
+        (None, torch.float32, False, False),
+        (default_mp_policy(), torch.float32, True, False),
+    ],
+    ids=["float32", "float64", "no data dimension", "chosen"],
+)
+def test_rank_0_says_once_that_a_float32_model_computes_in_bfloat16(
+    policy: MixedPrecisionPolicy | None, dtype: torch.dtype, sharded: bool, says: bool
+) -> None:
+    first, second = on_ranks(2, said_on_rank, policy, dtype, sharded)
+    assert [("default_mp_policy(torch.float32)" in line) for line in first] == [True] * says
+    assert second == []
 
 
 def half_gradient_on_rank(rank: int) -> Tensor:
