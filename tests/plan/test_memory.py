@@ -38,10 +38,17 @@ class GradientWatcher(GatheredWatcher):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         parameters = [p for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        whole = ((n_bytes((p.unsharded_accumulated_grad, p._unsharded_param.grad)), p) for p in parameters)
+        whole = ((n_bytes(whole_gradients(p)), p) for p in parameters)
         more = sum(held - n_bytes([p.sharded_param]) for held, p in whole if held)
         self.peak = max(self.peak, more)
         return result
+
+
+def whole_gradients(parameter):
+    """Return the gradients that FSDP2 holds of a whole parameter: from torch 2.15 on, one under two names."""
+    accumulated = parameter.unsharded_accumulated_grad
+    newest = parameter._unsharded_param.grad
+    return [accumulated] if accumulated is newest else [accumulated, newest]
 
 
 def held_on_rank(rank, case, jobs):

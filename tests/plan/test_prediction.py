@@ -335,7 +335,9 @@ def test_the_constants_are_those_of_the_megatron_table_and_predict_its_rows():
 
 
 def test_the_table_is_printed(capsys):
-    assert len(told_by_command(capsys, "gpt-18b", "5x1xA100", 5, 2048).splitlines()) == 6
+    *lines, of_memory = told_by_command(capsys, "gpt-18b", "5x1xA100", 5, 2048).splitlines()
+    assert len(lines) == 6
+    assert "receive buffer" in of_memory
 
 
 def with_and_without_pipeline(model, cluster, batch, seq_len):
