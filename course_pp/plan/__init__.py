@@ -11,8 +11,8 @@ from course_pp.plan.calibration import TimedStep, calibrate
 from course_pp.plan.cluster import Cluster, Gpu, cluster_of, gpu_named, gpu_names, model_named, model_names
 from course_pp.plan.layout import Layout
 from course_pp.plan.prediction import Prediction, explain, predict
+from course_pp.plan.run import Constants
 from course_pp.plan.search import plan
-from course_pp.plan.timing import Constants
 from course_pp.sizes import ModelConfig
 
 __all__ = [

@@ -9,7 +9,7 @@ from course_pp.arguments import checked
 from course_pp.plan.cluster import Cluster, cluster_of, model_named
 from course_pp.plan.layout import Layout
 from course_pp.plan.prediction import Prediction, check_seq_len, predict
-from course_pp.plan.timing import Constants
+from course_pp.plan.run import Constants
 from course_pp.sizes import ModelConfig
 
 FITTED = ("peak", "memory_passes", "memory_bandwidth", "bandwidth", "latency")

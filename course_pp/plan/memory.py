@@ -34,19 +34,21 @@ Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
 from collections.abc import Sequence
 
 from course_pp.plan.layout import Layout
+from course_pp.plan.run import Work
 from course_pp.schedule import Action, Overlap, Timeline
 from course_pp.shapes import StagePlan, held_elements, shards_head, unsharded_elements
-from course_pp.sizes import ModelConfig
 
 _COUNTER = 4  # bytes of AdamW's ``step``
 
 
-def kept_by_layer(
-    model: ModelConfig, layout: Layout, seq_len: int, ac: str | None = None, *, sparse: bool = False
-) -> float:
-    """Return the bytes that the forward of one layer, with experts if ``sparse``, keeps for one microbatch."""
-    e, tokens, tp = layout.bytes_of.computed, layout.microbatch_size * seq_len, layout.tp
-    ac = layout.ac if ac is None else ac
+def kept_by_layer(work: Work, ac: str, *, sparse: bool = False) -> float:
+    """Return the bytes that the forward of one layer, with experts if ``sparse``, keeps for one microbatch.
+
+    Args:
+        ac: the checkpointing, as :class:`Layout` takes it; that of ``work.layout`` or another one.
+    """
+    model, layout = work.model, work.layout
+    e, tokens, tp = layout.bytes_of.computed, work.tokens, layout.tp
     h = model.dim
     w = max(4, e)
     stream = 1 / tp if layout.splits_sequence(model) else 1.0
@@ -58,9 +60,9 @@ def kept_by_layer(
     if model.qk_norm and ac == "none":
         attention += (_kept_by_norm(model.q_dim + kv, layout) + w * (model.n_heads + model.kv_heads)) / tp
     if not layout.flash and ac == "none":
-        attention += 2.5 * e * model.n_heads * seq_len / tp
-    kept = tokens * (norms + attention + h * e + _kept_inside_ffn(model, layout, sparse))
-    return kept + (_cast_by_layer(model, layout, seq_len, ac, sparse) if layout.casts_weights else 0.0)
+        attention += 2.5 * e * model.n_heads * work.seq_len / tp
+    kept = tokens * (norms + attention + h * e + _kept_inside_ffn(work, sparse))
+    return kept + (_cast_by_layer(work, ac, sparse) if layout.casts_weights else 0.0)
 
 
 def _between(layout: Layout) -> int:
@@ -74,8 +76,9 @@ def _kept_by_norm(width: int, layout: Layout) -> float:
     return width * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
 
 
-def _kept_inside_ffn(model: ModelConfig, layout: Layout, sparse: bool) -> float:
-    """Of one token, the input of a feed-forward block or of experts, and what is between their matrices."""
+def _kept_inside_ffn(work: Work, sparse: bool) -> float:
+    """Return the bytes that a token keeps of a feed-forward block's or experts' input and inside."""
+    model, layout = work.model, work.layout
     e, h, inner = layout.bytes_of.computed, model.dim, 4 if model.gated_ffn else 2
     if not sparse:
         return h * e + inner * model.hidden_dim * e / layout.tp
@@ -86,102 +89,107 @@ def _kept_inside_ffn(model: ModelConfig, layout: Layout, sparse: bool) -> float:
     return kept + (h * e if shared and w > e else 0.0)
 
 
-def _cast_by_layer(model: ModelConfig, layout: Layout, seq_len: int, ac: str, sparse: bool) -> float:
+def _cast_by_layer(work: Work, ac: str, sparse: bool) -> float:
     """Return what one layer keeps in addition where products cast: copies of matrices, inputs and rotary tables."""
-    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
-    feed_forward = _ffn_matrices(model, layout, sparse)
+    model, layout = work.model, work.layout
+    e, tokens, h = layout.bytes_of.computed, work.tokens, model.dim
+    feed_forward = _ffn_matrices(work, sparse)
     inputs = model.top_k * layout.expert_load(model) + (model.n_shared_experts > 0) if sparse else 1
     copies = h * (model.n_ffn_matrices - 2) * inputs * e
     if ac == "selective":
         return feed_forward * e + tokens * (copies + h * (4 - e))
-    tables = 2 * model.head_dim * seq_len * e
+    tables = 2 * model.head_dim * work.seq_len * e
     return (model.n_attention_matrices / layout.tp + feed_forward) * e + tokens * (copies + 2 * h * e) + tables
 
 
-def _ffn_matrices(model: ModelConfig, layout: Layout, sparse: bool) -> float:
+def _ffn_matrices(work: Work, sparse: bool) -> float:
     """Return the parameters of a feed-forward block, or of all experts of a layer, on one tensor-parallel rank."""
+    model, layout = work.model, work.layout
     if sparse:
         return (model.n_experts / layout.ep + model.n_shared_experts) * model.n_expert_parameters
     return model.n_ffn_matrices * model.dim * model.hidden_dim / layout.tp
 
 
-def kept_by_stage(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
+def kept_by_stage(work: Work, stage: StagePlan) -> float:
     """Return the bytes that the forward of one stage keeps for one microbatch, and its output."""
-    tokens, e = layout.microbatch_size * seq_len, layout.bytes_of.computed
+    layout = work.layout
     n_dense = stage.n_layers - stage.n_sparse
-    kept = n_dense * kept_by_layer(model, layout, seq_len)
+    kept = n_dense * kept_by_layer(work, layout.ac)
     if stage.n_sparse:
-        kept += stage.n_sparse * kept_by_layer(model, layout, seq_len, sparse=True)
+        kept += stage.n_sparse * kept_by_layer(work, layout.ac, sparse=True)
     if stage.is_first:
-        kept += 8 * tokens  # token ids
+        kept += 8 * work.tokens  # token ids
     if stage.is_last:
-        kept += _kept_by_end(model, layout, seq_len)
-    return kept + tokens * e * (_n_logits(model, layout) if stage.is_last else model.dim)
+        kept += _kept_by_end(work)
+    width = _n_logits(work) if stage.is_last else work.model.dim
+    return kept + work.tokens * layout.bytes_of.computed * width
 
 
-def _kept_by_end(model: ModelConfig, layout: Layout, seq_len: int) -> float:
+def _kept_by_end(work: Work) -> float:
     """Return the bytes kept by final norm, head and loss, which keeps the logarithms of probabilities."""
-    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
+    model, layout = work.model, work.layout
+    e, h = layout.bytes_of.computed, model.dim
     w = max(4, e)
     norm = _kept_by_norm(h, layout) + w
-    kept = tokens * (norm + h * e + w * _n_logits(model, layout) + 8)
+    kept = work.tokens * (norm + h * e + w * _n_logits(work) + 8)
     parts = layout.tp if shards_head(model, layout.tp) else 1
     return kept + (model.vocab_size * h * e / parts if layout.casts_weights else 0.0)
 
 
-def _n_logits(model: ModelConfig, layout: Layout) -> float:
-    return model.vocab_size / (layout.tp if shards_head(model, layout.tp) and layout.splits_head else 1)
+def _n_logits(work: Work) -> float:
+    """Return how many logits a token has on one rank."""
+    layout = work.layout
+    is_split = shards_head(work.model, layout.tp) and layout.splits_head
+    return work.model.vocab_size / (layout.tp if is_split else 1)
 
 
-def kept_again(model: ModelConfig, layout: Layout, seq_len: int, stage: StagePlan) -> float:
+def kept_again(work: Work, stage: StagePlan) -> float:
     """Return the most bytes that a backward keeps in addition once it has recomputed a layer or its attention.
 
     By then it has freed what lies behind: final norm, head and loss, and later layers; with ``selective`` the layer's
     feed-forward block or experts, too, which are larger than attention in every published model.
     """
-    if layout.ac == "none":
+    ac = work.layout.ac
+    if ac == "none":
         return 0.0
-    freed = _kept_by_end(model, layout, seq_len) if stage.is_last else 0.0
+    freed = _kept_by_end(work) if stage.is_last else 0.0
     most = 0.0
     kinds = set(stage.has_experts)
-    again = {sparse: _again_by_layer(model, layout, seq_len, sparse) for sparse in kinds}
-    kept = {sparse: kept_by_layer(model, layout, seq_len, sparse=sparse) for sparse in kinds}
+    again = {sparse: _again_by_layer(work, sparse) for sparse in kinds}
+    kept = {sparse: kept_by_layer(work, ac, sparse=sparse) for sparse in kinds}
     for sparse in reversed(stage.has_experts):
         most = max(most, again[sparse] - freed)
         freed += kept[sparse]
     return most
 
 
-def _again_by_layer(model: ModelConfig, layout: Layout, seq_len: int, sparse: bool) -> float:
-    e, tokens, h = layout.bytes_of.computed, layout.microbatch_size * seq_len, model.dim
-    again = kept_by_layer(model, layout, seq_len, "none", sparse=sparse)
+def _again_by_layer(work: Work, sparse: bool) -> float:
+    """Return the bytes that a backward keeps in addition once it has recomputed one layer."""
+    model, layout = work.model, work.layout
+    e, tokens, h = layout.bytes_of.computed, work.tokens, model.dim
+    again = kept_by_layer(work, "none", sparse=sparse)
     stream = 1 / layout.tp if layout.splits_sequence(model) else 1.0
     if layout.ac == "selective":
-        again -= kept_by_layer(model, layout, seq_len, "selective", sparse=sparse)
-        again -= tokens * (_kept_by_norm(h, layout) * stream + _kept_inside_ffn(model, layout, sparse))
+        again -= kept_by_layer(work, "selective", sparse=sparse)
+        again -= tokens * (_kept_by_norm(h, layout) * stream + _kept_inside_ffn(work, sparse))
         if layout.casts_weights:
-            again -= _ffn_matrices(model, layout, sparse) * e
+            again -= _ffn_matrices(work, sparse) * e
     elif layout.fused_norms or _between(layout) >= 4:  # the layer's input, kept already, is what its first norm keeps
         again -= tokens * h * _between(layout) * stream
     return again
 
 
-def memory_of_rank(
-    model: ModelConfig,
-    layout: Layout,
-    seq_len: int,
-    n_microbatches: int,
-    rank: int,
-    peaks: Sequence[float] | None,
-) -> dict[str, int]:
+def memory_of_rank(work: Work, n_microbatches: int, rank: int, peaks: Sequence[float] | None) -> dict[str, int]:
     """Return the bytes on a global rank at its fullest, by kind.
 
     Args:
         peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's, one a stage that
             follows; and whole gradients of all stages at once.
     """
+    layout = work.layout
     at = layout.place(rank)
-    stages, size = layout.stages(model, at.pp), layout.bytes_of
+    stages = layout.stages(work.model, at.pp)
+    size = layout.bytes_of
     n_elements = sum(s.total(lambda group: held_elements(group, layout.dp_shard, at.dp_shard)) for s in stages)
     n_tensors = sum(s.total(len) for s in stages)
     held = {
@@ -199,20 +207,20 @@ def memory_of_rank(
             order = () if peaks is None else layout.order(n_microbatches).actions[at.pp]
             held["unreduced"] = _unreduced(layout, at.dp_shard, stages, order)
     if peaks is None:
-        kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
-        again = max(kept_again(model, layout, seq_len, s) for s in stages)
+        kept = [kept_by_stage(work, s) for s in stages]
+        again = max(kept_again(work, s) for s in stages)
         held["activations"] = int(_bound_in_flight(layout, kept, n_microbatches, at.pp) + again)
     else:
         held["activations"] = int(peaks[at.pp])
-    held["buffers"] = _buffers(model, layout, seq_len, n_microbatches, stages)
+    held["buffers"] = _buffers(work, n_microbatches, stages)
     return held
 
 
-def peaks_in_flight(model: ModelConfig, layout: Layout, seq_len: int, timeline: Timeline) -> tuple[float, ...]:
+def peaks_in_flight(work: Work, timeline: Timeline) -> tuple[float, ...]:
     """Return the bytes that each pipeline rank's microbatches in flight keep at most, with what is recomputed."""
-    stages = layout.stages_of_all(model)
-    kept = [kept_by_stage(model, layout, seq_len, s) for s in stages]
-    again = [kept_again(model, layout, seq_len, s) for s in stages]
+    stages = work.layout.stages_of_all(work.model)
+    kept = [kept_by_stage(work, s) for s in stages]
+    again = [kept_again(work, s) for s in stages]
     peaks = []
     for row in timeline.by_rank:
         held = peak = 0.0
@@ -248,9 +256,11 @@ def _bound_in_flight(layout: Layout, kept: Sequence[float], n_microbatches: int,
     return flying * sum(kept) / n_chunks
 
 
-def _buffers(model: ModelConfig, layout: Layout, seq_len: int, n_microbatches: int, stages: Sequence[StagePlan]) -> int:
+def _buffers(work: Work, n_microbatches: int, stages: Sequence[StagePlan]) -> int:
+    """Return the bytes of rotary tables and receive buffers."""
+    model, layout = work.model, work.layout
     tables = len(stages) * model.max_seq_len * model.head_dim * 4
-    message = layout.microbatch_size * seq_len * model.dim * layout.bytes_of.computed
+    message = work.tokens * model.dim * layout.bytes_of.computed
     here = {stage.index for stage in stages}
     received = sum(
         (not s.is_first and s.index - 1 not in here) + (not s.is_last and s.index + 1 not in here) for s in stages

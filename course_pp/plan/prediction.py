@@ -8,8 +8,8 @@ from course_pp.arguments import checked, refuse_unless
 from course_pp.plan.cluster import Cluster, model_named, model_names
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank, peaks_in_flight
+from course_pp.plan.run import Constants, Run
 from course_pp.plan.timing import (
-    Constants,
     StageTime,
     beyond,
     data_parallel_times,
@@ -70,9 +70,13 @@ class Prediction:
         """
         return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
 
+    @property
+    def _run(self) -> Run:
+        return Run(self.model, self.layout, self.seq_len, self.cluster, self.constants)
+
     @cached_property
     def _peaks(self) -> tuple[float, ...]:
-        return peaks_in_flight(self.model, self.layout, self.seq_len, self.timeline)
+        return peaks_in_flight(self._run, self.timeline)
 
     @cached_property
     def peak_memory(self) -> tuple[Mapping[str, int], ...]:
@@ -99,7 +103,7 @@ class Prediction:
     def memory(self, rank: int) -> dict[str, int]:
         """Return the bytes on a global rank at its fullest, by kind."""
         m = self.layout.n_microbatches(self.global_batch)
-        return memory_of_rank(self.model, self.layout, self.seq_len, m, rank, self._peaks)
+        return memory_of_rank(self._run, m, rank, self._peaks)
 
     def gains(self) -> dict[str, float]:
         """Return for twice of each resource the share of a sequence's time that is left; 1 is no gain."""
@@ -148,7 +152,7 @@ def predict(
         seq_len: tokens in a sequence.
         constants: those fitted on the Megatron table unless given.
     """
-    constants = constants or Constants()
+    run = Run(model, layout, seq_len, cluster, constants or Constants())
     layout.check(model, cluster)
     check_seq_len(model, seq_len)
     if layout.splits_sequence(model) and seq_len % layout.tp:
@@ -158,9 +162,9 @@ def predict(
         )
     m = layout.n_microbatches(global_batch)
     stages = layout.stages_of_all(model)
-    times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
-    gathers = [data_parallel_times(layout, cluster, constants, [s])[0] for s in stages]
-    hops = transfers(model, layout, cluster, constants, seq_len)
+    times = [stage_time(run, stage) for stage in stages]
+    gathers = [data_parallel_times(run, [stage])[0] for stage in stages]
+    hops = transfers(run)
     # With ``reshard`` each backward waits for parameters that come too late. Each forward frees a group, so the next
     # action gathers it; a backward leaves it gathered for the next forward.
     late = [0.0] * len(times)
@@ -174,12 +178,23 @@ def predict(
         latency=hops or 0.0,
     )
     timeline = simulate(layout.order(m), costs)
-    by_rank = _parts(model, layout, cluster, constants, timeline, times, hops)
+    by_rank = _parts(run, timeline, times, hops)
     parts = max(by_rank, key=lambda each: sum(each.values()))
     step_s = sum(parts.values())
     by_rank = tuple({**each, "bubble": each["bubble"] + step_s - sum(each.values())} for each in by_rank)
-    asked = model, layout, cluster, global_batch, seq_len, constants
-    return Prediction(*asked, step_s, parts, by_rank, timeline, costs)
+    return Prediction(
+        model=model,
+        layout=layout,
+        cluster=cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        constants=run.constants,
+        step_s=step_s,
+        parts=parts,
+        parts_by_rank=by_rank,
+        timeline=timeline,
+        costs=costs,
+    )
 
 
 def check_seq_len(model: ModelConfig, seq_len: int) -> None:
@@ -193,18 +208,12 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
 
 
 def _parts(
-    model: ModelConfig,
-    layout: Layout,
-    cluster: Cluster,
-    constants: Constants,
-    timeline: Timeline,
-    times: list[StageTime],
-    hops: tuple[float, ...],
+    run: Run, timeline: Timeline, times: list[StageTime], hops: tuple[float, ...]
 ) -> tuple[dict[str, float], ...]:
-    """Return what each rank does until it is done."""
+    """Return the seconds of each rank by kind, until it is done."""
     found = []
     for rank, row in enumerate(timeline.by_rank):
-        held = layout.stages(model, rank)
+        held = run.layout.stages(run.model, rank)
         # A stage counts once a microbatch, which is what it runs forward.
         here = [times[part.stage] for span in row for part in span.action.parts if part.kind == "F"]
         work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
@@ -222,24 +231,17 @@ def _parts(
             "expert exchange": exchange,
             "bubble": idle - ramps,
             "point-to-point": ramps,
-            "data": _data(layout, cluster, constants, held, times, timeline, rank) + busy - work,
-            "optimizer": optimizer_time(layout, cluster, held),
+            "data": _data(run, held, times, timeline, rank) + busy - work,
+            "optimizer": optimizer_time(run, held),
         }
         found.append(parts)
     return tuple(found)
 
 
-def _data(
-    layout: Layout,
-    cluster: Cluster,
-    constants: Constants,
-    held: list[StagePlan],
-    times: list[StageTime],
-    timeline: Timeline,
-    rank: int,
-) -> float:
+def _data(run: Run, held: list[StagePlan], times: list[StageTime], timeline: Timeline, rank: int) -> float:
     """Return the seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
-    gathered, reduced = data_parallel_times(layout, cluster, constants, held)
+    layout = run.layout
+    gathered, reduced = data_parallel_times(run, held)
     first = sum(times[s.index].forward for s in held)
     last = sum(times[s.index].input_grad + times[s.index].weight_grad for s in held)
     waited = _exposed(layout, gathered, first)
@@ -248,7 +250,7 @@ def _data(
     if layout.reduces_in_backward(timeline.n_microbatches):
         # Where forward frees parameters, the links gather for the same backward.
         return waited + _exposed(layout, reduced, max(0.0, last - gathered * layout.frees_after_forward))
-    each = {s.index: data_parallel_times(layout, cluster, constants, [s])[1] for s in held}
+    each = {stage.index: data_parallel_times(run, [stage])[1] for stage in held}
     row = timeline.by_rank[rank]
     return waited + _reduced_at(row, each) - float(row[-1].end)
 

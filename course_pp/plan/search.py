@@ -12,7 +12,8 @@ from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout, check_ep
 from course_pp.plan.memory import memory_of_rank
 from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, largest_terms, mainly, predict, reason
-from course_pp.plan.timing import Constants, beyond, data_parallel_times, optimizer_time, stage_time, transfers
+from course_pp.plan.run import Constants, Run, Work
+from course_pp.plan.timing import beyond, data_parallel_times, optimizer_time, stage_time, transfers
 from course_pp.shapes import cut_by_tp
 from course_pp.sizes import ModelConfig
 
@@ -76,31 +77,31 @@ def _expert_parallel(model: ModelConfig, dp_shard: int) -> list[int]:
 
 
 @lru_cache(maxsize=20_000)  # a search asks for the same layouts again, on a cluster with other links or less memory
-def quick_memory(model: ModelConfig, layout: Layout, global_batch: int, seq_len: int) -> float:
+def quick_memory(work: Work, global_batch: int) -> float:
     """Return the bytes of the first or the last pipeline rank, whichever is fuller; in closed form."""
+    layout = work.layout
     m = layout.n_microbatches(global_batch)
     ranks = {0, (layout.pp - 1) * layout.n_data * layout.tp}
-    return max(sum(memory_of_rank(model, layout, seq_len, m, rank, None).values()) for rank in ranks)
+    return max(sum(memory_of_rank(work, m, rank, None).values()) for rank in ranks)
 
 
-def quick_time(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, global_batch: int, seq_len: int
-) -> float:
+def quick_time(run: Run, global_batch: int) -> float:
     """Return the seconds of a step: the slowest rank's steady state, the ramp, and what data parallelism exposes."""
-    m, pp = layout.n_microbatches(global_batch), layout.pp
-    held = layout.stages(model, 0), layout.stages(model, pp - 1)
-    work = []
+    layout, pp = run.layout, run.layout.pp
+    m = layout.n_microbatches(global_batch)
+    held = layout.stages(run.model, 0), layout.stages(run.model, pp - 1)
+    busy = []
     for stages in held:
-        times = [stage_time(model, layout, cluster, constants, seq_len, stage) for stage in stages]
-        work.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
-    gathered, reduced = data_parallel_times(layout, cluster, constants, held[0])
-    data = beyond(gathered, work[0] / 3)
+        times = [stage_time(run, stage) for stage in stages]
+        busy.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
+    gathered, reduced = data_parallel_times(run, held[0])
+    data = beyond(gathered, busy[0] / 3)
     if layout.frees_after_forward:
-        data += m * beyond(gathered, work[0] * 2 / 3)
-    data += beyond(reduced, work[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
-    hops = 2 * sum(transfers(model, layout, cluster, constants, seq_len)[: pp - 1])
-    ramp = (pp - 1) * work[0] / len(held[0])
-    return m * max(work) + ramp + hops + data + optimizer_time(layout, cluster, held[0])
+        data += m * beyond(gathered, busy[0] * 2 / 3)
+    data += beyond(reduced, busy[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
+    hops = 2 * sum(transfers(run)[: pp - 1])
+    ramp = (pp - 1) * busy[0] / len(held[0])
+    return m * max(busy) + ramp + hops + data + optimizer_time(run, held[0])
 
 
 def _divisors(n: int) -> list[int]:
@@ -129,16 +130,21 @@ class _Asked:
         return [each for each in found if self.ep in (None, each.ep)]
 
     def bytes_of(self, layout: Layout) -> float:
-        return quick_memory(self.model, layout, self.global_batch, self.seq_len)
+        return quick_memory(Work(self.model, layout, self.seq_len), self.global_batch)
+
+    def seconds_of(self, layout: Layout) -> float:
+        """Return the seconds of a step in closed form, by which candidates are ranked."""
+        run = Run(self.model, layout, self.seq_len, self.cluster, self.constants)
+        return quick_time(run, self.global_batch)
 
     def predict(self, layout: Layout) -> Prediction:
         return predict(self.model, layout, self.cluster, self.global_batch, self.seq_len, self.constants)
 
     def fastest(self, found: list[Layout], n_best: int) -> tuple[list[Prediction], float]:
         """Return the best that fit, best first, and the fewest bytes of those that were simulated."""
-        budget, sizes = self.cluster.gpu.memory * USABLE_MEMORY, (self.global_batch, self.seq_len)
+        budget = self.cluster.gpu.memory * USABLE_MEMORY
         found = [each for each in found if self.bytes_of(each) <= budget]
-        times = [quick_time(self.model, each, self.cluster, self.constants, *sizes) for each in found]
+        times = [self.seconds_of(each) for each in found]
         best: list[Prediction] = []
         least = math.inf
         for i in sorted(range(len(found)), key=times.__getitem__):

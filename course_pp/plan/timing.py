@@ -22,25 +22,9 @@ Backward does the products twice, and moves twice the bytes. Two constants are f
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
-from course_pp.plan.cluster import Cluster
-from course_pp.plan.layout import Layout
+from course_pp.plan.run import Run, Work
 from course_pp.shapes import StagePlan, gathered_elements, held_elements, shards_head
 from course_pp.sizes import ModelConfig
-
-
-@dataclass(frozen=True)
-class Constants:
-    """What cannot be read off a data sheet.
-
-    Attributes:
-        matmul_efficiency: share of the peak that large products reach. Fitted.
-        memory_passes: bytes moved by a forward over bytes a layer keeps. Fitted.
-        link_efficiency: share of a link's bandwidth that a collective reaches.
-    """
-
-    matmul_efficiency: float = 0.6737
-    memory_passes: float = 2.517
-    link_efficiency: float = 0.8
 
 
 @dataclass(frozen=True)
@@ -89,46 +73,48 @@ def recomputed_by_selective(model: ModelConfig) -> int:
     return model.n_attention_matrices - model.dim * model.q_dim
 
 
-def stage_time(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, stage: StagePlan
-) -> StageTime:
-    tokens, tp = layout.microbatch_size * seq_len, layout.tp
+def stage_time(run: Run, stage: StagePlan) -> StageTime:
+    """Return the times of one microbatch on one stage."""
+    model, layout = run.model, run.layout
+    times = StageTime()
     n_dense = stage.n_layers - stage.n_sparse
-    times = _layer_time(model, layout, cluster, constants, seq_len, False) * n_dense if n_dense else StageTime()
+    if n_dense:
+        times += _layer_time(run, sparse=False) * n_dense
     if stage.n_sparse:
-        times += _layer_time(model, layout, cluster, constants, seq_len, True) * stage.n_sparse
+        times += _layer_time(run, sparse=True) * stage.n_sparse
     if not stage.is_last:
         return times
-    speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
-    parts = tp if shards_head(model, tp) else 1
-    head = 2.0 * tokens * model.vocab_size * model.dim / parts / speed
+    parts = layout.tp if shards_head(model, layout.tp) else 1
+    speed = run.speed(layout.bytes_of.computed)
+    head = 2.0 * run.tokens * model.vocab_size * model.dim / parts / speed
     # The loss reads and writes the logits once, in float32.
-    logits = tokens * model.vocab_size / parts * 8 / cluster.gpu.memory_bandwidth
-    cast = _cast(layout, cluster, model.vocab_size * model.dim / parts)
+    logits = run.tokens * model.vocab_size / parts * 8 / run.cluster.gpu.memory_bandwidth
+    cast = _cast(run, model.vocab_size * model.dim / parts)
     return times + StageTime(head + logits + cast, head + logits, head + cast)
 
 
-def _layer_time(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int, sparse: bool
-) -> StageTime:
-    tokens, tp = layout.microbatch_size * seq_len, layout.tp
-    speed = cluster.gpu.peak_of(layout.bytes_of.computed) * constants.matmul_efficiency
+def _layer_time(run: Run, *, sparse: bool) -> StageTime:
+    """Return the times of one microbatch in one decoder layer, with experts if ``sparse``."""
+    model, layout = run.model, run.layout
+    tokens, tp = run.tokens, layout.tp
+    speed = run.speed(layout.bytes_of.computed)
     if sparse:
         matrices = 2.0 * tokens * model.n_attention_matrices / tp / speed
-        matrices += _experts_time(model, layout, cluster, constants, tokens)
+        matrices += _experts_time(run)
         n_matrices = model.n_attention_matrices / tp + model.n_experts * model.dim
         n_matrices += (model.n_experts / layout.ep + model.n_shared_experts) * model.n_expert_parameters
     else:
         matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
         n_matrices = model.n_layer_matrices / tp
-    attention = 4.0 * tokens * seq_len * model.q_dim / tp / speed * (0.5 if layout.flash else 1.0)
-    moved = _moved(model, layout, seq_len, sparse) * constants.memory_passes / cluster.gpu.memory_bandwidth
-    cast = _cast(layout, cluster, n_matrices)
-    summed, summed_back = _tensor_sums(model, layout, cluster, constants, tokens, sparse)
-    sent, sent_back = _exchanges(model, layout, cluster, constants, tokens) if sparse else (0.0, 0.0)
+    seen = 0.5 if layout.flash else 1.0
+    attention = 4.0 * tokens * run.seq_len * model.q_dim / tp / speed * seen
+    moved = _moved(run, sparse) * run.constants.memory_passes / run.cluster.gpu.memory_bandwidth
+    cast = _cast(run, n_matrices)
+    summed, summed_back = _tensor_sums(run, sparse)
+    sent, sent_back = _exchanges(run) if sparse else (0.0, 0.0)
     forward = matrices + attention + moved + cast + summed + sent
     selective = attention + 2.0 * tokens * recomputed_by_selective(model) / tp / speed
-    selective += _cast(layout, cluster, model.n_attention_matrices / tp)
+    selective += _cast(run, model.n_attention_matrices / tp)
     again = {"none": 0.0, "full": forward, "selective": selective}[layout.ac]
     repeats = layout.ac == "full"
     return StageTime(
@@ -142,50 +128,51 @@ def _layer_time(
     )
 
 
-def _experts_time(model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int) -> float:
+def _experts_time(run: Run) -> float:
     """Return the seconds that one forward of a layer's router, experts and shared experts multiplies."""
-    size, gpu = layout.bytes_of.computed, cluster.gpu
-    speed = gpu.peak_of(size) * constants.matmul_efficiency
-    rows = tokens * model.top_k * layout.expert_load(model)
+    model, layout = run.model, run.layout
+    size = layout.bytes_of.computed
+    rows = run.tokens * model.top_k * layout.expert_load(model)
     weights = model.n_experts / layout.ep * model.n_expert_parameters * size
-    experts = max(2.0 * rows * model.n_expert_parameters / speed, weights / gpu.memory_bandwidth)
-    shared = 2.0 * tokens * model.n_shared_experts * model.n_expert_parameters / speed
-    router = 2.0 * tokens * model.n_experts * model.dim / (gpu.peak_of(max(4, size)) * constants.matmul_efficiency)
+    reading = weights / run.cluster.gpu.memory_bandwidth
+    experts = max(2.0 * rows * model.n_expert_parameters / run.speed(size), reading)
+    shared = 2.0 * run.tokens * model.n_shared_experts * model.n_expert_parameters / run.speed(size)
+    router = 2.0 * run.tokens * model.n_experts * model.dim / run.speed(max(4, size))
     return experts + shared + router
 
 
-def _exchanges(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int
-) -> tuple[float, float]:
+def _exchanges(run: Run) -> tuple[float, float]:
     """Return the seconds in which one layer's tokens go to their experts and back: forward, backward."""
+    model, layout, cluster = run.model, run.layout, run.cluster
     ep, inside = layout.ep, float(cluster.intra_bandwidth or 0)
     if ep == 1:
         return 0.0, 0.0
-    # What the fullest rank gets, as everybody waits for it.
-    n_bytes = tokens * model.top_k * layout.expert_load(model) * model.dim * layout.bytes_of.computed
+    # The bytes that the fullest rank gets, as every rank waits for it.
+    rows = run.tokens * model.top_k * layout.expert_load(model)
+    n_bytes = rows * model.dim * layout.bytes_of.computed
     near = min(ep, max(1, cluster.gpus_per_node // layout.tp))
     in_node = (near - 1) / ep * n_bytes / inside
     between = (ep - near) / ep * n_bytes / min(inside, cluster.inter_bandwidth)
-    once = cluster.latency + max(in_node, between) / constants.link_efficiency
+    once = cluster.latency + max(in_node, between) / run.constants.link_efficiency
     return 2 * once + cluster.latency, 2 * once
 
 
-def _cast(layout: Layout, cluster: Cluster, n_elements: float) -> float:
+def _cast(run: Run, n_elements: float) -> float:
     """Return the seconds to read weights as they are kept and write them as they are used."""
-    if not layout.casts_weights:
+    if not run.layout.casts_weights:
         return 0.0
-    return n_elements * (layout.bytes_of.kept + layout.bytes_of.computed) / cluster.gpu.memory_bandwidth
+    size = run.layout.bytes_of
+    return n_elements * (size.kept + size.computed) / run.cluster.gpu.memory_bandwidth
 
 
-def _tensor_sums(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, tokens: int, sparse: bool
-) -> tuple[float, float]:
+def _tensor_sums(run: Run, sparse: bool) -> tuple[float, float]:
     """Return the seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
 
     There are two each, of two halves. Experts get whole tokens and need no sum, only a gather if norms see parts. If
     products cast their inputs, sums before the cast are wider: those of backward, and with sequence parallelism one
     half of each, forward and backward.
     """
+    model, layout, cluster = run.model, run.layout, run.cluster
     size, tp = layout.bytes_of, layout.tp
     widths: tuple[float, float] = (size.computed, size.computed)
     if layout.casts_weights:
@@ -193,25 +180,25 @@ def _tensor_sums(
         widths = (both, both) if layout.splits_sequence(model) else (size.computed, size.kept)
     waits = 4 * (tp - 1) * cluster.latency
     share = 1.0 if not sparse else 0.75 if layout.splits_sequence(model) else 0.5
+    n_elements = 2 * run.tokens * model.dim
     forward, backward = (
-        share * (2 * _ring(tp, 2 * tokens * model.dim * width, cluster.bandwidth(tp), constants) + waits)
-        for width in widths
+        share * (2 * _ring(run, tp, n_elements * width, cluster.bandwidth(tp)) + waits) for width in widths
     )
     return forward, backward
 
 
-def transfers(
-    model: ModelConfig, layout: Layout, cluster: Cluster, constants: Constants, seq_len: int
-) -> tuple[float, ...]:
+def transfers(run: Run) -> tuple[float, ...]:
     """Return the seconds that one microbatch takes between each two stages, on their slowest ranks; 0 on one rank."""
+    layout, cluster = run.layout, run.cluster
     inside = float(cluster.intra_bandwidth or 0)
-    message = float(layout.microbatch_size * seq_len * model.dim * layout.bytes_of.computed)
+    efficiency = run.constants.link_efficiency
+    message = float(run.tokens * run.model.dim * layout.bytes_of.computed)
     took = cluster.latency
     if layout.scatter_gather:
-        took += _ring(layout.tp, message, cluster.bandwidth(layout.tp), constants)
+        took += _ring(run, layout.tp, message, cluster.bandwidth(layout.tp))
         message /= layout.tp
-    near = took + message / (inside * constants.link_efficiency)
-    far = took + message / (min(inside, cluster.inter_bandwidth) * constants.link_efficiency)
+    near = took + message / (inside * efficiency)
+    far = took + message / (min(inside, cluster.inter_bandwidth) * efficiency)
     block, node = layout.n_data * layout.tp, cluster.gpus_per_node
 
     def transfer(a: int, b: int) -> float:
@@ -231,10 +218,9 @@ def beyond(traffic: float, beside: float) -> float:
     return max(traffic - beside, 0.1 * traffic)
 
 
-def data_parallel_times(
-    layout: Layout, cluster: Cluster, constants: Constants, stages: list[StagePlan]
-) -> tuple[float, float]:
+def data_parallel_times(run: Run, stages: list[StagePlan]) -> tuple[float, float]:
     """Return the seconds to gather a rank's parameters once, and to reduce its gradients once; nothing overlapped."""
+    layout, cluster = run.layout, run.cluster
     size, tp, replicate = layout.bytes_of, layout.tp, layout.dp_replicate
     gathered = reduced = 0.0
     to_replicas = cluster.bandwidth(tp * layout.dp_shard * replicate, tp * layout.dp_shard)
@@ -242,9 +228,9 @@ def data_parallel_times(
         n_elements, shard = _gathered(stages, layout.dp_shard, ep), layout.dp_shard // ep
         wait = cluster.latency * sum(group.ep == ep for stage in stages for group in stage.groups)
         to_shards = cluster.bandwidth(tp * layout.dp_shard, tp * ep)
-        gathered += _ring(shard, n_elements * size.computed, to_shards, constants) + (shard - 1) * wait
-        reduced += _ring(shard, n_elements * size.reduced, to_shards, constants) + (shard - 1) * wait
-        reduced += _ring(replicate, 2 * n_elements / shard * size.reduced, to_replicas, constants)
+        gathered += _ring(run, shard, n_elements * size.computed, to_shards) + (shard - 1) * wait
+        reduced += _ring(run, shard, n_elements * size.reduced, to_shards) + (shard - 1) * wait
+        reduced += _ring(run, replicate, 2 * n_elements / shard * size.reduced, to_replicas)
         reduced += 2 * (replicate - 1) * wait
     return gathered, reduced
 
@@ -254,28 +240,30 @@ def _gathered(stages: list[StagePlan], dp_shard: int, ep: int) -> int:
     return sum(s.total(lambda group: gathered_elements(group, dp_shard) if group.ep == ep else 0) for s in stages)
 
 
-def optimizer_time(layout: Layout, cluster: Cluster, stages: list[StagePlan]) -> float:
+def optimizer_time(run: Run, stages: list[StagePlan]) -> float:
     """Return the seconds to read gradients and to read and write parameters and optimizer state, at memory speed."""
-    size = layout.bytes_of
-    n_elements = sum(s.total(lambda group: held_elements(group, layout.dp_shard, 0)) for s in stages)
+    size, dp_shard = run.layout.bytes_of, run.layout.dp_shard
+    n_elements = sum(s.total(lambda group: held_elements(group, dp_shard, 0)) for s in stages)
     moved = n_elements * (3 * size.kept + 2 * size.optimizer)
-    return moved / cluster.gpu.memory_bandwidth
+    return moved / run.cluster.gpu.memory_bandwidth
 
 
-def _moved(model: ModelConfig, layout: Layout, seq_len: int, sparse: bool) -> float:
+def _moved(work: Work, sparse: bool) -> float:
     """Return the bytes of one layer's intermediate values: 34 · dim a token and the scores in the paper's case."""
-    tokens, h, tp = layout.microbatch_size * seq_len, model.dim, layout.tp
+    model, layout = work.model, work.layout
+    h, tp = model.dim, layout.tp
     kv = model.kv_heads * model.head_dim
     whole = 10 * h / (tp if layout.splits_sequence(model) else 1)
-    attention = 4 * model.q_dim + 4 * kv + (0 if layout.flash else 5 * model.n_heads * seq_len)
+    attention = 4 * model.q_dim + 4 * kv + (0 if layout.flash else 5 * model.n_heads * work.seq_len)
     inner = 2 * (4 if model.gated_ffn else 2)
     if sparse:  # a pair's input, sorted, and its output, back in order
         pairs = model.top_k * layout.expert_load(model) * (inner * model.expert_hidden_dim + 4 * h)
         feed_forward = pairs + inner * model.n_shared_experts * model.expert_hidden_dim
     else:
         feed_forward = inner * model.hidden_dim / tp
-    return tokens * (whole + attention / tp + feed_forward) * layout.bytes_of.computed / 2
+    return work.tokens * (whole + attention / tp + feed_forward) * layout.bytes_of.computed / 2
 
 
-def _ring(n: int, n_bytes: float, bandwidth: float, constants: Constants) -> float:
-    return (n - 1) / n * n_bytes / (bandwidth * constants.link_efficiency)
+def _ring(run: Run, n: int, n_bytes: float, bandwidth: float) -> float:
+    """Return the seconds in which a ring of ``n`` ranks gathers or reduces, latency left out."""
+    return (n - 1) / n * n_bytes / (bandwidth * run.constants.link_efficiency)

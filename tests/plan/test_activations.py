@@ -23,6 +23,7 @@ from course_pp.parallel import (
 )
 from course_pp.plan import Layout
 from course_pp.plan.memory import peaks_in_flight
+from course_pp.plan.run import Work
 from course_pp.runtime.memory import Meter, _storages
 from course_pp.schedule import Costs, simulate
 
@@ -149,7 +150,7 @@ def test_activations_are_what_real_ranks_keep(mesh, every):
     timeline = simulate(layouts[0].order(2 * pp), Costs())
     ranks = on_ranks(pp * tp, fullest_of_steps, jobs, 2 * pp, timeout_s=110)
     for (config, layout), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
-        predicted = peaks_in_flight(config, layout, SEQ_LEN, timeline)
+        predicted = peaks_in_flight(Work(config, layout, SEQ_LEN), timeline)
         for rank, held in enumerate(measured):
             what = f"{layout.precision}, ac={layout.ac}, width {config.dim}, rank {rank}"
             assert predicted[layout.place(rank).pp] == pytest.approx(held, rel=0.03), what

@@ -11,6 +11,7 @@ from course_pp.model import build_stage_module
 from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.plan import Layout, ModelConfig, model_named
 from course_pp.plan.memory import memory_of_rank
+from course_pp.plan.run import Work
 from tests.plan.dry_run import dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,8 @@ def differences(cases):
     """For each case what differs between the rank that is built and the formulas."""
     found = []
     for model, layout, rank in cases:
-        held, predicted = dry_run(model, layout, rank).bytes_by_kind, memory_of_rank(model, layout, 1, 16, rank, None)
+        held = dry_run(model, layout, rank).bytes_by_kind
+        predicted = memory_of_rank(Work(model, layout, seq_len=1), 16, rank, None)
         found.append({kind: (n, predicted[kind]) for kind, n in held.items() if n != predicted[kind]})
     return found
 

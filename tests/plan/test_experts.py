@@ -9,7 +9,8 @@ import pytest
 from course_pp.__main__ import main
 from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.plan import Layout, ModelConfig, cluster_of, model_named, plan, predict
-from course_pp.plan.timing import Constants, data_parallel_times, model_flops, stage_time
+from course_pp.plan.run import Constants, Run
+from course_pp.plan.timing import data_parallel_times, model_flops, stage_time
 
 MIXTRAL = model_named("mixtral-8x7b")
 SIXTEEN = cluster_of("2x8xH100")
@@ -37,7 +38,7 @@ def test_models_have_the_published_sizes_and_compute_with_the_active_part(name, 
 def exchange(layout, cluster=SIXTEEN):
     """The seconds that one microbatch's exchanges take in one layer."""
     stage = replace(layout.stages_of_all(MIXTRAL)[0], has_experts=(True,))
-    return stage_time(MIXTRAL, layout, cluster, Constants(), SEQ_LEN, stage).exchange
+    return stage_time(Run(MIXTRAL, layout, SEQ_LEN, cluster), stage).exchange
 
 
 def test_each_layer_exchanges_twice_forward_and_twice_backward_inside_and_between_nodes():
@@ -96,7 +97,7 @@ def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
         rows = sum(each.n_bytes for each in exchanged) - of_counts
         summed = sum(n * rank[("tp", kind)].n_bytes for rank in counted for kind, n in halves.items())
         sent.append((3 / 4 * rows, 1 / 2 * summed))
-        times = [stage_time(model, layout, node, Constants(), 32, stage) for stage in layout.stages_of_all(model)]
+        times = [stage_time(Run(model, layout, 32, node), stage) for stage in layout.stages_of_all(model)]
         a_second = node.intra_bandwidth * Constants().link_efficiency * 8 * pp  # ranks of a stage, microbatches
         waited.append([a_second * sum(getattr(t, part) for t in times) for part in ("exchange", "tensor")])
     for i in range(2 if ac == "none" else 1):  # torch recomputes all but a layer's last sum, which a plan counts
@@ -106,7 +107,7 @@ def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
 def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
     cluster = replace(SIXTEEN, latency=0.0)
     spread, grouped, alone = (
-        data_parallel_times(layout, cluster, Constants(), layout.stages(MIXTRAL, 0))
+        data_parallel_times(Run(MIXTRAL, layout, SEQ_LEN, cluster), layout.stages(MIXTRAL, 0))
         for layout in (Layout(pp=2, dp_shard=8, ep=ep) for ep in (1, 4, 8))
     )
     # Two bytes an element gathered, four reduced; of the experts of 16 layers a share that few ranks have.
@@ -115,11 +116,10 @@ def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
         assert spread[i] - alone[i] == pytest.approx(7 / 8 * n_bytes * experts)
         assert grouped[i] - alone[i] == pytest.approx(1 / 2 * n_bytes * experts / 4)
     # Without ep they are cut by experts: of 16 ranks 8 have none, and what is gathered is as large as if all had one.
-    wider = data_parallel_times(Layout(dp_shard=16), cluster, Constants(), Layout().stages(MIXTRAL, 0))[0]
-    as_many = replace(MIXTRAL, n_experts=16)
-    assert wider == pytest.approx(
-        data_parallel_times(Layout(dp_shard=16), cluster, Constants(), Layout().stages(as_many, 0))[0], rel=1e-4
-    )
+    run = Run(MIXTRAL, Layout(dp_shard=16), SEQ_LEN, cluster)
+    as_many = replace(run, model=replace(MIXTRAL, n_experts=16))
+    wider, all_have_one = (data_parallel_times(each, Layout().stages(each.model, 0))[0] for each in (run, as_many))
+    assert wider == pytest.approx(all_have_one, rel=1e-4)
 
 
 def test_a_hot_expert_slows_its_rank_unless_all_ranks_have_it():

@@ -21,6 +21,7 @@ from course_pp.parallel import (
 from course_pp.parallel._torch import GatheredWatcher
 from course_pp.plan import Layout
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
+from course_pp.plan.run import Work
 from tests.equality import adamw
 from tests.parallel.layouts import PLAIN, SEQ_LEN, TIED, Case, build_modules, build_pipeline, grid, jobs_of
 
@@ -107,7 +108,7 @@ def test_without_a_pipeline_several_microbatches_keep_weights_and_gradients_whol
     measured = on_ranks(case.n_ranks, held_without_pipeline, case, config, timeout_s=110)
     layout = Layout(dp_shard=case.dp_shard, reshard=case.reshard, precision="float64")
     for rank, held in enumerate(measured):
-        predicted = memory_of_rank(config, layout, SEQ_LEN, SEVERAL, rank, None)
+        predicted = memory_of_rank(Work(config, layout, SEQ_LEN), SEVERAL, rank, None)
         assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
         assert held["unreduced"] == held["gradients"] > 0
 
@@ -131,7 +132,7 @@ def test_experts_are_held_and_gathered_as_the_formulas_say(case):
     measured = on_ranks(case.n_ranks, held_on_rank, case, jobs, timeout_s=110)
     layout = Layout(case.pp, dp_shard=case.dp_shard, ep=case.ep, reshard=case.reshard, precision="float64")
     for rank, [held] in enumerate(measured):
-        predicted = memory_of_rank(SPARSE, layout, SEQ_LEN, case.n_microbatches, rank, [0.0] * case.pp)
+        predicted = memory_of_rank(Work(SPARSE, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp)
         assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
 
 
@@ -155,7 +156,7 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
             precision="float64",
         )
         for rank, held in enumerate(measured):
-            predicted = memory_of_rank(config, layout, SEQ_LEN, case.n_microbatches, rank, [0.0] * case.pp)
+            predicted = memory_of_rank(Work(config, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp)
             assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
 
 
@@ -205,7 +206,7 @@ def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, kind):
         inputs = torch.randint(100, (batch, s)) if stage.is_first else torch.randn(batch, s, 64).to(computed)
         inputs.requires_grad_(not stage.is_first)
         target = torch.randint(100, (batch, s)) if stage.is_last else None
-        assert kept_by_stage(config, layout, s, stage) == pytest.approx(
+        assert kept_by_stage(Work(config, layout, s), stage) == pytest.approx(
             kept_by_forward(module, inputs, target), rel=0.03
         )
 
@@ -228,4 +229,4 @@ def test_a_rank_keeps_what_other_ranks_send_its_experts():
         for dtype, n_bytes in held.items():
             layout = Layout(dp_shard=2, ep=2, microbatch_size=2, precision=dtype, fused_norms=False)
             [stage] = layout.stages_of_all(config)
-            assert kept_by_stage(config, layout, 32, stage) == pytest.approx(n_bytes, rel=0.03)
+            assert kept_by_stage(Work(config, layout, 32), stage) == pytest.approx(n_bytes, rel=0.03)

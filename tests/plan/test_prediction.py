@@ -17,6 +17,7 @@ from course_pp.plan.calibration import MEGATRON
 from course_pp.plan.layout import torch_receives_ahead
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
 from course_pp.plan.prediction import causes, reason
+from course_pp.plan.run import Run, Work
 from course_pp.plan.timing import data_parallel_times, model_flops, stage_time, transfers
 
 NODE = cluster_of("2x8xA100")
@@ -109,7 +110,7 @@ def test_the_closed_form_of_memory_is_near_the_simulated_one_of_gpipe_with_few_m
     found = predicted(layout, batch=4)
     for rank in (0, 7):
         at = rank * 2
-        bound = memory_of_rank(GPT, layout, 2048, 4, at, None)["activations"]
+        bound = memory_of_rank(Work(GPT, layout, 2048), 4, at, None)["activations"]
         assert bound == pytest.approx(found.memory(at)["activations"])
 
 
@@ -165,7 +166,7 @@ def test_receive_buffers_are_by_default_those_of_the_torch_that_is_installed(
 def test_freed_parameters_are_gathered_for_every_backward():
     layout, m = Layout(pp=2, dp_shard=8), 8
     kept, freed = (predicted(layout.with_(reshard=each), batch=8 * m).parts["data"] for each in (False, True))
-    gathered = data_parallel_times(layout, NODE, Constants(), layout.stages(GPT, 0))[0]
+    gathered = data_parallel_times(Run(GPT, layout, 2048, NODE), layout.stages(GPT, 0))[0]
     # All beside work, of which a tenth is not hidden.
     assert freed - kept == pytest.approx(0.1 * gathered * m)
 
@@ -238,8 +239,7 @@ def test_a_pipeline_waits_for_reductions_after_the_last_backward_of_a_stage():
         predicted(layout.with_(**changes)).parts["data"]
         for changes in ({}, {"reduces": "backward"}, {"overlap": False})
     )
-    constants, stages = Constants(), layout.stages(GPT, 0)
-    reduced = data_parallel_times(layout, NODE, constants, stages)[1]
+    reduced = data_parallel_times(Run(GPT, layout, 2048, NODE), layout.stages(GPT, 0))[1]
     # The first rank ends last, with its only stage's last backward: nothing is left to hide behind.
     assert (waits, alone) == pytest.approx((reduced, reduced))
     assert beside == pytest.approx(0.1 * reduced)
@@ -248,7 +248,8 @@ def test_a_pipeline_waits_for_reductions_after_the_last_backward_of_a_stage():
 def test_an_earlier_stage_of_a_rank_is_reduced_where_the_rank_waits_anyway():
     layout = Layout(pp=2, dp_replicate=8, schedule="interleaved_1f1b", n_chunks=2)
     found = predicted(layout, batch=16)
-    each = {s.index: data_parallel_times(layout, NODE, Constants(), [s])[1] for s in layout.stages(GPT, 0)}
+    run = Run(GPT, layout, 2048, NODE)
+    each = {stage.index: data_parallel_times(run, [stage])[1] for stage in layout.stages(GPT, 0)}
     ends = {span.action.stage: span.end for span in found.timeline.by_rank[0]}
     # Stage 2 is reduced once its last backward has ended: the rank has nothing to do until stage 1 has sent a gradient.
     idle = [gap.end - gap.start for gap in found.timeline.idle_gaps if gap.rank == 0 and gap.start >= ends[2]]
@@ -260,17 +261,18 @@ def test_an_earlier_stage_of_a_rank_is_reduced_where_the_rank_waits_anyway():
 def test_pipeline_neighbours_on_another_node_are_reached_over_the_links_between_nodes():
     # Blocks of 4 GPUs on nodes of 8: the middle boundary of three leaves its node. Blocks of 6: those of rank 1 are on
     # both nodes, and so are rank 0's and rank 1's, whose slowest pair counts.
-    four = transfers(GPT, Layout(4, 2, 2), NODE, Constants(), 2048)
+    four = transfers(Run(GPT, Layout(4, 2, 2), 2048, NODE))
     assert four[0] == four[2] < four[1]
-    assert transfers(GPT, Layout(8, 2), NODE, Constants(), 2048) == (*four[:1] * 3, four[1], *four[:1] * 3)
+    assert transfers(Run(GPT, Layout(8, 2), 2048, NODE)) == (*four[:1] * 3, four[1], *four[:1] * 3)
     apart = cluster_of("3x8xA100")
-    assert transfers(GPT, Layout(4, 2, 3), apart, Constants(), 2048) == (four[1],) * 3
+    assert transfers(Run(GPT, Layout(4, 2, 3), 2048, apart)) == (four[1],) * 3
     message = 2048 * GPT.dim * 2
     assert four[1] == pytest.approx(NODE.latency + message / (0.8 * NODE.inter_bandwidth))
     # Chunks: from the last rank back to the first; V: from the last rank to itself.
-    looped = transfers(GPT, Layout(4, 2, 2, schedule="interleaved_1f1b", n_chunks=2), NODE, Constants(), 2048)
+    chunks = Layout(4, 2, 2, schedule="interleaved_1f1b", n_chunks=2)
+    looped = transfers(Run(GPT, chunks, 2048, NODE))
     assert looped == (*four, four[1], *four)
-    assert transfers(GPT, Layout(4, 2, 2, schedule="zb_v"), NODE, Constants(), 2048) == (*four, 0.0, *four[::-1])
+    assert transfers(Run(GPT, Layout(4, 2, 2, schedule="zb_v"), 2048, NODE)) == (*four, 0.0, *four[::-1])
     assert predicted(Layout(4, 2, 2)).costs.latency == four
 
 
@@ -279,13 +281,11 @@ def test_collectives_take_a_message_after_another():
     layout = Layout(dp_shard=4, dp_replicate=4)
     stages = layout.stages(GPT, 0)
     n_groups = GPT.n_layers + 1
-    gathered, reduced = (
-        a - b
-        for a, b in zip(*(data_parallel_times(layout, each, Constants(), stages) for each in (slow, NODE)), strict=True)
-    )
+    of_slow, of_node = (data_parallel_times(Run(GPT, layout, 2048, each), stages) for each in (slow, NODE))
+    gathered, reduced = (a - b for a, b in zip(of_slow, of_node, strict=True))
     assert gathered == pytest.approx(3 * n_groups, rel=1e-4)
     assert reduced == pytest.approx((3 + 2 * 3) * n_groups, rel=1e-4)
-    times = [stage_time(GPT, Layout(tp=8, dp_shard=2), each, Constants(), 2048, stages[0]) for each in (slow, NODE)]
+    times = [stage_time(Run(GPT, Layout(tp=8, dp_shard=2), 2048, each), stages[0]) for each in (slow, NODE)]
     # Two sums forward and two backward, of two halves each.
     assert times[0].tensor - times[1].tensor == pytest.approx(8 * 7 * GPT.n_layers, rel=1e-4)
 
@@ -294,14 +294,15 @@ def test_products_that_cast_their_weights_take_time_and_memory_for_it():
     alone, shared = Layout(pp=8, tp=2), Layout(pp=4, tp=2, dp_shard=2)
     assert [each.casts_weights for each in (alone, shared, alone.with_(precision="bfloat16"))] == [True, False, False]
     stage = alone.stages_of_all(GPT)[1]
-    times = [stage_time(GPT, alone.with_(precision=p), NODE, Constants(), 2048, stage) for p in ("mixed", "bfloat16")]
+    runs = [Run(GPT, alone.with_(precision=each), 2048, NODE) for each in ("mixed", "bfloat16")]
+    times = [stage_time(run, stage) for run in runs]
     matrices = stage.n_layers * GPT.n_layer_matrices / 2
     cast = matrices * (4 + 2) / NODE.gpu.memory_bandwidth
     summed = (times[0].tensor - times[1].tensor) / 2
     assert times[0].forward - times[1].forward == pytest.approx(cast)
     assert times[0].weight_grad - times[1].weight_grad == pytest.approx(cast)
     assert summed > 0  # backward's sums over tensor-parallel ranks are of gradients that nobody has cast
-    copies = [kept_by_stage(GPT, alone.with_(precision=p), 2048, stage) for p in ("mixed", "bfloat16")]
+    copies = [kept_by_stage(run, stage) for run in runs]
     assert copies[0] - copies[1] > 2 * matrices
 
 
@@ -318,7 +319,7 @@ def test_a_head_that_tensor_parallelism_cannot_cut_is_whole_on_every_rank():
     layout, times = Layout(tp=8), []
     for model in (replace(GPT, vocab_size=n) for n in (51_200, 51_201)):
         none = replace(layout.stages_of_all(model)[-1], has_experts=())
-        times.append(stage_time(model, layout, cluster_of("1x8xA100"), Constants(), 2048, none).forward)
+        times.append(stage_time(Run(model, layout, 2048, cluster_of("1x8xA100")), none).forward)
     assert times[1] / times[0] == pytest.approx(8, rel=1e-3)
 
 

@@ -1,0 +1,52 @@
+"""The values that every formula of the planner reads: of memory a :class:`Work`, of time a :class:`Run`."""
+
+from dataclasses import dataclass, field
+
+from course_pp.plan.cluster import Cluster
+from course_pp.plan.layout import Layout
+from course_pp.sizes import ModelConfig
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What cannot be read off a data sheet.
+
+    Attributes:
+        matmul_efficiency: share of the peak that large products reach. Fitted.
+        memory_passes: bytes moved by a forward over bytes a layer keeps. Fitted.
+        link_efficiency: share of a link's bandwidth that a collective reaches.
+    """
+
+    matmul_efficiency: float = 0.6737
+    memory_passes: float = 2.517
+    link_efficiency: float = 0.8
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model laid out on ranks: all that the memory of a rank depends on, whatever the ranks run on.
+
+    Attributes:
+        seq_len: tokens in a sequence.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    seq_len: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a microbatch."""
+        return self.layout.microbatch_size * self.seq_len
+
+
+@dataclass(frozen=True)
+class Run(Work):
+    """Work on a cluster: all that the time of a microbatch depends on."""
+
+    cluster: Cluster
+    constants: Constants = field(default_factory=Constants)
+
+    def speed(self, itemsize: int) -> float:
+        """Return the operations a second that large products of such elements reach on one GPU."""
+        return self.cluster.gpu.peak_of(itemsize) * self.constants.matmul_efficiency
