@@ -16,10 +16,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as _pipelining_utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _WrappedHook as HookOfModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  # and all that is defined here
+__all__ = ["HookOfModule", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  # and all that is defined here
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

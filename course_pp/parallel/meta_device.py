@@ -102,8 +102,9 @@ class _Copier:
         if isinstance(module, FSDPModule):  # FSDP2 has put a class of its own in front of the module's
             kind = kinds[kinds.index(FSDPModule) + 1]
         copied = self._modules[id(module)] = kind.__new__(kind)
-        copied.__dict__ = {key: {} if key.endswith("_hooks") else value for key, value in vars(module).items()}
-        copied.__dict__ |= {key: value for key, value in vars(nn.Module()).items() if "hooks" in key}
+        # torch's own containers of hooks stay empty; a module's attribute may have such a name too.
+        hooks = {key: value for key, value in vars(nn.Module()).items() if "hooks" in key}
+        copied.__dict__ = vars(module) | hooks
         copied._compiled_call_impl = None
         parameters: dict[str, Any] = {name: self._tensor(value, dtype) for name, value in module._parameters.items()}
         copied._parameters = parameters

@@ -10,17 +10,19 @@ So masks and positions are computed where they are used, whatever the model does
 model's; and the shapes of a batch need not be those of the example.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from course_pp.arguments import described
-from course_pp.parallel._torch import tree_flatten, tree_unflatten
+from course_pp.parallel._torch import HookOfModule, tree_flatten, tree_unflatten
 from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
 from course_pp.parallel.split.recording import Example, Output, Recording, tensors_in
 
@@ -230,6 +232,8 @@ class Segment:
         assert self.run is not None
         tensors = tensors_in((args, kwargs))
         received = {key.leaf: value for key, value in self.run.values.items() if key.call == number}
+        if received and any(tensor.requires_grad for tensor in tensors):
+            _refuse_reentrant_checkpoint(self.recording.calls[number].unit)
         device = next((tensor.device for tensor in (*received.values(), *tensors)), None)
         leaves = [
             torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
@@ -264,6 +268,18 @@ class Segment:
                     "of other sizes than the example's: give auto_split an example of this size"
                 ) from error
         return known[key]
+
+
+def _refuse_reentrant_checkpoint(unit: str) -> None:
+    """Refuse a received value as the result of a reentrant checkpoint, which would keep its gradient to itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise ValueError(
+                f"{unit!r} is of another stage, and the model calls it inside torch.utils.checkpoint with "
+                "use_reentrant=True, which would compute it again in backward: checkpoint with use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 class _Arguments:
@@ -407,12 +423,22 @@ class _Carver:
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
     """A copy of class ``kind``; replacing its parameters, buffers or children leaves the original as it was."""
     copied = kind.__new__(kind)
-    vars(copied).update(
-        {k: v.copy() if k.startswith("_") and isinstance(v, dict | set) else v for k, v in vars(module).items()}
-    )
-    hooks = [held for key, held in vars(copied).items() if key.endswith("_hooks")]
+    vars(copied).update(vars(module))
+    # Only torch's own containers are copied: another dict of the module may be shared on purpose.
+    of_torch = [name for name, held in vars(nn.Module()).items() if isinstance(held, dict | set)]
+    for name in of_torch:
+        vars(copied)[name] = vars(module)[name].copy()
+    hooks = [vars(copied)[name] for name in of_torch if name.endswith("_hooks")]
     for held in (vars(copied), *hooks):
-        for key, value in list(held.items()):
-            if isinstance(value, MethodType) and value.__self__ is module:
-                held[key] = MethodType(value.__func__, copied)
+        held.update({key: _rebound(value, module, copied) for key, value in held.items()})
     return copied
+
+
+def _rebound(value: Any, module: nn.Module, copied: nn.Module) -> Any:
+    """Return a method of ``module``, or a hook that is called with it, as one of ``copied``; else the value."""
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, copied)
+    if isinstance(value, HookOfModule):
+        hook = _rebound(value.hook, module, copied)
+        return HookOfModule(hook, copied if value.with_module else None)
+    return value
