@@ -38,8 +38,26 @@ def get_stage_indices(
         _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
         placement = schedule.placement
     else:
-        placement = runnable(schedule).placement(pp_size, stages_per_rank)
+        entry = runnable(schedule)
+        _refuse(_problem_of_stages_a_rank(entry, stages_per_rank))
+        placement = entry.placement(pp_size, stages_per_rank)
     return [stage for stage, ranks in enumerate(placement) if pp_rank in ranks]
+
+
+def _problem_of_stages_a_rank(schedule: Entry, number: int | None) -> str | None:
+    """Say in stages a rank why a schedule does not take this number; the catalogue would speak of ``n_chunks``."""
+
+    def takes(entry: Entry) -> bool:
+        return number is None or (number % entry.chunks_in == 0 and (entry.any_chunks or number == entry.n_chunks))
+
+    if takes(schedule):
+        return None
+    usual = f"a multiple of {schedule.chunks_in}" if schedule.any_chunks else str(schedule.n_chunks)
+    able = dict.fromkeys(find(name).name for name in schedule_names() if takes(find(name)))
+    return (
+        f"{number} stages a rank, and schedule {schedule.name!r} takes {usual}: cut the model into as many, or take "
+        f"one of {', '.join(able)}"
+    )
 
 
 def runnable(schedule: str) -> Entry:

@@ -67,8 +67,8 @@ def build_pipeline_stage(
         seq_len: tokens in a sequence.
         param_dtype: dtype of the activations and gradients that cross stage boundaries; None is what the module
             computes in. If given, the module's own dtype must be the same.
-        stage, n_stages: index of the stage, and how many there are. By default this package's modules know, and others
-            are one stage a rank.
+        stage, n_stages: index of the stage, and how many there are. This package's modules and those of
+            :func:`auto_split` know; by default others are one stage a rank.
         inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
             count, so meta tensors will do.
         outputs: what this stage returns, likewise; needed only if it cannot run on the meta device, without the keyword
@@ -110,10 +110,12 @@ def _place(
             f"a pipeline stage must be a PipelineStageModule, not {type(module).__name__}: "
             "cut the model with build_stage_module(config, stage, n_stages)"
         )
-    own = (module.stage_id, module.num_stages) if isinstance(module, PipelineStageModule) else None
-    if own is not None and (stage, n_stages) not in ((None, None), own):
-        raise ValueError(f"stage={stage}, n_stages={n_stages}, but the module is stage {own[0]} of {own[1]}: drop both")
-    if own is not None:
+    inner = uncompiled(module)
+    if isinstance(inner, PipelineStageModule | SplitStage):
+        own = inner.stage_id, inner.num_stages
+        if stage not in (None, own[0]) or n_stages not in (None, own[1]):
+            given = f"stage={stage}, n_stages={n_stages}"
+            raise ValueError(f"{given}, but the module is stage {own[0]} of {own[1]}: drop both")
         return own
     pp_size = get_pp_size(device_mesh)
     n_stages = pp_size if n_stages is None else n_stages
