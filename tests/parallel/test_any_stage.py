@@ -140,6 +140,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda rank: (auto_split(nn.Sequential(linear(), Ragged()), X, 2)[rank], {"inputs": X[:1]}),
         ": give auto_split an example of this size",
     ),
+    "a stage of a model cut for more ranks": (
+        lambda rank: (auto_split(nn.Sequential(*(linear() for _ in range(4))), X, 4)[rank], {"inputs": X}),
+        "rank 0 holds stages [0] of 4, but",
+    ),
+    "a stage under another number": (
+        lambda rank: (auto_split(nn.Sequential(linear(), linear()), X, 2)[rank], {"inputs": X, "stage": 1 - rank}),
+        "but the module is stage 0 of 2: drop both",
+    ),
     "neighbours that differ": (
         lambda rank: (linear(), {"inputs": X, "outputs": WIDE if rank == 0 else None}),
         "stage 1, a Linear called with float32 (2, 5) alone on the meta device, does not say what it returns",
@@ -186,7 +194,8 @@ def refusals_on_rank(rank: int) -> dict[str, str]:
             continue
         found[name] = "not refused"
         try:
-            build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe", tied=tied, timeout_s=20)
+            schedule = "interleaved_1f1b" if stage.num_stages > 2 else "gpipe"
+            build_pipeline_schedule(stage, 2, nn.MSELoss(), schedule, tied=tied, timeout_s=20)
         except ValueError as error:
             found[name] = str(error)
     return found

@@ -144,7 +144,8 @@ def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_m
 @pytest.mark.parametrize(
     ("schedule", "stages_per_rank", "message"),
     [
-        ("1f1b", 2, "n_chunks is 2: 1f1b has 1 a rank"),
+        ("1f1b", 2, "2 stages a rank.*interleaved_1f1b"),
+        ("hanayo", 3, "3 stages a rank.*looped_bfs"),
         ("looped_bfs", 0, "stages_per_rank is 0 .*give at least 1"),
         ("looped_bfs", 1.5, "stages_per_rank is 1.5 .*pass an integer"),
     ],

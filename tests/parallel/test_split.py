@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from course_pp import runtime
 from course_pp.launch import on_ranks
@@ -28,10 +30,12 @@ from course_pp.parallel import (
     get_pp_rank,
     init_distributed,
 )
+from course_pp.parallel.meta_device import meta_copy
 from course_pp.parallel.split import crossing
 from course_pp.schedule import build as build_schedule
 from source_code.hf_pp.families import FAMILIES, LAYERS, Example, build, called, example, tensor_of
 from tests.equality import Trained, assert_same_training, sharded_adamw, train
+from tests.parallel.foreign import freeze_gradients
 
 RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "t5", "llama")]
 
@@ -132,6 +136,111 @@ def test_stages_train_on_ranks_as_in_one_process_at_any_length(
     ranks = on_ranks(n_ranks, train_on_rank, name, engine, schedule, n_ranks, 4, timeout_s=100)
     # transformers' norms round to float32, which can make more of a difference in the last digit.
     assert_same_training(ranks, trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8))
+
+
+def recomputing(reentrant: bool) -> nn.Module:
+    """Return a Llama as scripts of fine-tuning prepare it: layers recomputed, the embedding frozen, then hooked."""
+    model: Any = build("Llama").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.get_input_embeddings().requires_grad_(False)
+    model.enable_input_require_grads()
+    return model  # type: ignore[no-any-return]
+
+
+def recomputing_on_rank(rank: int, engine: str, n_ranks: int, m: int) -> dict[tuple[bool, str], Trained]:
+    """What training leaves behind, by the kind of recomputation and the schedule; no stage is told its number."""
+    batch, target, found = example("Llama"), target_of("Llama"), {}
+    mesh = init_distributed(DistributedConfig(pp=n_ranks))
+    for reentrant, schedule in product((False, True), ("1f1b", "zb_v")):
+        placement = build_schedule(schedule, n_ranks, m).placement
+        stages = auto_split(recomputing(reentrant), batch[:1], len(placement))
+        mine = [stage for stage, ranks in zip(stages, placement, strict=True) if ranks == (rank,)]
+        if engine == "runtime":
+            numbered = {stages.index(stage): stage for stage in mine}
+            of_ours = runtime.Pipeline(build_schedule(schedule, n_ranks, m), numbered, loss_of)
+            run = lambda: sum(of_ours.step(batch, target))  # noqa: B023, E731
+        else:
+            built = [build_pipeline_stage(stage, mesh, "cpu", inputs=batch[:1]) for stage in mine]
+            of_torch = build_pipeline_schedule(built, m, loss_of, schedule)
+            run = lambda: of_torch.step(batch, target=target)  # noqa: B023, E731
+
+        def step(_: int) -> Any:
+            loss = run()  # noqa: B023
+            for module in mine:  # noqa: B023
+                freeze_gradients(module)
+            return loss
+
+        found[reentrant, schedule] = train(mine, 2, step)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["runtime", "parallel"])
+def test_a_model_that_recomputes_its_layers_is_cut(engine: str) -> None:
+    model, batch, target = recomputing(False), example("Llama"), target_of("Llama")
+
+    def step(_: int) -> Tensor:
+        loss = loss_of(called(model, batch), target)
+        loss.backward()
+        freeze_gradients(model)
+        return loss
+
+    one = train([model], 2, step)
+    ranks = on_ranks(2, recomputing_on_rank, engine, 2, 4, timeout_s=100)
+    for case in ranks[0]:
+        assert_same_training([found[case] for found in ranks], one, (), (1e-9, 1e-8))
+
+
+class Recomputing(nn.Module):
+    """Recomputes the result of one module and the argument of another, whichever stage holds them."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return self.last(first + checkpoint(self.middle, first, use_reentrant=self.reentrant))
+
+
+def test_a_received_value_is_not_recomputed() -> None:
+    """A reentrant checkpoint would keep the gradient of what it returns, here a received value, to itself."""
+    for reentrant in (False, True):
+        model, x = Recomputing(reentrant), torch.ones(3, 4)
+        first, last = auto_split(model, x, at=["last"])
+        value = first(x)
+        received = tuple(tensor.detach().requires_grad_() for tensor in value["values"])
+        given = {**value, "values": received}
+        if reentrant:
+            with pytest.raises(ValueError, match="use_reentrant=False"):
+                last(**given)
+            continue
+        gradients = torch.autograd.grad(last(**given).sum(), received)
+        torch.autograd.backward(value["values"], gradients)
+        expected = torch.autograd.grad(model(x).sum(), list(model.first.parameters()))
+        assert all(torch.equal(p.grad, each) for p, each in zip(model.first.parameters(), expected, strict=True))
+
+
+class Hooked(nn.Sequential):
+    """Lists and dicts of its own beside torch's hooks: only torch's are of one module."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.my_hooks, self._seen = [lambda x: x + 1], self[1].__dict__.setdefault("_seen", {})
+        self.register_load_state_dict_pre_hook(lambda module, *_: module._seen.update(loaded=type(module)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.my_hooks[0](x))
+
+
+def test_hooks_of_a_model_are_its_stages_and_its_own_lists_stay_as_they_are() -> None:
+    first, last = auto_split(model := Hooked(), torch.ones(3, 4), 2)
+    seen = model._seen
+    assert meta_copy(first).my_hooks == model.my_hooks
+    del model
+    first.load_state_dict(first.state_dict())
+    assert seen == {"loaded": type(first)}
+    assert last._seen is seen
 
 
 class AddsInPlace(nn.Module):
