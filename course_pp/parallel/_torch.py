@@ -20,7 +20,8 @@ from torch.nn.modules.module import _WrappedHook as HookOfModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["HookOfModule", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]  # and all that is defined here
+# And all that is defined here.
+__all__ = ["HookOfModule", "TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
