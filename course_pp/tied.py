@@ -20,6 +20,21 @@ Key = TypeVar("Key", bound=Hashable)
 _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
 
 
+def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
+
+    Returns:
+        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes them.
+    """
+    return tuple(tuple(names) for _, names in _named(model) if len(names) > 1)
+
+
+def ties_of_cut(modules: "Mapping[int, nn.Module | None]") -> Sequence[Mapping[int, str]] | None:
+    """Return the ties between stages that ``auto_split`` made, and found in the whole model; None of other stages."""
+    found = (vars(module) for module in modules.values() if module is not None)
+    return next((own["ties"] for own in found if "names_of_one" in own), None)
+
+
 def copies_in(
     modules: Mapping[int, "nn.Module | None"], places: Iterable[tuple[Key, int, str]]
 ) -> "dict[Key, nn.Parameter]":
@@ -69,21 +84,38 @@ def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
     return sum(there[1:], start=there[0]) if there else None
 
 
+Values = tuple[tuple[int, ...], str, int]
+"""Shape, dtype, and a checksum of some values: equal for two ends of one weight."""
+
+
 @dataclass(frozen=True)
 class Look:
-    """What identifies a weight on another rank: shape, dtype and some values; and what it does there."""
+    """What identifies a weight on another rank.
+
+    Attributes:
+        is_embedding: whether it is the table of an ``nn.Embedding``.
+        is_trained: whether it requires a gradient.
+        values: shape, dtype and a checksum.
+        also: the further names that the same parameter has in its stage.
+    """
 
     is_embedding: bool
     is_trained: bool
-    values: tuple[tuple[int, ...], str, int]
+    values: Values
+    also: tuple[str, ...] = ()
+
+
+Looks = Mapping[int, Mapping[str, Look]]
+"""By stage and name, in the order in which a stage registers its weights."""
 
 
 def looks_of(
     modules: "Mapping[int, nn.Module | None]", shapes: Collection[tuple[int, ...]] | None = None
 ) -> dict[int, dict[str, Look]]:
-    """Return by stage and name the look of each matrix of these ``shapes``; of its shard, if it is sharded.
+    """Return by stage and name the look of each weight of these ``shapes``; of its shard, if it is sharded.
 
-    Left out are weights on meta, weights of one value only, and tensors met before: autograd itself ties those.
+    Weights on meta and weights of one value are left out. So is a tensor that an earlier stage of this rank holds too:
+    autograd itself ties those.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
@@ -91,16 +123,29 @@ def looks_of(
         if module is None:
             continue
         embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-        # By the names that ties are declared in: wrappers may leave their own part out of them.
-        for name, weight in module.named_parameters():
-            if weight.dim() > 1 and not weight.is_meta and id(weight) not in met:
-                met.add(id(weight))
-                if (shapes is None or tuple(weight.shape) in shapes) and (values := _some_values(weight)):
-                    looks[stage][name] = Look(id(weight) in embeddings, weight.requires_grad, values)
+        for weight, (name, *also) in _named(module):
+            if weight.is_meta or id(weight) in met:
+                continue
+            met.add(id(weight))
+            if shapes is not None and tuple(weight.shape) not in shapes:
+                continue
+            values = _some_values(weight)
+            if values is not None:
+                is_embedding = id(weight) in embeddings
+                looks[stage][name] = Look(is_embedding, weight.requires_grad, values, tuple(also))
     return looks
 
 
-def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | None:
+def _named(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Return each parameter with its names, by which ties are declared: wrappers may leave their own part out."""
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        _, names = found.setdefault(id(parameter), (parameter, []))
+        names.append(name)
+    return list(found.values())
+
+
+def _some_values(weight: nn.Parameter) -> Values | None:
     """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two, or none to read.
 
     Those of a frozen weight of a class of its own cannot be read: a quantised one, say.
@@ -115,53 +160,156 @@ def _some_values(weight: nn.Parameter) -> tuple[tuple[int, ...], str, int] | Non
     return tuple(weight.shape), str(weight.dtype), zlib.crc32(bits.numpy().tobytes())
 
 
-def problem_of_forgotten_ties(looks: Mapping[int, Mapping[str, Look]]) -> str | None:
-    """Say which weights of two stages are rather one weight than two, for a caller that was told of no ties.
+def problem_of_forgotten_ties(looks: Looks, known: Sequence[Mapping[int, str]] | None = None) -> str | None:
+    """Say which weights are rather one than two, for a caller that was told of no ties: all of them.
 
-    They have the same values, one is trained, and one is an embedding. Where both are, as in an encoder and a decoder,
-    the other layers of the two stages must differ: stages may be seeded or copied alike on purpose.
+    Args:
+        known: the ties of stages that ``auto_split`` made, which knows them; None leaves values as the evidence.
     """
-    for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
-        for name, look in here.items():
-            for again, same in there.items():
-                if look.values == same.values and _look_tied(look, same, here, there):
-                    before = "" if look.is_trained and same.is_trained else "freeze or train both, and "
-                    return (
-                        f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
-                        f"nothing says whether they are one weight: if so, {before}give "
-                        f"tied=[{{{stage}: {name!r}, {other}: {again!r}}}], so that they stay equal; if not, tied=[]"
-                    )
-    return None
+    suspects = _look_tied(looks) if known is None else list(known)
+    if not suspects:
+        return _problem_inside(looks, "if they are two, tied=[]") if known is None else None
+    (stage, name), (other, again), *_ = sorted(suspects[0].items())
+    ends = [looks[stage][name] for tie in suspects for stage, name in tie.items() if name in looks.get(stage, ())]
+    before = "" if all(end.is_trained for end in ends) else "freeze or train both, and "
+    return (
+        f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
+        f"nothing says whether they are one weight: if so, {before}give tied={_spelled(suspects)}, so that they stay "
+        "equal; if not, tied=[]"
+    )
 
 
 def problem_of_left_out_copies(
-    looks: Mapping[int, Mapping[str, Look]], tied: Sequence[Mapping[int, str]]
+    looks: Looks, tied: Sequence[Mapping[int, str]], known: Sequence[Mapping[int, str]] | None = None
 ) -> str | None:
-    """Say which weight has the values of a tie's and is in none, such as a prediction head between the two ends.
+    """Say which weights look like one, or like a tie's, and are in no tie that was declared.
 
-    A frozen one is no problem: whoever keeps the weights of yesterday beside those of today means to.
+    A frozen copy of a tie is no problem: whoever keeps the weights of yesterday beside those of today means to.
+
+    Args:
+        tied: the ties that were declared; without any, nothing is tied.
+        known: as for :func:`problem_of_forgotten_ties`.
     """
-    declared = [end for tie in tied for end in tie.items()]
-    for tie in tied:
+    declared = [_first_names(tie, looks) for tie in tied]
+    for tie in declared:
         values = {looks[stage][name].values for stage, name in tie.items() if name in looks.get(stage, ())}
         for stage, here in looks.items():
-            if stage in tie and tie[stage] not in here:  # by another of its names, perhaps
-                continue
             for name, look in here.items():
-                if look.is_trained and look.values in values and (stage, name) not in declared:
+                is_told = any(name == other.get(stage) for other in declared)
+                if look.is_trained and look.values in values and not is_told:
                     remedy = f"make it the parameter {tie[stage]!r}" if stage in tie else f"add {stage}: {name!r} to it"
                     return (
                         f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)} and is not in it, so "
-                        f"the two would be trained apart: {remedy}; or, if that is meant, fill it after this call"
+                        f"the two would be trained apart: {remedy}; or, {_FILLED_LATER}"
                     )
+    if not declared:
+        return None
+    suspects = _look_tied(looks) if known is None else [_first_names(tie, looks) for tie in known]
+    lost = [tie for tie in suspects if not _is_declared(tie, declared, in_part=known is None)]
+    if not lost:
+        return None if known is not None else _problem_inside(looks, f"or, {_FILLED_LATER}")
+    ends = " and ".join(f"{name!r} of stage {stage}" for stage, name in sorted(lost[0].items()))
+    kept = [tie for tie in tied if not _is_declared(_first_names(tie, looks), lost, in_part=True)]
+    return (
+        f"{ends} are the same weight, or have its shape and values, and are in no tie, so they would be trained apart: "
+        f"give tied={_spelled([*kept, *lost])}; or, {_FILLED_LATER}"
+    )
+
+
+def _is_declared(tie: Mapping[int, str], declared: Iterable[Mapping[int, str]], in_part: bool) -> bool:
+    """Return whether one of the ``declared`` ties has all places of ``tie``, or ``in_part`` some."""
+    places = tie.items()
+    return any(bool(places & other.items()) if in_part else places <= other.items() for other in declared)
+
+
+_FILLED_LATER = "if that is meant, fill it after this call"
+
+
+def problem_of_broken_ties(stage: int, module: nn.Module, shared: Iterable[Sequence[str]] = ()) -> str | None:
+    """Say which names of one parameter lead to two in this stage, as they do after ``to_empty``.
+
+    Args:
+        shared: for each parameter the names it should have, in this stage or in others; a stage of
+            ``auto_split`` knows further ones itself.
+    """
+    held = dict(module.named_parameters(remove_duplicate=False))
+    known: Iterable[Sequence[str]] = getattr(module, "names_of_one", ())
+    for names in (*shared, *known):
+        first, *others = [name for name in names if name in held] or [""]
+        for name in others:
+            if held[name] is not held[first]:
+                return f"{name!r} of stage {stage} was the parameter {first!r} and {_BROKEN.format(name, first)}"
     return None
 
 
-def _look_tied(one: Look, other: Look, here: Mapping[str, Look], there: Mapping[str, Look]) -> bool:
-    if not (one.is_trained or other.is_trained):
-        return False
-    if not (one.is_embedding and other.is_embedding):
-        return one.is_embedding or other.is_embedding
-    ours, theirs = ({look.values for look in looks.values() if not look.is_embedding} for looks in (here, there))
-    shapes, others = ({values[:2] for values in found} for found in (ours, theirs))
-    return bool(shapes & others) and not ours & theirs  # layers of one shape, and none has the values of another
+_BROKEN = (
+    "is another one now, as after to_empty(), so each would get a part of the gradient: make it one parameter again, "
+    "the module's {0} = {1}, before it is sharded and an optimizer made"
+)
+
+
+def _problem_inside(looks: Looks, otherwise: str) -> str | None:
+    """Say which weight has the values of its own stage's embedding and is another parameter."""
+    for stage, here in looks.items():
+        tables = {look.values: name for name, look in here.items() if look.is_embedding}
+        for name, look in here.items():
+            first = tables.get(look.values)
+            if first is not None and not look.is_embedding and (look.is_trained or here[first].is_trained):
+                return (
+                    f"{name!r} of stage {stage} has the values of {first!r} and {_BROKEN.format(name, first)}; "
+                    f"{otherwise}"
+                )
+    return None
+
+
+def _first_names(tie: Mapping[int, str], looks: Looks) -> dict[int, str]:
+    """Return the tie by the names under which looks are kept."""
+    first = {(stage, also): name for stage, here in looks.items() for name, look in here.items() for also in look.also}
+    return {stage: first.get((stage, name), name) for stage, name in tie.items()}
+
+
+def _spelled(ties: Iterable[Mapping[int, str]]) -> str:
+    return str([dict(sorted(tie.items())) for tie in ties])
+
+
+def _look_tied(looks: Looks) -> list[dict[int, str]]:
+    """Return all weights of several stages that look like one each: for each its name by stage.
+
+    An embedding's values in another layer are such evidence. Elsewhere equal values have a second explanation: layers
+    that are copied, or seeded alike. Copied layers are met more than once in a stage, and stages that are seeded alike
+    begin alike. Weights that neither explains are one weight.
+    """
+    ties: dict[Values, dict[int, str]] = {}
+    for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
+        ours, theirs = _by_values(here), _by_values(there)
+        start = _same_start(here, there)
+        for values in ours.keys() & theirs.keys():
+            found = [here[name] for name in ours[values]] + [there[name] for name in theirs[values]]
+            if not any(look.is_trained for look in found):
+                continue
+            is_embedding = {look.is_embedding for look in found}
+            if len(is_embedding) == 2 or (len(found) == 2 and values not in start):
+                tie = ties.setdefault(values, {})
+                tie.setdefault(stage, ours[values][0])
+                tie.setdefault(other, theirs[values][0])
+    return sorted(ties.values(), key=lambda tie: sorted(tie.items()))
+
+
+def _by_values(looks: Mapping[str, Look]) -> dict[Values, list[str]]:
+    names: dict[Values, list[str]] = {}
+    for name, look in looks.items():
+        names.setdefault(look.values, []).append(name)
+    return names
+
+
+def _same_start(here: Mapping[str, Look], there: Mapping[str, Look]) -> set[Values]:
+    """Return the values with which two stages begin alike, as far as one seed would explain them.
+
+    Weights drawn from one seed are equal until shapes differ. If values differ first, the stages had two seeds.
+    """
+    equal: set[Values] = set()
+    for one, other in zip(here.values(), there.values(), strict=False):
+        if one.values != other.values:
+            return equal if one.values[:2] != other.values[:2] else set()
+        equal.add(one.values)
+    return equal

@@ -1,6 +1,7 @@
 """A tie that nobody declared: what looks like one weight in two stages is refused, what only looks alike is not."""
 
 import ast
+import copy
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +13,23 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn import functional as F
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    auto_split,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    init_distributed,
+)
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.tied import copies_in, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies, set_apart
+from course_pp.tied import (
+    copies_in,
+    looks_of,
+    problem_of_broken_ties,
+    problem_of_forgotten_ties,
+    problem_of_left_out_copies,
+    set_apart,
+)
 
 WORDS, WIDTH = 11, 6
 
@@ -34,7 +48,22 @@ def head(like: nn.Module | None = None) -> nn.Module:
 
 def encoder() -> list[nn.Module]:
     """Layers that are copies of one another, as torch makes them."""
-    return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 2, enable_nested_tensor=False).layers)
+    torch.manual_seed(7)
+    return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 4, enable_nested_tensor=False).layers)
+
+
+def seeded(seed: int, *sizes: tuple[int, int]) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(taken, given) for taken, given in sizes))
+
+
+def with_hidden(module: nn.Module, place: int, seed: int = 9) -> nn.Sequential:
+    """A stage and, before or behind its layers, a hidden matrix as other stages have it; its bias is its own."""
+    hidden = nn.Linear(WIDTH, WIDTH)
+    hidden.weight.data.copy_(seeded(seed, (WIDTH, WIDTH))[0].weight.data)
+    layers = list(module)  # type: ignore[call-overload]
+    layers.insert(place, hidden)
+    return nn.Sequential(*layers)
 
 
 def tower(seed: int, words: nn.Module, shape: int = WIDTH) -> nn.Module:
@@ -69,7 +98,19 @@ SHARED = nn.Sequential(nn.Linear(WIDTH, WORDS, bias=False))
 SHARED[0].weight = TIED[0].weight
 NOT_TIED: dict[str, Mapping[int, nn.Module | None]] = {
     "other values": {0: embedding(), 1: head()},
-    "layers copied by torch": dict(enumerate(encoder())),
+    "layers copied by torch": dict(enumerate(encoder()[:2])),
+    "layers copied by torch, between two ends": {
+        0: nn.Sequential(*embedding(), *encoder()[:2]),
+        1: nn.Sequential(*encoder()[2:], *head()),
+    },
+    "layers seeded alike, before ends of two shapes": {
+        0: seeded(5, (WIDTH, WIDTH), (WIDTH, WIDTH)),
+        1: seeded(5, (WIDTH, WIDTH), (WIDTH, 2)),
+    },
+    "a hidden matrix and its frozen copy, all frozen": {
+        0: frozen(nn.Sequential(*seeded(5, (2, WIDTH)), *seeded(6, (WIDTH, WIDTH)))),
+        1: frozen(seeded(6, (WIDTH, WIDTH), (WIDTH, 2))),
+    },
     "embeddings seeded alike": {0: embedding(3), 1: embedding(3)},
     "towers seeded alike": {0: tower(4, embedding(3)), 1: tower(4, embedding(3))},
     "towers that have nothing to compare": {0: tower(4, embedding(3)), 1: tower(5, embedding(3), 2)},
@@ -110,6 +151,22 @@ class Masked(nn.Module):
 
 
 LOOK_TIED: dict[str, tuple[Mapping[int, nn.Module], str]] = {
+    "a hidden matrix": (
+        {0: with_hidden(seeded(1, (2, WIDTH)), 1), 1: with_hidden(seeded(2, (WIDTH, 2)), 0)},
+        "give tied=[{0: '1.weight', 1: '0.weight'}]",
+    ),
+    "a hidden matrix that both stages begin with": (
+        {0: with_hidden(seeded(1, (WIDTH, WIDTH)), 0), 2: with_hidden(seeded(2, (WIDTH, WIDTH)), 0)},
+        "give tied=[{0: '0.weight', 2: '0.weight'}]",
+    ),
+    "a whole layer": (
+        {0: nn.Sequential(*seeded(1, (2, WIDTH)), *encoder()[:1]), 1: encoder()[0]},
+        "{0: '1.linear1.bias', 1: 'linear1.bias'}",
+    ),
+    "a hidden matrix in three stages, and two ends": (
+        {0: with_hidden(embedding(), 1), 1: with_hidden(seeded(2), 0), 2: with_hidden(head(embedding()), 0)},
+        "give tied=[{0: '0.weight', 2: '1.weight'}, {0: '1.weight', 1: '0.weight', 2: '0.weight'}]",
+    ),
     "an encoder's embedding and a decoder's": (
         {0: tower(4, embedding()), 2: tower(5, embedding())}, "if so, give tied=[{0: '0.weight', 2: '0.weight'}]"
     ),
@@ -134,10 +191,12 @@ def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> No
     stages, remedy = LOOK_TIED[what]
     said = problem_of_forgotten_ties(looks_of(stages))
     assert remedy in str(said)
-    (tie,) = ast.literal_eval(re.search(r"tied=(\[\{.*?\}\])", str(said)).group(1))  # type: ignore[union-attr]
-    assert copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys() == tie.keys()
-    for stage, name in tie.items():
-        assert name in dict(stages[stage].named_parameters())
+    ties = ast.literal_eval(re.search(r"tied=(\[\{.*?\}\])", str(said)).group(1))  # type: ignore[union-attr]
+    for tie in ties:
+        assert copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys() == tie.keys()
+        for stage, name in tie.items():
+            assert name in dict(stages[stage].named_parameters())
+    assert problem_of_left_out_copies(looks_of(stages), ties) is None
 
 
 def engines(mine: nn.Module, n: int) -> list[Callable[[Any], object]]:
@@ -172,6 +231,113 @@ def test_both_engines_refuse_it_on_every_rank_until_something_is_said() -> None:
     first, second = on_ranks(2, built_on_rank, timeout_s=60)
     assert first == second
     assert all("tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]") for said in first)
+
+
+def two_ties(rank: int) -> nn.Module:
+    """A stage that shares an end and a hidden matrix with the other."""
+    return with_hidden(head(embedding()), 0) if rank else with_hidden(embedding(), 1)
+
+
+ALL_TIES = [{0: "0.weight", 1: "1.weight"}, {0: "1.weight", 1: "0.weight"}]
+
+
+def two_ties_on_rank(rank: int) -> list[list[dict[int, str]]]:
+    """Return the ties that each engine's refusals name when none, or one of two, is declared."""
+    named = []
+    for engine in engines(two_ties(rank), 2):
+        for tied in (None, ALL_TIES[:1], ALL_TIES[1:]):
+            with pytest.raises(ValueError, match="same") as refusal:
+                engine(tied)
+            said = re.search(r"tied=(\[\{.*?\}\])", str(refusal.value))
+            named.append(sorted(ast.literal_eval(said.group(1)), key=str))  # type: ignore[union-attr]
+        engine([])
+        engine(ALL_TIES)
+    return named
+
+
+def test_both_engines_name_all_ties_and_refuse_a_list_that_leaves_one_out() -> None:
+    assert on_ranks(2, two_ties_on_rank, timeout_s=60) == [[ALL_TIES] * 6] * 2
+
+
+class TwoEnds(nn.Module):
+    """Embedding and head of one matrix around layers, which share a matrix too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[2][0].weight = self.layers[0][0].weight  # type: ignore[index]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_cut_knows_its_ties_whatever_the_values_say() -> None:
+    torch.manual_seed(0)
+    stages = auto_split(TwoEnds(), torch.zeros(1, 2, dtype=torch.int64), at=["layers.1"])
+    schedule = build("interleaved_1f1b", 1, 2, n_chunks=2)
+    both = [dict(tie) for tie in stages[0].ties]
+    assert len(both) == 2
+    for stage in stages:
+        for parameter in stage.parameters():
+            nn.init.ones_(parameter)
+    for index, stage in enumerate(stages):  # as each rank has them, which no longer share a tensor
+        stages[index] = copy.deepcopy(stage)
+    for tied in (None, both[:1], both[1:]):
+        with pytest.raises(ValueError, match="tied=") as refusal:
+            Pipeline(schedule, dict(enumerate(stages)), F.cross_entropy, tied=tied)
+        assert str(both[0]) in str(refusal.value) or tied == both[:1]
+        assert str(both[1]) in str(refusal.value)
+    Pipeline(schedule, dict(enumerate(stages)), F.cross_entropy, tied=both)
+
+
+def broken(module: nn.Module) -> nn.Module:
+    """A module with its values, after it went to another device by way of meta."""
+    values = {name: value.clone() for name, value in module.state_dict().items()}
+    module = module.to("meta").to_empty(device="cpu")
+    module.load_state_dict(values)
+    return module
+
+
+def with_one_matrix() -> nn.Module:
+    module = nn.Sequential(*embedding(), *head())
+    module[1].weight = module[0].weight
+    return module
+
+
+def broken_on_rank(rank: int) -> None:
+    """Refuse a stage whose embedding and head are no longer one, and take it again when they are."""
+    names = [("0.weight", "1.weight")]
+    mine = nn.Sequential(nn.Tanh()) if rank else broken(with_one_matrix())
+    of_runtime, of_parallel = engines(mine, 2)
+    for engine, tied in ((of_runtime, None), (of_parallel, None), (of_parallel, names)):
+        with pytest.raises(ValueError, match="to_empty"):
+            engine(tied)
+    of_runtime([])
+    of_parallel([])
+    if rank == 0:
+        mine[1].weight = mine[0].weight
+    of_runtime(None)
+    of_parallel(None)
+    of_parallel(names)
+
+
+def test_both_engines_refuse_a_tie_that_to_empty_has_broken_within_a_stage() -> None:
+    on_ranks(2, broken_on_rank, timeout_s=60)
+
+
+def test_a_broken_tie_of_a_cut_stage_is_refused_whatever_is_declared() -> None:
+    model = TwoEnds()
+    stages = auto_split(model, torch.zeros(1, 2, dtype=torch.int64), at=["layers.3"])
+    (first, _) = stages
+    assert ("layers.0.0.weight", "layers.2.0.weight") in first.names_of_one
+    assert problem_of_broken_ties(0, first) is None
+    assert "layers.2.0.weight" in str(problem_of_broken_ties(0, broken(first)))
 
 
 def twice(again: bool) -> nn.Module:

@@ -66,7 +66,6 @@ from course_pp.parallel.tensor import (
     llama_plan,
     transformer_plan,
 )
-from course_pp.parallel.tied_weights import find_ties
 from course_pp.parallel.traffic_and_memory import (
     CollectiveCounter,
     CollectiveCounts,
@@ -78,6 +77,7 @@ from course_pp.parallel.traffic_and_memory import (
     predict_unsharded_bytes,
     wire_factor,
 )
+from course_pp.tied import find_ties
 
 __all__ = [
     "Blocks",

@@ -18,28 +18,19 @@ from course_pp.model.stages import Tie
 from course_pp.module_extras import call_hooks
 from course_pp.parallel.split import SplitStage
 from course_pp.tied import (
+    Look,
     add_up,
     copies_in,
     looks_of,
+    problem_of_broken_ties,
     problem_of_forgotten_ties,
     problem_of_left_out_copies,
     set_apart,
+    ties_of_cut,
 )
 
 SharedName = Tie | Sequence[str]
 """A tie as a user writes it: by stage, or the names one parameter has in the whole model."""
-
-
-def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
-
-    Returns:
-        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes them.
-    """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(same) for same in names.values() if len(same) > 1)
 
 
 def agree_on_ties(
@@ -47,17 +38,28 @@ def agree_on_ties(
 ) -> tuple[Tie, ...]:
     """Return the weights that several stages hold: this package's model knows its own, others are as declared.
 
-    A collective of the pipeline's ranks; refuses weights that look tied and are not said to be.
+    A collective of the pipeline's ranks. It refuses weights that look tied and are not said to be, and a weight with
+    several names in one stage that is no longer one parameter.
     """
     own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
+    of_cut = ties_of_cut(modules)
     known = own.ties if tied is None and own is not None else tied
-    looks = pipeline.collectively(lambda: looks_of(modules if known is None or tied else {}))
+    shared = [names for names in known or () if not isinstance(names, Mapping)]
+
+    def look() -> dict[int, dict[str, Look]]:
+        for index, module in modules.items():
+            if problem := problem_of_broken_ties(index, module, shared):
+                raise ValueError(problem)
+        return looks_of(modules if known is None or tied else {})
+
+    looks = pipeline.collectively(look)
     names = {i: [n for n, _ in module.named_parameters(remove_duplicate=False)] for i, module in modules.items()}
     mine = {index: (names[index], looks.get(index, {})) for index in modules}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     ties = _ties_of_stages(known or (), {index: held for index, (held, _) in everyone.items()})
     found = {index: look for index, (_, look) in everyone.items()}
-    if problem := problem_of_forgotten_ties(found) if known is None else problem_of_left_out_copies(found, ties):
+    problem = problem_of_forgotten_ties(found) if known is None else problem_of_left_out_copies(found, ties, of_cut)
+    if problem is not None:
         raise ValueError(problem)
     return ties
 

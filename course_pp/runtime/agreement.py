@@ -27,7 +27,14 @@ from course_pp.runtime.stage import device_of
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.edges import Declared, declared_by, edges_from
-from course_pp.tied import Look, looks_of, problem_of_forgotten_ties, problem_of_left_out_copies
+from course_pp.tied import (
+    Look,
+    looks_of,
+    problem_of_broken_ties,
+    problem_of_forgotten_ties,
+    problem_of_left_out_copies,
+    ties_of_cut,
+)
 
 Stages = Mapping[int, nn.Module | None] | nn.Module | None
 Modules = Mapping[int, nn.Module | None]
@@ -114,6 +121,7 @@ class _Told:
         facts: what must be the same on every rank, by name.
         parameters: of each stage, what its copies and its weights' other places are compared by.
         looks: of each stage, what tells tied weights that nobody named.
+        of_cut: the ties that ``auto_split`` found, if it made the stages.
         series: its proposal; rank 0's is taken.
     """
 
@@ -122,6 +130,7 @@ class _Told:
     declared: Mapping[int, Declared] = field(default_factory=dict)
     parameters: dict[int, Mapping[str, Fact]] = field(default_factory=dict)
     looks: Mapping[int, Mapping[str, Look]] = field(default_factory=dict)
+    of_cut: Sequence[Mapping[int, str]] | None = None
     n_data: int = 1
     series: int = field(default_factory=lambda: 1 + secrets.randbelow(2**15 - 1))
 
@@ -170,7 +179,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     # Stages that update by themselves exchange gradients at each update.
     planned = None if options.versions is None else ledger(schedule, options.versions)
     weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
-    if problem := problem_of_left_out_copies({s: look for told in everyone for s, look in told.looks.items()}, ties):
+    if problem := problem_of_left_out_copies(_looks(everyone), ties, _of_cut(everyone)):
         raise ValueError(problem)
     groups = () if options.loss_fn is None else _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
@@ -355,7 +364,11 @@ def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
         if is_copied and options.optimizers and stage in options.optimizers:
             facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
         mine.parameters[stage] = facts
+    for stage, module in modules.items() if options.trains else ():
+        if module is not None and mine.problem is None:
+            mine.problem = problem_of_broken_ties(stage, module)
     mine.looks = looks_of(modules if options.trains and (options.tied is None or options.tied) else {})
+    mine.of_cut = ties_of_cut(modules) if options.trains else None
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
@@ -372,7 +385,7 @@ def _compared(
             raise ValueError(f"rank {rank}: {told.problem}")
     problem = difference([told.facts for told in everyone])
     if problem is None and tied is None:
-        problem = problem_of_forgotten_ties({s: look for told in everyone for s, look in told.looks.items()})
+        problem = problem_of_forgotten_ties(_looks(everyone), _of_cut(everyone))
     if problem is not None:
         raise ValueError(problem)
     parameters: dict[int, Mapping[str, Fact]] = {}
@@ -393,6 +406,14 @@ def _compared(
                     "give all replicas of a stage the same reads and writes"
                 )
     return declared, parameters
+
+
+def _looks(everyone: Sequence[_Told]) -> Mapping[int, Mapping[str, Look]]:
+    return {stage: look for told in everyone for stage, look in told.looks.items()}
+
+
+def _of_cut(everyone: Sequence[_Told]) -> Sequence[Mapping[int, str]] | None:
+    return next((told.of_cut for told in everyone if told.of_cut is not None), None)
 
 
 def _shared_weights(

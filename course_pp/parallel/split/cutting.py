@@ -30,6 +30,7 @@ from course_pp.parallel.split.recording import (
 )
 from course_pp.parallel.split.split_stage import SplitStage, carve
 from course_pp.sizes import LayerRange
+from course_pp.tied import find_ties
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build the model
 _ROUNDS, _REPEATS = 3, 2
@@ -104,7 +105,7 @@ def auto_split(
             places.setdefault(id(parameter), {})[index] = name
     ties = tuple(tie for tie in places.values() if len(tie) > 1)
     for number, stage in enumerate(stages):
-        vars(stage).update(ties=ties, stage_id=number, num_stages=len(stages))
+        vars(stage).update(ties=ties, names_of_one=find_ties(stage), stage_id=number, num_stages=len(stages))
     _refuse(model, _differences(model, stages, recording))
     return stages
 
