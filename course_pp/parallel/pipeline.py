@@ -174,6 +174,8 @@ class PipelineSchedule:
         for stage in self.stages:
             stage.streams = self._streams
         self.attached: dict[str, float] = {}
+        for each in self.stages:
+            each.unused = self.stages[0].unused
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
         self._owner = self.stages[0].stage_index_to_group_rank
         self._last_rank = self._owner[stages[0].num_stages - 1]
@@ -269,6 +271,8 @@ class PipelineSchedule:
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed(), self._streams.step():
                 run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
+                for each in self.stages:
+                    each.end_step()
             loss = self._tell_everyone(losses) / scale
             self._tell_attached(scale)
             self._move_streams_on()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from course_pp.arguments import check_arguments
 from course_pp.collective import on_every_rank
@@ -243,6 +244,8 @@ class ModelStage(LocalNeighboursStage):
         attached: what microbatches attach (:func:`course_pp.loss.attach_loss`), of those that do, in this step.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
         runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
+        unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage left it unused};
+            one dict for all stages of this rank, each of which is told by the next.
     """
 
     def __init__(
@@ -281,6 +284,9 @@ class ModelStage(LocalNeighboursStage):
         self.weights: torch.Tensor | None = None
         self.attached: dict[int, Attached] = {}
         self.streams: RandomStreams | None = None
+        self.unused: dict[tuple[int, int], list[bool]] = {}
+        self._telling: list[dist.Work] = []
+        self._is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
 
     def settled(self) -> "ModelStage":
         """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
@@ -374,6 +380,8 @@ class ModelStage(LocalNeighboursStage):
         no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail. A
         loss attached inside may put any parameter at two depths.
         """
+        if self._learns_unused(self.is_last):
+            self._leave_unused(bwd_chunk_id)
         if self.can_split and bwd_chunk_id not in self.attached and bwd_chunk_id not in self._queues:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
@@ -395,9 +403,15 @@ class ModelStage(LocalNeighboursStage):
             queue.compute()
 
     def sent_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did not use."""
+        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did not use.
+
+        The stage before is told which they are: in one process what made such a tensor gets no gradient, and an
+        optimizer then leaves it alone, where it would decay and move it for a gradient of zero.
+        """
         if self.is_first:
             return tuple(gradients)
+        if self._learns_unused(self.is_first):
+            self._tell_unused(microbatch, [gradient is None for gradient in gradients])
 
         def sent(gradient: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor | None:
             if gradient is not None:
@@ -406,6 +420,50 @@ class ModelStage(LocalNeighboursStage):
 
         metas = self.taken_by(microbatch).metas
         return tuple(sent(gradient, meta) for gradient, meta in zip(gradients, metas, strict=True))
+
+    def _learns_unused(self, at_an_end: bool) -> bool:
+        """Return whether stages tell one another what they leave unused; not ``at_an_end``, where there is no other.
+
+        A stage of this package's model sends one tensor, which the next always uses. Where the group has no way over
+        the CPU, every backward would wait for the GPU, and zeros remain.
+        """
+        is_ours = isinstance(self.submod, PipelineStageModule)
+        return not (at_an_end or is_ours) and "cpu" in dist.get_backend_config(self.group)
+
+    def _tell_unused(self, microbatch: int, unused: list[bool]) -> None:
+        before = self.stage_index - 1
+        rank = self.stage_index_to_group_rank[before]
+        if rank == self.group_rank:
+            self.unused[before, microbatch] = unused
+            return
+        told = torch.tensor(unused, dtype=torch.uint8)
+        work = dist.isend(told, group=self.group, group_dst=rank, tag=self._tag(before, microbatch))
+        assert work is not None  # this rank is in the group
+        self._telling.append(work)
+
+    def _leave_unused(self, microbatch: int) -> None:
+        """Take the outputs that the next stage left unused out of this microbatch's backward."""
+        output, *rest = self.fwd_cache[microbatch]
+        rank = self.stage_index_to_group_rank[self.stage_index + 1]
+        if rank == self.group_rank:
+            unused = self.unused.pop((self.stage_index, microbatch))
+        else:
+            told = torch.zeros(len(output), dtype=torch.uint8)
+            dist.recv(told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch))
+            unused = told.bool().tolist()
+        if self._is_sharded:
+            return  # data ranks reduce together: one may have used what another has not
+        kept = (tensor.detach() if left else tensor for tensor, left in zip(output, unused, strict=True))
+        self.fwd_cache[microbatch] = (tuple(kept), *rest)
+
+    def _tag(self, sender: int, microbatch: int) -> int:
+        """Return a number of its own for the note to stage ``sender``; torch's own messages have 0."""
+        return 1 + sender + microbatch * self.num_stages
+
+    def end_step(self) -> None:
+        """Wait until the stage before has been told everything."""
+        while self._telling:
+            self._telling.pop().wait()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives before a forward, into buffers of the microbatch's own size."""

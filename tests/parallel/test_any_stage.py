@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -28,7 +28,7 @@ from course_pp.parallel import (
 )
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.stage import find_outputs
-from tests.equality import assert_same_training, snapshot_gradients, train
+from tests.equality import assert_same_training, full, snapshot_gradients, train
 from tests.parallel.foreign import Chain, freeze_gradients, models
 
 N_MICROBATCHES = 4
@@ -85,6 +85,98 @@ def test_any_model_equals_one_process(pp: int, subtests: pytest.Subtests) -> Non
                     assert found == pytest.approx(norm, rel=1e-12)
                     logits, whole = (o["logits"] if isinstance(o, dict) else o for o in (evaluated, expected))
                     torch.testing.assert_close(logits, whole, rtol=1e-9, atol=1e-9)
+
+
+class Aside(nn.Module):
+    """Passes a side on beside the rest, through a layer of its own; at the end it is used for the rows that say so."""
+
+    def __init__(self, place: int, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(place)
+        self.main, self.never, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last = last
+
+    def forward(self, x: Tensor, never: Tensor, sometimes: Tensor, asked: Tensor) -> Any:
+        x, never, sometimes = torch.tanh(self.main(x)), self.never(never), torch.tanh(self.sometimes(sometimes))
+        if not self.last:
+            return x, never, sometimes, asked
+        return x + sometimes * asked[:, None] if asked.any() else x
+
+
+def asides(n: int) -> list[Aside]:
+    return [Aside(i, i == n - 1).double() for i in range(n)]
+
+
+def aside_inputs(asked: list[int]) -> tuple[Tensor, ...]:
+    """Rows of which those numbered ``asked`` use the side; two rows a microbatch."""
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    flags = torch.zeros(8, dtype=torch.int64)
+    flags[asked] = 1
+    return x, x, x, flags
+
+
+def step_aside(modules: Any, optimizer: torch.optim.Optimizer, run: Any) -> dict[str, Any]:
+    """Run two steps of AdamW; return the second one's gradients, of which some are None, and the parameters."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        run()
+        gradients = {(i, n): p.grad for i, m in modules.items() for n, p in m.named_parameters()}
+        gradients = {key: None if gradient is None else full(gradient) for key, gradient in gradients.items()}
+        optimizer.step()
+    parameters = {(i, n): full(p) for i, m in modules.items() for n, p in m.named_parameters()}
+    return {"gradients": gradients, "parameters": parameters}
+
+
+def decaying(modules: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=0.1, weight_decay=0.5)
+
+
+def asides_on_rank(rank: int, pp: int, schedule: str, asked: list[int]) -> dict[str, Any]:
+    mesh = init_distributed(DistributedConfig(pp=pp))
+    indices = get_stage_indices(schedule, rank, pp)
+    n = pp * len(indices)
+    modules = {i: asides(n)[i] for i in indices}
+    inputs = aside_inputs(asked)
+    example = tuple(tensor[:2] for tensor in inputs)
+    stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
+    pipeline = build_pipeline_schedule(stages, 4, nn.MSELoss(), schedule)
+    return step_aside(modules, decaying(modules), lambda: pipeline.step(*inputs, target=inputs[0].cos()))
+
+
+def asides_in_one_process(n: int, asked: list[int]) -> dict[str, Any]:
+    modules = dict(enumerate(asides(n)))
+    inputs = aside_inputs(asked)
+
+    def run() -> None:
+        value: Any = inputs
+        for module in modules.values():
+            value = module(*value)
+        nn.functional.mse_loss(value, inputs[0].cos()).backward()
+
+    return step_aside(modules, decaying(modules), run)
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "asked"),
+    [
+        pytest.param(3, "1f1b", [], id="never"),
+        pytest.param(3, "1f1b", [5], id="in one microbatch"),
+        pytest.param(2, "interleaved_1f1b", [5], id="several stages a rank"),
+        pytest.param(2, "zb_v", [2], id="neighbours on one rank, split"),
+    ],
+)
+def test_a_tensor_that_a_step_leaves_unused_gives_no_gradient_and_moves_nothing(
+    pp: int, schedule: str, asked: list[int]
+) -> None:
+    expected = asides_in_one_process(pp if schedule == "1f1b" else 2 * pp, asked)
+    assert any(gradient is None for gradient in expected["gradients"].values())
+    seen = set()
+    for rank in on_ranks(pp, asides_on_rank, pp, schedule, asked):
+        for kind, found in rank.items():
+            for key, value in found.items():
+                seen.add(key)
+                torch.testing.assert_close(value, expected[kind][key], rtol=1e-12, atol=1e-12, msg=f"{kind} of {key}")
+    assert seen == expected["parameters"].keys()
 
 
 class Ragged(nn.Module):
