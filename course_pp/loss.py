@@ -7,7 +7,8 @@ each microbatch adds its sum over the divisor, which is the same for all: the nu
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.arguments import checked
+from course_pp.module_extras import is_dtensor
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
@@ -122,20 +124,38 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
     Args:
         divisor: the sum of ``loss.count`` over all microbatches whose gradients add up, at least 1.
     """
-    return _scalar(loss.total(output, target)) / divisor
+    with _naming_the_loss_of_cut_logits(output):
+        return _scalar(loss.total(output, target)) / divisor
 
 
 def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Share:
     """As :func:`loss_share`, with the division left to backward and to :meth:`Share.product`."""
-    if isinstance(loss, _OverSamples):
-        value, counts = loss.mean(output, target), loss.count(target)
-    else:
-        value, counts = _scalar(loss.total(output, target)), 1
+    with _naming_the_loss_of_cut_logits(output):
+        if isinstance(loss, _OverSamples):
+            value, counts = loss.mean(output, target), loss.count(target)
+        else:
+            value, counts = _scalar(loss.total(output, target)), 1
     # A count of errors may be a whole number, its weight is none.
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     if isinstance(divisor, Tensor):
         return Share(value, (counts / divisor.double()).to(value.device, dtype))
     return Share(value, torch.full_like(value, counts / divisor, dtype=dtype))
+
+
+@contextmanager
+def _naming_the_loss_of_cut_logits(output: Any) -> Iterator[None]:
+    """Say which loss takes logits that tensor parallelism has cut, if a loss function fails on them."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        parts = list(output.values()) if isinstance(output, Mapping) else [output]
+        if not any(is_dtensor(part) for part in parts):
+            raise
+        raise ValueError(
+            "the loss function failed on logits of which each tensor rank holds a part, in a DTensor "
+            f"(gather_logits=False): take course_pp.parallel.VocabParallelCrossEntropy(), which is made for them, or "
+            f"leave gather_logits at True; it said {type(error).__name__}: {error}"
+        ) from error
 
 
 def _scalar(loss: Any) -> Tensor:

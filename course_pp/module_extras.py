@@ -29,6 +29,12 @@ def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
     return None
 
 
+def is_dtensor(value: Any) -> bool:
+    """Return whether a tensor is distributed; imports nothing for the answer."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
+
+
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a flat one of FullyShardedDataParallel (FSDP1), or a piece of one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -1,8 +1,10 @@
 """The one place that touches private names of torch, which move between releases."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -116,6 +118,45 @@ def run_step(
         stage.has_backward = True
         stage.clear_runtime_states()
     schedule._step_microbatches(arguments, None, targets, losses, return_outputs=False)
+
+
+@contextmanager
+def all_reducing_as_set(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keep what ``set_requires_all_reduce`` was set to, through a step in the ``with`` block.
+
+    It is torch's switch for accumulation under HSDP: with False a step leaves the replicas for a later one. torch's
+    stages call ``set_requires_gradient_sync``, which sets both switches, so this one is set again after each call.
+    """
+    parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
+    asked = [(part, _all_reduces(part)) for part in parts]
+    if all(on for _, on in asked):
+        yield
+        return
+
+    def set_sync(part: FSDPModule, on: bool, *, recurse: bool = True) -> None:
+        FSDPModule.set_requires_gradient_sync(part, on, recurse=recurse)
+        if on:
+            restore()
+
+    def restore() -> None:
+        for part, on in asked:
+            part.set_requires_all_reduce(on, recurse=False)
+
+    for part in parts:
+        vars(part)["set_requires_gradient_sync"] = partial(set_sync, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del vars(part)["set_requires_gradient_sync"]
+        restore()
+
+
+def _all_reduces(part: FSDPModule) -> bool:
+    """Return whether a part itself all-reduces its gradients; True also if it has none of its own."""
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list from 2.13 on
+    return all(group.all_reduce_grads for group in groups if group is not None)
 
 
 def explicit_order(

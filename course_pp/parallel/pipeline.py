@@ -39,7 +39,14 @@ from course_pp.loss import (
 from course_pp.microbatches import ChunkSpec
 from course_pp.model import PipelineStageModule
 from course_pp.module_extras import called_once, problem_of_hooks
-from course_pp.parallel._torch import carries_integers, run_step, tree_flatten, tree_map, tree_unflatten
+from course_pp.parallel._torch import (
+    all_reducing_as_set,
+    carries_integers,
+    run_step,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
@@ -269,7 +276,7 @@ class PipelineSchedule:
             stage.keywords = microbatches.keywords
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
-            with self._tied.summed(), self._streams.step():
+            with self._tied.summed(), self._streams.step(), all_reducing_as_set(self.modules):
                 run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
                 for each in self.stages:
                     each.end_step()

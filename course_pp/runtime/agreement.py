@@ -17,10 +17,10 @@ from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeo
 from course_pp.collective import Ranks, difference
 from course_pp.grad_scaler import MeshGradScaler
 from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.module_extras import problem_of_wrappers
+from course_pp.module_extras import is_dtensor, problem_of_wrappers
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.gradients import Place, ShardedStages, Weight, is_dtensor
+from course_pp.runtime.gradients import Place, ShardedStages, Weight
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import device_of

@@ -92,7 +92,11 @@ class ShardedStages:
 
     @contextmanager
     def reduced_once(self, trains: bool) -> Iterator[None]:
-        """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises."""
+        """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises.
+
+        Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step stay so.
+        """
+        all_reduces = [(part, _all_reduces(part)) for root in self._roots for part in _sharded_parts(root)]
         for root in self._roots:
             _sync(root, False)
             _finalize_by_hand(root, True)
@@ -103,9 +107,12 @@ class ShardedStages:
                 _forget_gradients(root)
                 _sync(root, True)
                 _finalize_by_hand(root, False)
+            _restore(all_reduces)
             raise
         for root in self._roots:
             _sync(root, True)
+        _restore(all_reduces)
+        for root in self._roots:
             if trains:
                 _reduce_gradients(root)
             else:
@@ -136,15 +143,14 @@ def _sync(root: "FSDPModule", on: bool) -> None:
     root.set_requires_gradient_sync(on)
 
 
+def _restore(all_reduces: "Iterable[tuple[FSDPModule, bool]]") -> None:
+    for part, on in all_reduces:
+        part.set_requires_all_reduce(on, recurse=False)
+
+
 def _sharded_parts(root: "FSDPModule") -> "Iterator[FSDPModule]":
     assert isinstance(root, nn.Module)
     return (module for module in root.modules() if _is_sharded(module))
-
-
-def is_dtensor(value: Any) -> bool:
-    """Return whether a tensor is distributed; imports nothing for the answer."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 # FSDP2's private names, which may move between releases. Torch's own pipelines call them too:
@@ -166,6 +172,11 @@ def _reduce_gradients(root: "FSDPModule") -> None:
     for group in _groups_of(state._state_ctx.all_states):
         group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def _all_reduces(part: "FSDPModule") -> bool:
+    """Return whether ``part`` itself all-reduces its gradients; True also if it has none of its own."""
+    return all(group.all_reduce_grads for group in _groups_of([part._get_fsdp_state()]))
 
 
 def _data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:

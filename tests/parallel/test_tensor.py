@@ -1,12 +1,15 @@
 """Tensor parallelism: who holds what, what is refused, and a loss over a vocabulary in parts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.launch import on_ranks
+from course_pp.loss import counted, loss_share, share_of
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -159,3 +162,21 @@ def strange_target_on_rank(rank: int) -> str:
 def test_a_target_outside_the_vocabulary_is_refused() -> None:
     message = "target holds token ids from 3 to 12, which must lie in [0, vocab_size) = [0, 12)"
     assert all(refusal.startswith(message) for refusal in on_ranks(2, strange_target_on_rank))
+
+
+def ordinary_loss_on_rank(rank: int) -> None:
+    mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
+    logits = DTensor.from_local(torch.zeros(4, 6, requires_grad=True), mesh, [Shard(1)])
+    target = torch.tensor([0, 1, 2, 11])
+    mean: Any = nn.CrossEntropyLoss()
+    of_dict: Any = lambda output, target: mean(output["logits"], target)  # noqa: E731
+    for loss, output in ((mean, logits), (CrossEntropy(), logits), (of_dict, {"logits": logits})):
+        for share in (loss_share, share_of):
+            with pytest.raises(ValueError, match="VocabParallelCrossEntropy"):
+                share(counted(loss), output, target, 1.0)
+    for share in (loss_share, share_of):
+        share(counted(VocabParallelCrossEntropy()), logits, target, 1.0)
+
+
+def test_an_ordinary_loss_on_logits_left_in_parts_is_told_which_loss_takes_them() -> None:
+    on_ranks(2, ordinary_loss_on_rank)
