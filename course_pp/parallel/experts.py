@@ -188,7 +188,6 @@ class Exchanged(Replaced):
 
         Args:
             compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may change their dtype.
-                Also with no rows, what it returns depends on them and on all experts, or backward would wait for ever.
         """
         n_here = len(counts) // self._ep
         sent = counts.view(self._ep, n_here)
@@ -199,20 +198,24 @@ class Exchanged(Replaced):
         by_rank = torch.arange(n_here, device=x.device).repeat(self._ep)
         expert = by_rank.repeat_interleave(came.flatten(), output_size=len(rows))
         order = expert.argsort(stable=True)
-        with self._own_experts():
-            rows = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
-        return all_to_all(rows, n_came, n_sent, self._group)
+        with self._own_experts() as experts:
+            computed = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
+        # Experts may skip what has no rows. All ranks must go through backward's exchange all the same, and FSDP2 waits
+        # for a gradient of each parameter. Ours skip nothing, and their weights' gradients may wait for `W`.
+        if not isinstance(self._module, Experts):
+            computed = _Depends.apply(computed, rows, *experts)
+        return all_to_all(computed, n_came, n_sent, self._group)
 
     @contextmanager
-    def _own_experts(self) -> Iterator[None]:
-        """Let the module find the experts of this rank as if there were no others."""
+    def _own_experts(self) -> Iterator[list[Tensor]]:
+        """Let the module find the experts of this rank, which are yielded, as if there were no others."""
         own: dict[str, Any] = {
             name: part_of(parameter, _Averaged.apply(parameter.to_local(), self._ep))
             for name, parameter in self._module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
         with patch.dict(self._module._parameters, own):
-            yield
+            yield list(own.values())
 
 
 class ExchangedChoices(Exchanged):
@@ -226,8 +229,8 @@ class ExchangedChoices(Exchanged):
 
         def compute(rows: Tensor, counts: Tensor) -> Tensor:
             """Each row is a token with one choice, of weight 1."""
-            if not len(rows):
-                return _Idle.apply(rows, *(p for p in self._module._parameters.values() if p is not None))
+            if not len(rows):  # of which some implementations make an error
+                return rows
             here = torch.arange(n_here, device=rows.device)
             expert = here.repeat_interleave(counts, output_size=len(rows))[:, None]
             with patch.dict(vars(self._module), {"num_experts": n_here}):
@@ -254,17 +257,20 @@ class _Averaged(torch.autograd.Function):
         return gradient / ctx.n, None
 
 
-class _Idle(torch.autograd.Function):
-    """What transformers' experts make of no rows, with a backward that reaches rows and experts all the same."""
+class _Depends(torch.autograd.Function):
+    """What experts computed, with a backward that reaches the rows and the experts whatever they did with them.
+
+    Rows get zeros beside. An expert gets none: :class:`_Averaged` makes zeros of it if there is nothing else.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like = [(p.shape, p.dtype, p.device) for p in parameters]
-        return rows.clone()
+    def forward(ctx: Any, computed: Tensor, rows: Tensor, *experts: Tensor) -> Tensor:
+        ctx.shape, ctx.n_experts = rows.shape, len(experts)
+        return computed.view_as(computed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, gradient.new_zeros(ctx.shape), *[None] * ctx.n_experts
 
 
 _KINDS: tuple[type[Exchanged], ...] = (Exchanged, ExchangedChoices)

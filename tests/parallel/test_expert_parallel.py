@@ -199,6 +199,74 @@ def test_every_layout_equals_one_process(n: int, subtests: Any) -> None:
     assert_equal([Case("1f1b", CONFIG, layout=layout) for layout in every], subtests)
 
 
+class Skipping(nn.Module):
+    """Experts that compute only where they have rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        first = 0
+        for expert, n in enumerate(counts.tolist()):
+            if n:
+                out[first : first + n] = x[first : first + n] @ self.weight[expert]
+            first += n
+        return out
+
+
+class Mixture(nn.Module):
+    """A layer, and experts of which the first ``used`` get the tokens, by turns."""
+
+    def __init__(self, used: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = used
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+        self.experts = Skipping()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        n = len(h) // self.used
+        counts = torch.tensor([n] * self.used + [0] * (4 - self.used))
+        return (h + self.experts(h, counts)).square()
+
+
+def skipped(rank: int, cases: list[tuple[int, bool]]) -> list[dict[str, Tensor]]:
+    return [gradients_of_mixture(rank, *case) for case in cases]
+
+
+def gradients_of_mixture(rank: int, used: int, sharded: bool) -> dict[str, Tensor]:
+    """Of one backward over two data ranks."""
+    mesh = init_distributed(SHARED_OUT, seed=0)
+    assert mesh is not None
+    model = Mixture(used)
+    apply_expert_parallel(model, mesh, experts=Skipping)
+    if sharded:
+        apply_fsdp2(model, mesh, blocks="layer")
+    model(mixed()[rank]).mean().backward()
+    if not sharded:
+        for parameter in model.layer.parameters():
+            average_over([mesh.get_group("dp_shard")], parameter.grad)
+    return snapshot_gradients([model])
+
+
+def mixed() -> Tensor:
+    return torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_experts_that_skip_what_has_no_rows_equal_one_process(subtests: Any) -> None:
+    cases = [(used, sharded) for used in (1, 3) for sharded in (False, True)]
+    ranks = on_ranks(2, skipped, cases, timeout_s=60)
+    for (used, sharded), found in zip(cases, zip(*ranks, strict=True), strict=True):
+        model = Mixture(used)
+        torch.stack([model(x).mean() for x in mixed()]).mean().backward()
+        with subtests.test(f"{used} experts, sharded={sharded}"):
+            for each in found:
+                torch.testing.assert_close(each, snapshot_gradients([model]), rtol=0, atol=1e-12)
+
+
 class Foreign(nn.Module):
     """A layer of somebody else's, with one expert a row, or not."""
 
