@@ -23,7 +23,7 @@ A loss is of one microbatch on one data rank, as everybody computes it. It arise
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -61,7 +61,8 @@ class Router(nn.Module):
     Attributes:
         weight: (n_experts, dim).
         bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to weigh (Wang et al. 2024,
-            arXiv:2408.15664). :func:`update_router_bias` moves it.
+            arXiv:2408.15664). :func:`update_router_bias` moves it. It stays in float32 or wider if the model is
+            converted: in bfloat16 steps of 0.001 stop at 0.5.
         groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
         load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
             has dropped, in all microbatches that have gone backward since :func:`expert_loads` took it.
@@ -78,6 +79,20 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None)
         self.groups: list[dist.ProcessGroup] = []
         self.register_buffer("load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Do what ``to``, ``bfloat16`` and ``half`` ask for, except that the bias keeps its values and 32 bits."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = before.to(self.bias.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Widen a bias that ``assign=True`` takes over in half precision."""
+        super()._load_from_state_dict(*args)
+        if self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = self.bias.float()
 
     def forward(self, x: Tensor) -> Routing:
         """x (tokens, dim)."""

@@ -1,5 +1,6 @@
 """A mixture of experts is what a loop over tokens says it is: outputs, gradients, losses, loads."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -216,6 +217,41 @@ def test_a_load_says_how_uneven_it_is_and_a_bias_moves_against_it() -> None:
     model = Transformer(replace(SMALL, balance="bias", balance_coef=0.25))
     update_router_bias([model], loads)
     assert [layer.mlp.router.bias.tolist() for layer in model.layers.values()] == [[0.0] * 4, [-0.25, 0.25, 0.0, 0.25]]
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "to, with a device": lambda model: model.to("cpu", torch.float16),
+    "bfloat16": lambda model: model.bfloat16(),
+    "half": lambda model: model.half(),
+    "double, then half": lambda model: model.double().half(),
+    "a file in bfloat16, assigned": lambda model: assigned(model.bfloat16()),
+}
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_bias_adds_its_small_steps_up_in_a_model_of_half_precision(how: str) -> None:
+    model = Transformer(replace(SMALL, balance="bias", balance_coef=0.001))
+    first = torch.zeros(4)
+    if "assigned" not in how:  # whose file has rounded it
+        first = torch.tensor([0.7001, -0.3, 0.0, 0.0])
+    for layer in model.layers.values():
+        layer.mlp.router.get_buffer("bias").copy_(first)
+    model = CONVERSIONS[how](model)
+    loads = {f"layers.{i}": ExpertLoad((0, 8, 4, 4), 0) for i in range(2)}
+    for _ in range(1000):
+        update_router_bias([model], loads)
+    for layer in model.layers.values():
+        assert layer.mlp.router.weight.dtype.itemsize == 2
+        found = layer.mlp.router.get_buffer("bias")
+        moved = torch.tensor([1.0, -1.0, 0.0, 0.0])
+        torch.testing.assert_close(found, first + moved, rtol=0, atol=1e-4, check_dtype=False)
 
 
 def test_what_is_profiled_or_built_on_meta_has_no_load_yet() -> None:
