@@ -1,6 +1,6 @@
 """What a step is given as microbatches: lists that are ready, and keyword arguments that are cut as the caller says."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -9,6 +9,7 @@ ChunkSpec = Mapping[str, Literal["rows", "same"]]
 """By keyword argument: whether its tensors are cut by rows, or it goes untouched to every microbatch."""
 
 _LISTS = {"arg_mbs": tuple, "kwarg_mbs": dict, "target_mbs": object}
+_READY = "give ready-made microbatches instead of the whole batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
 _ENTRIES = {"arg_mbs": "the tuple of the first stage's arguments, as in (x,)", "kwarg_mbs": "a dict of arguments"}
 
 
@@ -85,30 +86,42 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
     if word == "same" or (word is None and (value is None or isinstance(value, bool | int | float | str))):
         return [value] * n
-    size = f", {rows}" if rows else ""
-    if word is None:
-        if not isinstance(value, Tensor):
-            what = f"a {type(value).__name__}"
-        elif value.dim() == 0 or len(value) != (rows or len(value)):
-            what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
-        elif value.dim() == 1:
-            what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
-        else:
-            return list(value.tensor_split(n))
-        raise ValueError(
-            f"keyword argument {name} is {what}: say kwargs_chunk_spec={{{name!r}: 'rows'}} to cut it by rows, or "
-            "'same' to give it whole to every microbatch; or give ready-made microbatches, kwarg_mbs="
-        )
+    if word is None and isinstance(value, Tensor) and value.dim() > 1 and _has_rows([value], rows):
+        return list(value.tensor_split(n))
     tensors: list[Tensor] = []
     map_tensors(tensors.append, value)
-    wrong = next((tuple(t.shape) for t in tensors if t.dim() == 0 or len(t) != rows), None)
-    if wrong is not None or not tensors:
+    if word is None:
+        raise ValueError(_nobody_says(name, value, tensors, rows))
+    if not _has_rows(tensors, rows):
+        wrong = next((tuple(t.shape) for t in tensors if not _has_rows([t], rows)), None)
         what = f"a {type(value).__name__} without a tensor" if wrong is None else f"a tensor of shape {wrong}"
+        size = f", {rows}" if rows else ""
         raise ValueError(
             f"keyword argument {name} is, or holds, {what}, and kwargs_chunk_spec cuts it by rows: its first "
-            f"dimension must be the whole batch{size}; or say 'same'"
+            f"dimension must be the whole batch{size}; or say 'same', or {_READY}"
         )
     return cut_rows(value, tensors, n)
+
+
+def _has_rows(tensors: Sequence[Tensor], rows: int) -> bool:
+    """Return whether there are tensors, and the first dimension of all is ``rows``, or the same if that is 0."""
+    lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+    return len(lengths) == 1 and lengths <= {rows or max(lengths)} - {0}
+
+
+def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) -> str:
+    """Return the refusal of an argument that may be cut or not, offering only ways that can be gone."""
+    can_be_cut = _has_rows(tensors, rows)
+    if not isinstance(value, Tensor):
+        what = f"a {type(value).__name__}"
+    elif can_be_cut:
+        what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
+    else:
+        size = f", {rows}" if rows else ""
+        what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
+    whole = "to give it whole to every microbatch"
+    said = f"{{{name!r}: 'rows'}} to cut it by rows, or 'same' {whole}" if can_be_cut else f"{{{name!r}: 'same'}} {whole}"
+    return f"keyword argument {name} is {what}: say kwargs_chunk_spec={said}; or {_READY}"
 
 
 def cut_rows(value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..., Any] | None = None) -> list[Any]:

@@ -84,6 +84,10 @@ class Batch:
         """Return what this rank's stages are given."""
         lists = {name: getattr(given, name) for name in given.lists}
         ready = are_ready(self._n_microbatches, given.whole, **lists)
+        # First whether the stages take them at all: a spec for one that they do not take would be of no use.
+        for names in given.kwarg_mbs or [given.kwargs]:
+            for stage in self._stages:
+                _refuse(stage.problem_of_keywords(names))
         arguments: list[tuple[Any, ...]] = [()] * self._n_microbatches
         if self._stages[0].is_first:
             arguments = self._ready_arguments(given.arg_mbs) if ready else self._cut(self._checked(given.inputs))
@@ -94,9 +98,6 @@ class Batch:
             keywords = given.kwarg_mbs or [{}] * self._n_microbatches
         else:
             keywords = cut_keywords(given.kwargs, given.kwargs_chunk_spec, self.size, self._n_microbatches)
-        for stage in self._stages:
-            for each in keywords:
-                _refuse(stage.problem_of_keywords(each))
         counts = [] if targets is None else list(map(self._loss.count, targets))
         return Microbatches(arguments, keywords, targets, counts, ready)
 

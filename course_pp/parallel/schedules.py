@@ -62,7 +62,7 @@ def _problem_of_stages_a_rank(schedule: Entry, number: int | None) -> str | None
 
 def runnable(schedule: str) -> Entry:
     """Return the catalogue's entry of a schedule; a ValueError for one that is unknown or that torch cannot run."""
-    entry = find(schedule)
+    entry = find(schedule, offered=schedule_names)
     _refuse(problem_of_order(_example(entry.name)))
     return entry
 

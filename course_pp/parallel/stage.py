@@ -327,6 +327,8 @@ class ModelStage(LocalNeighboursStage):
             what += type(self.submod).__name__
             if isinstance(tree, Mapping) and name in tree:
                 return f"{what}, is called with one of this name already: leave it out, or give it another name"
+            if name == "targets" and known is not None and name not in known:  # so course_pp.runtime calls it
+                return "targets is no argument of step or eval, nor of a stage: give it as target="
             if known is not None and name not in known and isinstance(uncompiled(self.submod), SplitStage):
                 return (
                     f"{what}, was cut with an example without it: give auto_split a dict that has it as its example, "

@@ -101,15 +101,18 @@ def names() -> tuple[str, ...]:
 
 
 @checked
-def find(name: str) -> Entry:
+def find(name: str, offered: Callable[[], Sequence[str]] = names) -> Entry:
     """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``, ``"ScheduleInterleaved1F1B"``.
 
     ``"interleaved_zb"`` is ``zb_h1`` with two stages a rank, as torch's InterleavedZeroBubble is.
+
+    Args:
+        offered: returns the names that the refusal of an unknown one lists: those that the caller can run.
     """
     lowered = name.lower()
     entry = _ALIASES.get(lowered.removeprefix("schedule")) or _CATALOGUE.get(lowered)
     if entry is None:
-        raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(_CATALOGUE)}, or torch's name for it")
+        raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(offered())}, or torch's name for it")
     return entry
 
 

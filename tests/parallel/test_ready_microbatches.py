@@ -1,14 +1,17 @@
 """Ready-made microbatches of any shape, and objects that go with them, equal one process."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from course_pp.launch import on_ranks
+from course_pp.microbatches import cut_keywords, rows_to_cut
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -273,7 +276,7 @@ WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
 WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     "nobody says": (
         on(1, lambda g: g.pop("kwargs_chunk_spec")),
-        "keyword argument offsets is a Offsets: say kwargs_chunk_spec={'offsets': 'rows'} to cut it by rows, or 'same'",
+        "keyword argument offsets is a Offsets: say kwargs_chunk_spec=",
     ),
     "a number for each row, or not": (
         on(0, lambda g: g.update(offsets=torch.ones(4), kwargs_chunk_spec=None)),
@@ -300,6 +303,38 @@ WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
         "rank 1 was given the keyword argument offsets, and rank 0, whose stage takes it, was not: give it to both",
     ),
 }
+
+
+class Pair(NamedTuple):
+    starts: Tensor
+    ends: Tensor
+
+
+UNSAID = {
+    "a BlockMask": create_block_mask(lambda b, h, q, k: q >= k, 4, None, 8, 8, device="cpu"),
+    "an object": WHOLE.offsets,
+    "offsets that are no rows": Pair(torch.arange(10), torch.arange(10)),
+    "offsets that are rows": Pair(torch.arange(4), torch.arange(4)),
+    "a tensor of offsets": torch.arange(10),
+    "a tensor of rows": torch.arange(4),
+    "a scalar": torch.ones(()),
+    "a list": [torch.ones(4, 2)],
+    "no tensor": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("value", UNSAID.values(), ids=UNSAID)
+@pytest.mark.parametrize("rows", [4, 0], ids=["rows known", "rows unknown"])
+def test_an_argument_of_which_nobody_said_what_it_is_is_offered_what_it_can_be(value: Any, rows: int) -> None:
+    with pytest.raises(ValueError, match="kwarg_mbs=") as refusal:
+        cut_keywords({"given": value}, None, rows, N_MICROBATCHES)
+    works = {"same"}
+    spec: Any = {"given": "rows"}
+    with suppress(ValueError):
+        cut_keywords({"given": value}, spec, rows or rows_to_cut({"given": value}, spec), N_MICROBATCHES)
+        works.add("rows")
+    assert {word for word in ("rows", "same") if repr(word) in str(refusal.value)} == works
+    assert len(cut_keywords({"given": value}, {"given": "same"}, rows, N_MICROBATCHES)) == N_MICROBATCHES
 
 
 def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:

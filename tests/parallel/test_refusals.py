@@ -1,6 +1,7 @@
 """What a pipeline refuses: on every rank, before any message, in words that name the remedy."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from course_pp.parallel import (
     get_pp_rank,
     get_stage_indices,
     init_distributed,
+    schedule_names,
 )
 from course_pp.parallel.schedules import order_of
 from course_pp.runtime import Recorder
+from course_pp.schedule import names
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, tokens
 
 
@@ -51,9 +54,11 @@ WRONG_BATCHES = {
         "keyword argument position_ids is a tensor of shape (1, 8), whose first dimension is not the whole batch, 8",
     ),
     "nested": (
-        lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}),
-        "keyword argument masks is a list",
+        lambda rank: ((tokens(),), {"target": tokens(), "attention_mask": [tokens()]}),
+        "attention_mask is a list",
     ),
+    "no stage takes it": (lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}), "takes"),
+    "a word of the other engine": (lambda rank: ((tokens(),), {"targets": torch.zeros(8)}), "target="),
     "ids": (lambda rank: ((tokens() + 61,), {"target": tokens()}), "token ids from 61 to 61, but vocab_size=61"),
     "divisor": (lambda rank: ((tokens(),), {"target": tokens(), "divisor": "x" if rank else None}), "divisor is 'x'"),
 }
@@ -132,13 +137,20 @@ def lone_rank():
     [
         ("dualpipe_v", 7, 4, "fills all 8 stages .* give at least 8 microbatches"),
         ("interleaved_1f1b", 7, 2, "make 3 rounds of unequal size: .* such as 6 or 8"),
-        ("2f2b", 4, 2, "unknown schedule '2f2b': use one of naive, gpipe, 1f1b"),
     ],
 )
 def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_microbatches, pp, message):
     n_stages = 2 * pp if schedule in ("dualpipe_v", "interleaved_1f1b") else pp
     with pytest.raises(ValueError, match=message):
         order_of(schedule, n_microbatches, n_stages, pp)
+
+
+def test_an_unknown_schedule_is_answered_with_those_that_torch_can_run():
+    with pytest.raises(ValueError, match="2f2b") as refusal:
+        order_of("2f2b", 4, 2, 2)
+    offered = {name for name in names() if re.search(rf"\b{name}\b", str(refusal.value))}
+    assert offered == {*schedule_names()}
+    assert offered < {*names()}
 
 
 @pytest.mark.parametrize(
