@@ -120,7 +120,9 @@ def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) ->
         size = f", {rows}" if rows else ""
         what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
     whole = "to give it whole to every microbatch"
-    said = f"{{{name!r}: 'rows'}} to cut it by rows, or 'same' {whole}" if can_be_cut else f"{{{name!r}: 'same'}} {whole}"
+    said = (
+        f"{{{name!r}: 'rows'}} to cut it by rows, or 'same' {whole}" if can_be_cut else f"{{{name!r}: 'same'}} {whole}"
+    )
     return f"keyword argument {name} is {what}: say kwargs_chunk_spec={said}; or {_READY}"
 
 

@@ -179,6 +179,11 @@ def mixed_precision(module: torch.nn.Module) -> MixedPrecisionPolicy | None:
     return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
 
 
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Return whether somebody has called ``module.compile()``, or that of a part. torch has no public getter."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
+
+
 def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
     """Return the norm of each tensor that is not empty, float64 (n,), accumulated in float32 or wider."""
     tensors = [tensor for tensor in tensors if tensor.numel()]

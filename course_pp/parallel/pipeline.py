@@ -38,7 +38,7 @@ from course_pp.loss import (
 )
 from course_pp.microbatches import ChunkSpec
 from course_pp.model import PipelineStageModule
-from course_pp.module_extras import called_once, problem_of_hooks
+from course_pp.module_extras import called_once, problem_of_hooks, uncompiled
 from course_pp.parallel._torch import (
     all_reducing_as_set,
     carries_integers,
@@ -51,11 +51,12 @@ from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_b
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh, is_rank_zero
-from course_pp.parallel.replaced_forward import Compiled, Recomputed, has_replaced
+from course_pp.parallel.replaced_forward import Recomputed, has_replaced, is_compiled
 from course_pp.parallel.schedules import (
     get_stage_indices,
     name_of,
     order_of,
+    runnable,
     splits_backward,
     torch_schedule,
 )
@@ -113,7 +114,7 @@ def build_pipeline_schedule(
     splits = splits_backward(schedule) != "none"
     for each in stages:
         each.can_split = each.can_split and splits
-        each.defers = splits and not each.can_split and not has_replaced(each.submod, Compiled)
+        each.defers = splits and not each.can_split and not is_compiled(each.submod)
     if splits and is_rank_zero() and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
         warnings.warn(
             f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
@@ -544,7 +545,11 @@ def _agree(
     """
     everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
-    everyone.refuse(_problem_of_placement(stages, n_microbatches, schedule) or _problem_of_sharding(stages, schedule))
+    everyone.refuse(
+        _problem_of_placement(stages, n_microbatches, schedule)
+        or _problem_of_sharding(stages, schedule)
+        or _problem_of_compiling(stages, schedule)
+    )
     ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
     everyone.require_equal(
         {
@@ -612,6 +617,22 @@ def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule)
                 f"{stage.stage_index}, but not the stage: call fully_shard on the stage too, after its parts, or "
                 "apply_fsdp2(stage, mesh)"
             )
+    return None
+
+
+def _problem_of_compiling(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
+    """Return which stage is, or holds, what ``torch.compile`` returned, if torch's class of the schedule refuses it."""
+    if splits_backward(schedule) == "none" or isinstance(schedule, Schedule) or not runnable(schedule).torch_name:
+        return None
+    for stage in stages:
+        for path, part in stage.submod.named_modules():
+            if uncompiled(part) is not part:
+                what = f"{path!r} of stage {stage.stage_index}" if path else f"stage {stage.stage_index}"
+                return (
+                    f"{what} is what torch.compile returned, and schedule {name_of(schedule)!r} splits backward in "
+                    "two, which torch then refuses: leave torch.compile out, and compile the stage's blocks with "
+                    "apply_compile(stage), before FSDP2"
+                )
     return None
 
 

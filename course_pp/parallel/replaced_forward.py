@@ -37,7 +37,8 @@ from torch.utils.checkpoint import checkpoint
 from course_pp.arguments import check_arguments, checked
 from course_pp.collective import on_every_rank
 from course_pp.model import MoE
-from course_pp.parallel._torch import mixed_precision, tree_flatten, tree_map
+from course_pp.module_extras import uncompiled
+from course_pp.parallel._torch import is_compiled_in_place, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
 
 
@@ -70,6 +71,12 @@ def replaced_forwards(forward: Any) -> Iterator[Replaced]:
 def has_replaced(module: nn.Module, kind: type[Replaced]) -> bool:
     """Return whether the forward of ``module``, or of a part of it, is of this kind."""
     return any(isinstance(each, kind) for part in module.modules() for each in replaced_forwards(part.forward))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` or a part of it is compiled: by :func:`apply_compile`, in place, or in a wrapper."""
+    is_wrapped = any(uncompiled(part) is not part for part in module.modules())
+    return is_wrapped or is_compiled_in_place(module) or has_replaced(module, Compiled)
 
 
 class Compiled(Replaced):

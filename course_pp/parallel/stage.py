@@ -21,11 +21,11 @@ from course_pp.parallel._torch import LocalNeighboursStage, expect, mixed_precis
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.replaced_forward import (
-    Compiled,
     EightBits,
     casts_inputs,
     compute_dtypes,
     has_replaced,
+    is_compiled,
     replaced_forwards,
     spelled,
 )
@@ -275,9 +275,9 @@ class ModelStage(LocalNeighboursStage):
         self.ties: tuple[Tie, ...] = ()
         self.runs_as: ModelStage | None = None
         self._dtypes = compute_dtypes(module)
-        # A product in eight bits makes both gradients at once.
-        whole = has_replaced(module, Compiled) or has_replaced(module, EightBits)
-        self.can_split = isinstance(module, PipelineStageModule) and not whole
+        # A product in eight bits makes both gradients at once, as a compiled graph does.
+        makes_both = is_compiled(module) or has_replaced(module, EightBits)
+        self.can_split = isinstance(module, PipelineStageModule) and not makes_both and not _uses_one_twice(module)
         self._keywords = _keywords_of(module)
         self.defers = False
         self._queues: dict[int, WeightGradients] = {}
@@ -511,6 +511,15 @@ def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
     """Let what is received for ``value`` have its shapes; torch knows those of the declared microbatch."""
     for info, meta in zip(infos, value.metas, strict=True):
         expect(info, meta.shape)
+
+
+def _uses_one_twice(module: nn.Module) -> bool:
+    """Return whether a parameter has two names in ``module``: a block used at two depths, as in ALBERT, or a tie.
+
+    torch's split backward would go through the second use's graph twice.
+    """
+    names = module.named_parameters(remove_duplicate=False)
+    return len(list(names)) > len(list(module.parameters()))
 
 
 class _Handed(torch.autograd.Function):
