@@ -103,6 +103,19 @@ def expect(received: Any, shape: tuple[int, ...]) -> None:
         received.buffer = buffer.new_empty(shape).requires_grad_(buffer.requires_grad)
 
 
+def leave_out_of_backward(stage: Any, microbatch: int, unused: Sequence[bool]) -> None:
+    """Let the backward of a microbatch begin without those outputs of its forward that are ``unused``."""
+    if hasattr(stage, "fwd_cache"):  # before torch 2.15
+        outputs, *rest = stage.fwd_cache[microbatch]
+        kept = (tensor.detach() if left else tensor for tensor, left in zip(outputs, unused, strict=True))
+        stage.fwd_cache[microbatch] = (tuple(kept), *rest)
+        return
+    outputs = stage._forward_chunk_states[microbatch].live_outputs
+    for i, left in enumerate(unused):
+        if left:  # a tensor of no graph, in place of one that torch may have let go of once it was sent
+            outputs[i] = torch.empty(0)
+
+
 def run_step(
     schedule: Any,
     stages: Sequence[PipelineStage],
@@ -128,8 +141,10 @@ def all_reducing_as_set(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     stages call ``set_requires_gradient_sync``, which sets both switches, so this one is set again after each call.
     """
     parts = [part for module in modules for part in module.modules() if isinstance(part, FSDPModule)]
-    asked = [(part, _all_reduces(part)) for part in parts]
-    if all(on for _, on in asked):
+    groups = {part: _groups_of(part) for part in parts}
+    asked = [(part, all(group.all_reduce_grads for group in groups[part])) for part in parts]
+    waiting = any(group._partial_reduce_output is not None for part in parts for group in groups[part])
+    if not waiting and all(on for _, on in asked):
         yield
         return
 
@@ -144,19 +159,22 @@ def all_reducing_as_set(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
     for part in parts:
         vars(part)["set_requires_gradient_sync"] = partial(set_sync, part)
+        # From torch 2.15 on a check refuses what is left for later; the reduction itself is right.
+        vars(part._get_fsdp_state())["_validate_finalize_backward"] = lambda: None
     try:
         yield
     finally:
         for part in parts:
             del vars(part)["set_requires_gradient_sync"]
+            del vars(part._get_fsdp_state())["_validate_finalize_backward"]
         restore()
 
 
-def _all_reduces(part: FSDPModule) -> bool:
-    """Return whether a part itself all-reduces its gradients; True also if it has none of its own."""
-    state = part._get_fsdp_state()
+def _groups_of(part: FSDPModule) -> list[Any]:
+    """Return the groups of parameters that FSDP2 reduces for a part itself, if it has any."""
+    state: Any = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # a list from 2.13 on
-    return all(group.all_reduce_grads for group in groups if group is not None)
+    return [group for group in groups if group is not None]
 
 
 def explicit_order(

@@ -17,7 +17,13 @@ from course_pp.loss import Attached
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.module_extras import problem_of_wrappers, uncompiled
-from course_pp.parallel._torch import LocalNeighboursStage, expect, mixed_precision, tree_flatten
+from course_pp.parallel._torch import (
+    LocalNeighboursStage,
+    expect,
+    leave_out_of_backward,
+    mixed_precision,
+    tree_flatten,
+)
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.replaced_forward import (
@@ -445,18 +451,16 @@ class ModelStage(LocalNeighboursStage):
 
     def _leave_unused(self, microbatch: int) -> None:
         """Take the outputs that the next stage left unused out of this microbatch's backward."""
-        output, *rest = self.fwd_cache[microbatch]
         rank = self.stage_index_to_group_rank[self.stage_index + 1]
         if rank == self.group_rank:
             unused = self.unused.pop((self.stage_index, microbatch))
         else:
-            told = torch.zeros(len(output), dtype=torch.uint8)
+            told = torch.zeros(len(self.returned_for(microbatch).metas), dtype=torch.uint8)
             dist.recv(told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch))
             unused = told.bool().tolist()
         if self._is_sharded:
             return  # data ranks reduce together: one may have used what another has not
-        kept = (tensor.detach() if left else tensor for tensor, left in zip(output, unused, strict=True))
-        self.fwd_cache[microbatch] = (tuple(kept), *rest)
+        leave_out_of_backward(self, microbatch, unused)
 
     def _tag(self, sender: int, microbatch: int) -> int:
         """Return a number of its own for the note to stage ``sender``; torch's own messages have 0."""

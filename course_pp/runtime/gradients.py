@@ -165,13 +165,20 @@ def _finalize_by_hand(root: "FSDPModule", on: bool) -> None:
 
 def _reduce_gradients(root: "FSDPModule") -> None:
     """Reduce the gradients of all groups below ``root`` and wait for them, as FSDP2 does at the end of a backward."""
-    if hasattr(root, "finalize_backward"):  # from torch 2.15 on
+    state: Any = root._get_fsdp_state()
+    groups = _groups_of(state._state_ctx.all_states)
+    of_some_replicas = [not group.all_reduce_grads or group._partial_reduce_output is not None for group in groups]
+    if not hasattr(root, "finalize_backward"):  # before torch 2.15
+        for group in groups:
+            group.post_backward()
+        state._root_post_backward_final_callback()
+    elif any(of_some_replicas):  # which finalize_backward refuses
+        for group in groups:
+            group.post_backward()
+            group._training_state = type(group._training_state).IDLE
+        state.wait_for_gradient_reduction()
+    else:
         root.finalize_backward()
-        return
-    state = root._get_fsdp_state()
-    for group in _groups_of(state._state_ctx.all_states):
-        group.post_backward()
-    state._root_post_backward_final_callback()
 
 
 def _all_reduces(part: "FSDPModule") -> bool:
