@@ -85,7 +85,8 @@ class Batch:
         lists = {name: getattr(given, name) for name in given.lists}
         ready = are_ready(self._n_microbatches, given.whole, **lists)
         # First whether the stages take them at all: a spec for one that they do not take would be of no use.
-        for names in given.kwarg_mbs or [given.kwargs]:
+        of_each: Sequence[Mapping[str, Any]] = given.kwarg_mbs or []
+        for names in of_each or [given.kwargs]:
             for stage in self._stages:
                 _refuse(stage.problem_of_keywords(names))
         arguments: list[tuple[Any, ...]] = [()] * self._n_microbatches
