@@ -37,6 +37,11 @@ _QK_NORM = ("qwen3", "qwen3_moe")
 Form = Literal["packed", "mixtral", "qwen3_moe"]
 """How experts are stored: as transformers holds them in memory, or one matrix an expert as published files do."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_PACKED: dict[str, tuple[tuple[str, Literal[0, 1] | None], ...]] = {
+    "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
+    "down_proj": (("down_proj", None),),
+}
+"""For each packed weight of transformers its matrices in files, and which half of an expert's rows each is."""
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -60,16 +65,20 @@ class Source:
         expert: the one of our packed experts that it is; None: all of ours.
         half: which half of its second dimension counts; None: all of it.
         transposed: ours is (in, out), theirs (out, in).
+        rows: which half of our expert's rows it is; None: all of them.
     """
 
     name: str
     expert: int | None = None
     half: Literal[0, 1] | None = None
     transposed: bool = False
+    rows: Literal[0, 1] | None = None
 
     def place(self, ours: Tensor) -> Tensor:
         """Return a view of ours."""
         view = ours if self.expert is None else ours[self.expert]
+        if self.rows is not None:
+            view = view.chunk(2)[self.rows]
         return view.transpose(-2, -1) if self.transposed else view
 
     def take(self, theirs: Tensor) -> Tensor:
@@ -100,6 +109,27 @@ def sources_in_hf(name: str, config: ModelConfig, form: Form) -> list[Source]:
     if form == "mixtral":
         matrix = _IN_MIXTRAL[matrix]
     return [Source(f"{part}.{e}.{matrix}.weight", expert=e, transposed=True) for e in range(config.n_experts)]
+
+
+def sources_in_files(name: str, n_experts: int, form: Form) -> list[Source]:
+    """Return the tensors of published files that make up a weight of transformers' own model.
+
+    Its experts are packed: ``gate_up_proj`` is (experts, gate and up, in), and ``down_proj`` (experts, out, in).
+
+    Args:
+        n_experts: the length of the weight, if ``name`` is that of packed experts.
+    """
+    part, _, matrix = name.rpartition(".")
+    if form == "packed" or not part.endswith(".experts") or matrix not in _PACKED:
+        return [Source(name)]
+    if form == "mixtral":
+        part = part.replace(".mlp.", ".block_sparse_moe.")
+    found: list[Source] = []
+    for expert in range(n_experts):
+        for each, rows in _PACKED[matrix]:
+            theirs = _IN_MIXTRAL[each] if form == "mixtral" else each
+            found.append(Source(f"{part}.{expert}.{theirs}.weight", expert=expert, rows=rows))
+    return found
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:

@@ -63,7 +63,25 @@ class _Answering(TorchDispatchMode):
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if len({tensor.is_meta for tensor in tensors}) > 1:
             args, kwargs = to_meta((args, kwargs))
-        return func(*args, **(kwargs or {}))
+        return run_operation(func, args, kwargs or {})
+
+
+def run_operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation of torch; on the meta device also products of groups in dtypes other than bfloat16.
+
+    torch computes these on CPU and GPU in float32 too, and refuses them on the meta device. Experts of transformers'
+    models are such products.
+    """
+    if func is not torch.ops.aten._grouped_mm.default or not args[0].is_meta:
+        return func(*args, **kwargs)
+    one, other = args[0], args[1]
+    if one.dim() == other.dim():
+        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+        groups = (len(one) if one.dim() == 3 else len(offsets),)
+    else:
+        groups = ()
+    dtype = kwargs.get("out_dtype") or one.dtype
+    return one.new_empty((*groups, one.shape[-2], other.shape[-1]), dtype=dtype)
 
 
 def to_meta(value: Any) -> Any:

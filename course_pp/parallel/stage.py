@@ -550,6 +550,8 @@ def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any
             f"stage {stage.stage_index} is called with {takes}, but computes in {spelled(computed)}: convert "
             "the stages alike, or declare outputs= if it casts its inputs itself"
         )
+    if stage.is_first and stage.is_last:
+        return ValueMeta(())  # nothing crosses
     taken = takes.empty("meta")
 
     def returned() -> ValueMeta:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +31,7 @@ from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.stage import find_outputs
 from tests.equality import assert_same_training, full, snapshot_gradients, train
 from tests.parallel.foreign import Chain, freeze_gradients, models
+from tests.parallel.whole_models import build
 
 N_MICROBATCHES = 4
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
@@ -516,3 +518,38 @@ def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(comp
     module = fully_shard(module if compiles_last else compiled(module), mp_policy=default_mp_policy())
     module = compiled(module) if compiles_last else module
     assert module(X).dtype == meta_copy(module)(X.to("meta")).dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("lone_rank")
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_a_whole_model_of_experts_is_a_stage(implementation: str) -> None:
+    """Neither a product of groups in float32 nor a loop over the experts with rows runs on the meta device."""
+    model: Any = build("mixtral").float()
+    model.set_experts_implementation(implementation)
+    tokens = torch.arange(16).view(4, 4)
+
+    def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return (output.logits - target).square().mean()
+
+    loss_of(model(tokens), torch.ones(4, 4, 1)).backward()
+    expected = snapshot_gradients([model])
+    model.zero_grad()
+    stage = build_pipeline_stage(model, None, "cpu", 2, 4)
+    build_pipeline_schedule(stage, 2, loss_of, "1f1b").step(tokens, target=torch.ones(4, 4, 1))
+    torch.testing.assert_close(snapshot_gradients([model]), expected)
+
+
+PRODUCTS = [  # the shapes of both, and where each of two groups ends
+    ((6, 4), (2, 4, 8), [4, 6]),
+    ((2, 6, 4), (2, 4, 8), None),
+    ((2, 6, 4), (4, 8), [4, 8]),
+    ((6, 8), (8, 8), [4, 8]),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "ends"), PRODUCTS)
+def test_a_product_of_groups_has_the_same_shape_on_the_meta_device(one: Any, other: Any, ends: Any) -> None:
+    offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    product = F.grouped_mm(torch.ones(one), torch.ones(other), offs=offsets)
+    on_meta = [torch.ones(shape, device="meta") for shape in (one, other)]
+    assert run_on_meta(lambda: F.grouped_mm(*on_meta, offs=offsets)).shape == product.shape

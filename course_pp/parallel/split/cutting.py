@@ -16,6 +16,7 @@ from course_pp.collective import Ranks
 from course_pp.model.stages import split_by_cost
 from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import tree_map
+from course_pp.parallel.meta_device import has_no_weights
 from course_pp.parallel.split.recording import (
     Example,
     Output,
@@ -151,7 +152,10 @@ def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
     except Exception as error:  # whatever a foreign forward raises
         lines = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
-        raise _DoesNotRun(Problem("does not run", _line_of(error), said, "give arguments it takes")) from error
+        remedy = "give arguments it takes"
+        if any(has_no_weights(unit) for unit in model.modules()):
+            remedy += ", or a model with weights: this one ran on the meta device, which knows no values"
+        raise _DoesNotRun(Problem("does not run", _line_of(error), said, remedy)) from error
     if len(recording.calls) < 2:
         what = f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no place to cut"
         recording.problems.append(Problem("one piece", _forward_of(model), what, "compute in modules of its own"))

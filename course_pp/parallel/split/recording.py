@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
 from course_pp.parallel.blocks import runs_of_like_modules
-from course_pp.parallel.meta_device import has_no_weights, to_meta, without_numbers
+from course_pp.parallel.meta_device import has_no_weights, run_operation, to_meta, without_numbers
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """What a model is called with: positional and keyword arguments."""
@@ -271,7 +271,7 @@ class _Watch(TorchDispatchMode):
             yield unit.register_forward_hook(lambda _, args, output: self._leave(output))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = run_operation(func, args, kwargs or {})
         if not self._looking:
             return output
         arguments, results, written = tensors_in((args, kwargs)), tensors_in(output), _written(func, args, kwargs or {})

@@ -34,6 +34,7 @@ from course_pp.model.hf import (
     hf_file_tensors,
     name_to_hf,
     refuse_other_kinds,
+    sources_in_files,
     sources_in_hf,
 )
 from course_pp.training.checkpoint.manifest import (
@@ -377,11 +378,15 @@ def _sources_of(states: States, form: Form) -> Iterator[tuple[list[tuple[list[st
                 raise CheckpointError(f"{name} is no tensor, and safetensors hold nothing else: set it after filling")
             own[id(tensor)] = tensor
             known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
-            sources = [[Source(each)] for each in known]
             if isinstance(stage, Transformer):
                 sources = [sources_in_hf(each, stage.config, form) for each in known]
+            else:
+                length = len(tensor) if tensor.dim() == 3 else 0
+                sources = [sources_in_files(each, length, form) for each in known]
             for part, same in enumerate(zip(*sources, strict=True)):
                 names = [each.name for each in same]
+                if form == "mixtral":
+                    names += [each.replace(".mlp.", ".block_sparse_moe.") for each in names]
                 names += [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in names]
                 kept, _ = parts.setdefault(id(tensor), {}).setdefault(part, ({}, same[0]))
                 kept.update(dict.fromkeys(names))

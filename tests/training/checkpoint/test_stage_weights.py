@@ -4,9 +4,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -108,6 +110,46 @@ def test_stages_of_the_courses_model_are_filled_too(tied: bool, tmp_path: Path) 
         load_stage(stage, tmp_path)
     tokens = torch.arange(16).view(2, 8)
     torch.testing.assert_close(stages[1](stages[0](tokens)), model(tokens).logits)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 40}
+SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "use_cache": False, "num_experts_per_tok": 2}
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "mlp_only_layers": [0]},
+}
+
+
+def with_experts(kind: str) -> nn.Module:
+    """Return a model of transformers in float32, as it is built: its experts are one product in groups."""
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **OF_EXPERTS[kind])
+    model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one matrix an expert", "packed"])
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_experts_of_transformers_are_cut_without_weights_and_filled(kind: str, packed: bool, tmp_path: Path) -> None:
+    """Files hold a matrix for each expert, or all of a layer's packed as in memory."""
+    model, example = with_experts(kind), {"input_ids": torch.arange(20).view(2, 10)}
+    model.save_pretrained(tmp_path, save_original_format=not packed)
+    (file,) = tmp_path.glob("*.safetensors")
+    assert any("gate_up_proj" in name for name in load_file(file)) == packed
+    with weights_on_meta():
+        empty = with_experts(kind)
+    stages = auto_split(empty, example, 2)
+    for stage in stages:
+        load_stage(stage, tmp_path)
+    assert torch.equal(in_turn(stages, example), tensor_of(model(**example)))
+
+
+def test_files_with_another_number_of_experts_are_refused(tmp_path: Path) -> None:
+    with_experts("Mixtral").save_pretrained(tmp_path)
+    with weights_on_meta(), patch.dict(OF_EXPERTS["Mixtral"], num_local_experts=3):
+        empty = with_experts("Mixtral")
+    with pytest.raises(CheckpointError, match="sizes"):
+        load_stage(auto_split(empty, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, 2), tmp_path)
 
 
 def test_links_are_followed_as_downloaded_models_consist_of_them(tmp_path: Path) -> None:
