@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 Key = TypeVar("Key", bound=Hashable)
+_FILLED_LATER = "if that is meant, fill it after this call"
 _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
 
 
@@ -210,9 +211,12 @@ def problem_of_left_out_copies(
         return None if known is not None else _problem_inside(looks, f"or, {_FILLED_LATER}")
     ends = " and ".join(f"{name!r} of stage {stage}" for stage, name in sorted(lost[0].items()))
     kept = [tie for tie in tied if not _is_declared(_first_names(tie, looks), lost, in_part=True)]
+    are_one, otherwise = "have the same shape and values", _FILLED_LATER
+    if known is not None:
+        are_one, otherwise = "are one weight of the model", "to part them, untie the model before the cut"
     return (
-        f"{ends} are the same weight, or have its shape and values, and are in no tie, so they would be trained apart: "
-        f"give tied={_spelled([*kept, *lost])}; or, {_FILLED_LATER}"
+        f"{ends} {are_one}, and are in no tie, so they would be trained apart: give "
+        f"tied={_spelled([*kept, *lost])}; or, {otherwise}"
     )
 
 
@@ -220,9 +224,6 @@ def _is_declared(tie: Mapping[int, str], declared: Iterable[Mapping[int, str]], 
     """Return whether one of the ``declared`` ties has all places of ``tie``, or ``in_part`` some."""
     places = tie.items()
     return any(bool(places & other.items()) if in_part else places <= other.items() for other in declared)
-
-
-_FILLED_LATER = "if that is meant, fill it after this call"
 
 
 def problem_of_broken_ties(stage: int, module: nn.Module, shared: Iterable[Sequence[str]] = ()) -> str | None:

@@ -93,8 +93,9 @@ def build_pipeline_schedule(
             and whose microbatches are numbered as it says.
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
-            them. This package's model knows its ties. For others, None refuses stages whose values look tied, and
-            ``[]`` says that nothing is tied. A further weight with the values of a declared tie is refused too.
+            them. This package's model knows its ties. For others, None refuses stages whose values look tied,
+            with a list of all such weights; layers that are copied or seeded alike pass. ``[]`` says that nothing is
+            tied. Two further weights that look like one, or like a declared tie, are refused too.
         scaler: scales the loss and attached losses in the backward, for float16; the loss returned is not scaled.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 
@@ -227,6 +228,9 @@ class PipelineSchedule:
         gradients. What a stage returns may depend on shapes, and on the numbers and strings that are keyword arguments,
         but not on what is in tensors or objects. So a number of another value counts as not seen before; in an object,
         or a tuple, it does not.
+
+        Under HSDP, ``set_requires_all_reduce(False)`` on the stages leaves the replicas for a later step. A weight that
+        no microbatch used has no gradient afterwards, as in one process; what FSDP2 shards may have zeros.
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.

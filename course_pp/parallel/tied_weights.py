@@ -135,13 +135,23 @@ class TiedWeights:
 
         Only what the block added is exchanged: gradients accumulated by earlier steps are sums already, and exchanging
         them again would count the peers' shares twice. All ranks add up the same terms in the same order, so copies
-        that started equal stay equal bit by bit.
+        that started equal stay equal bit by bit. A weight without a gradient on any rank, as the block did not use
+        it, is left without.
         """
         ends = [one for one in self._ends() if any(end.requires_grad for end in one.mine.values())]
         with set_apart(end for one in ends for end in one.mine.values()):
             yield
+            used = self._used(ends)
             for one in ends:
-                self._sum(one)
+                if one.tie in used:
+                    self._sum(one)
+
+    def _used(self, ends: Sequence[_Ends]) -> list[Tie]:
+        """Return the ties that have a gradient on any rank; this package's model uses its own in every step."""
+        if any(isinstance(module, PipelineStageModule) for module in self._modules.values()):
+            return list(self.ties)
+        mine = [one.tie for one in ends if any(end.grad is not None for end in one.mine.values())]
+        return [tie for tie in self.ties if self._ranks.largest(int(tie in mine))]
 
     def _ends(self) -> list[_Ends]:
         found = []

@@ -53,8 +53,9 @@ class Pipeline:
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
             its buffers (BatchNorm's statistics) it then does twice.
         tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
-            Their gradients are summed; give them equal values. None refuses stages that look tied: an embedding's
-            values again in another stage. ``[]`` says that nothing is.
+            Their gradients are summed; give them equal values. None refuses stages that look tied, with a list of all
+            such weights; layers that are copied or seeded alike pass. ``[]`` says that nothing is tied. Two further
+            weights that look like one, or like a declared tie, are refused too.
         recorder: records every action and every wait.
         cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
@@ -149,6 +150,8 @@ class Pipeline:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
         With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
+
+        Under HSDP, ``set_requires_all_reduce(False)`` on the stages leaves the replicas for a later step.
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
         ``register_post_accumulate_grad_hook`` are called once, when the losses are known: an optimizer may step there.

@@ -105,8 +105,12 @@ class Aside(nn.Module):
         return x + sometimes * asked[:, None] if asked.any() else x
 
 
-def asides(n: int) -> list[Aside]:
-    return [Aside(i, i == n - 1).double() for i in range(n)]
+def asides(n: int, tied: bool) -> list[Aside]:
+    """Stages of which the first and the last share a weight beside, if ``tied``."""
+    stages = [Aside(i, i == n - 1).double() for i in range(n)]
+    if tied:
+        stages[-1].sometimes.weight = stages[0].sometimes.weight
+    return stages
 
 
 def aside_inputs(asked: list[int]) -> tuple[Tensor, ...]:
@@ -130,23 +134,25 @@ def step_aside(modules: Any, optimizer: torch.optim.Optimizer, run: Any) -> dict
 
 
 def decaying(modules: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=0.1, weight_decay=0.5)
+    parameters = dict.fromkeys(p for module in modules.values() for p in module.parameters())
+    return torch.optim.AdamW(list(parameters), lr=0.1, weight_decay=0.5)
 
 
-def asides_on_rank(rank: int, pp: int, schedule: str, asked: list[int]) -> dict[str, Any]:
+def asides_on_rank(rank: int, pp: int, schedule: str, asked: list[int], tied: bool) -> dict[str, Any]:
     mesh = init_distributed(DistributedConfig(pp=pp))
     indices = get_stage_indices(schedule, rank, pp)
     n = pp * len(indices)
-    modules = {i: asides(n)[i] for i in indices}
+    modules = {i: asides(n, tied)[i] for i in indices}
     inputs = aside_inputs(asked)
     example = tuple(tensor[:2] for tensor in inputs)
     stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
-    pipeline = build_pipeline_schedule(stages, 4, nn.MSELoss(), schedule)
+    ties = [{0: "sometimes.weight", n - 1: "sometimes.weight"}] if tied else None
+    pipeline = build_pipeline_schedule(stages, 4, nn.MSELoss(), schedule, tied=ties)
     return step_aside(modules, decaying(modules), lambda: pipeline.step(*inputs, target=inputs[0].cos()))
 
 
-def asides_in_one_process(n: int, asked: list[int]) -> dict[str, Any]:
-    modules = dict(enumerate(asides(n)))
+def asides_in_one_process(n: int, asked: list[int], tied: bool) -> dict[str, Any]:
+    modules = dict(enumerate(asides(n, tied)))
     inputs = aside_inputs(asked)
 
     def run() -> None:
@@ -159,21 +165,22 @@ def asides_in_one_process(n: int, asked: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("pp", "schedule", "asked"),
+    ("pp", "schedule", "asked", "tied"),
     [
-        pytest.param(3, "1f1b", [], id="never"),
-        pytest.param(3, "1f1b", [5], id="in one microbatch"),
-        pytest.param(2, "interleaved_1f1b", [5], id="several stages a rank"),
-        pytest.param(2, "zb_v", [2], id="neighbours on one rank, split"),
+        pytest.param(3, "1f1b", [], False, id="never"),
+        pytest.param(3, "1f1b", [], True, id="never, tied"),
+        pytest.param(3, "1f1b", [5], True, id="in one microbatch, tied"),
+        pytest.param(2, "interleaved_1f1b", [5], False, id="several stages a rank"),
+        pytest.param(2, "zb_v", [2], False, id="neighbours on one rank, split"),
     ],
 )
 def test_a_tensor_that_a_step_leaves_unused_gives_no_gradient_and_moves_nothing(
-    pp: int, schedule: str, asked: list[int]
+    pp: int, schedule: str, asked: list[int], tied: bool
 ) -> None:
-    expected = asides_in_one_process(pp if schedule == "1f1b" else 2 * pp, asked)
+    expected = asides_in_one_process(pp if schedule == "1f1b" else 2 * pp, asked, tied)
     assert any(gradient is None for gradient in expected["gradients"].values())
     seen = set()
-    for rank in on_ranks(pp, asides_on_rank, pp, schedule, asked):
+    for rank in on_ranks(pp, asides_on_rank, pp, schedule, asked, tied):
         for kind, found in rank.items():
             for key, value in found.items():
                 seen.add(key)
