@@ -47,7 +47,8 @@ class RankMissing(RuntimeError):
 
     Attributes:
         rank: the rank that noticed, numbered within the group of ``n_ranks``, after ``waited_s`` seconds.
-        missing: the ranks that have not reported that they waited too; empty if nobody can tell.
+        missing: the ranks that have not reported that they waited too; empty if nobody can tell. If
+            they are several, one of them is the cause, and the others may still be waiting for it.
         began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
     """
 
@@ -55,12 +56,16 @@ class RankMissing(RuntimeError):
 
     def __init__(self, rank: int, n_ranks: int, waited_s: float, missing: Sequence[int] = ()) -> None:
         self.rank, self.n_ranks, self.waited_s, self.missing = rank, n_ranks, waited_s, tuple(missing)
-        named = f"{'rank' if len(self.missing) == 1 else 'ranks'} {', '.join(map(str, self.missing))}"
-        who = (
-            f"{named}, ended or did not come: look at what was printed there"
-            if missing
-            else "the others, and one of them has ended or did not come: look at what they printed"
-        )
+        if len(self.missing) == 1:
+            who = f"rank {self.missing[0]}, ended or did not come: look at what was printed there"
+        elif missing:  # a rank that still waits for the first one cannot report either
+            named = ", ".join(map(str, self.missing))
+            who = (
+                f"ranks {named}: one of them ended or did not come, and the others may be waiting "
+                "for it as this one did: look at what was printed there"
+            )
+        else:
+            who = "the others, and one of them has ended or did not come: look at what they printed"
         super().__init__(
             f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for {who}, and make this call on every rank of the group"
         )

@@ -98,16 +98,18 @@ def resume(
     state = ranks.collectively(lambda: state_of(modules, tied))
     ends, also = _ends_there(state, opened)
 
-    def compare() -> tuple[list[tuple[str, ...]], set[str], set[str]]:
+    def compare() -> tuple[list[tuple[str, ...]], set[str], set[str], list[dict[str, Any]]]:
         _check_model(opened, config_of(state), ends)
         if optimizer is not None:
             _check_optimizer(opened, optimizer, ends)
         _check_ties(opened, also, optimizer is not None)
-        return state.declared, state.met, {name for name, _ in ends}.union(*also.values())
+        held = {name for name, _ in ends}.union(*also.values())
+        options = [] if optimizer is None else _options_of_groups(opened, optimizer, ends)
+        return state.declared, state.met, held, options
 
     everyone = ranks.each(compare)
-    check_ties_are_declared_alike([(declared, met) for declared, met, _ in everyone])
-    if left := sorted(opened.weights.difference(*(found for *_, found in everyone))):
+    check_ties_are_declared_alike([(declared, met) for declared, met, *_ in everyone])
+    if left := sorted(opened.weights.difference(*(found for _, _, found, _ in everyone))):
         stranger = f"{left[0]}, which no rank's modules have{_hint(left[0])}"
         raise CheckpointError(f"{opened.path} is of another model: it has {stranger}")
     slots = {} if optimizer is None else _new_slots(opened, optimizer, ends)
@@ -121,7 +123,7 @@ def resume(
     ranks.collectively(lambda: _read(opened, wanted))
     ranks.collectively(lambda: _load(state, optimizer))
     if optimizer is not None:
-        _apply(opened, optimizer, slots, ends)
+        _apply(optimizer, slots, [options for *_, options in everyone], ranks.rank)
         restore_rng(generators, opened.state["seed"], opened.state["step"], coordinates)
     return Loaded(opened.path, opened.state["step"], opened.state["extra"])
 
@@ -257,17 +259,42 @@ def _load(state: RankState, optimizer: torch.optim.Optimizer | None) -> None:
         raise CheckpointError(f"load_state_dict replaces {lost[0]}, which the optimizer trains: {how}")
 
 
-def _apply(
-    opened: Opened, optimizer: torch.optim.Optimizer, slots: Mapping[int, dict[str, Tensor]], ends: Ends
-) -> None:
-    """Give the optimizer its state and options."""
+def _options_of_groups(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> list[dict[str, Any]]:
+    """Return the checkpoint's options for each group of this rank; none for a group that is empty here."""
     names, options = {id(tensor): name for name, tensor in ends}, _options(opened)
+    found = []
     for group in optimizer.param_groups:
+        trained = group["params"]
+        found.append(options[names[id(trained[0])]] if trained else {})
+    return found
+
+
+def _apply(
+    optimizer: torch.optim.Optimizer,
+    slots: Mapping[int, dict[str, Tensor]],
+    options: Sequence[list[dict[str, Any]]],
+    rank: int,
+) -> None:
+    """Give the optimizer its state and options.
+
+    A group that is empty here, as on a stage without norms, takes the options of the group with its
+    number on another rank. If it is empty everywhere, it takes only options that it lacks, such as a
+    scheduler's ``initial_lr``, without which a scheduler refuses to go on.
+    """
+    for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             optimizer.state.pop(parameter, None)
             if slots[id(parameter)]:
                 optimizer.state[parameter] = slots[id(parameter)]
-        for key, value in options[names[id(group["params"][0])]].items() if group["params"] else ():
+        found = options[rank][number]
+        alike = [theirs[number] for theirs in options if number < len(theirs) and theirs[number]]
+        if not found and alike:
+            found = alike[0]
+        elif not found:
+            others = [given for theirs in options for given in theirs if given]
+            lacking = others[0].items() if others else ()
+            found = {key: value for key, value in lacking if key not in group}
+        for key, value in found.items():
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)

@@ -174,7 +174,7 @@ def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
 def check_ties_are_declared_alike(everyone: Sequence[tuple[Sequence[tuple[str, ...]], set[str]]]) -> None:
     """Refuse ties that the ranks do not declare alike, or that name what no rank has, by their ``declared, met``."""
     if problem := difference([{"tied": declared} for declared, _ in everyone]):
-        raise CheckpointError(problem)
+        raise CheckpointError(f"{problem}, or leave tied= away on all")
     held = set().union(*(met for _, met in everyone))
     if strangers := sorted({name for tie in everyone[0][0] for name in tie} - held):
         raise CheckpointError(f"tied= names {strangers[0]}, which no rank's modules have: write it as they do")

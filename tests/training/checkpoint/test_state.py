@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module
@@ -47,6 +48,35 @@ def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Pa
     assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
     with pytest.raises(CheckpointError, match=r"other options for .*: make the same groups"):
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
+
+
+def test_a_group_that_is_empty_on_a_stage_gets_its_options_back(tmp_path: Path) -> None:
+    for groups in on_ranks(2, _groups_after_loading, tmp_path):
+        decayed, plain, unused = groups
+        assert (decayed["lr"], decayed["weight_decay"], decayed["initial_lr"]) == (0.05, 0.3, 0.1)
+        assert (plain["lr"], plain["weight_decay"], plain["initial_lr"]) == (0.1, 0.0, 0.2)
+        assert unused["initial_lr"]
+
+
+def _groups_after_loading(rank, root):
+    """A matrix on the first stage and a bias on the second: each has two empty groups."""
+    stage = nn.ParameterDict({("weight", "bias")[rank]: torch.ones((2, 2) if rank == 0 else (2,))})
+    own = list(stage.parameters())
+
+    def optimizer(lr: float, weight_decay: float) -> torch.optim.AdamW:
+        decayed = {"params": own if rank == 0 else [], "weight_decay": weight_decay}
+        plain = {"params": own if rank else [], "weight_decay": 0.0, "lr": 2 * lr}
+        return torch.optim.AdamW([decayed, plain, {"params": []}], lr=lr)
+
+    run = optimizer(0.1, 0.3)
+    scheduler = LambdaLR(run, lambda step: 0.5**step)
+    run.step()
+    scheduler.step()
+    save(root, 1, stage, run, device_mesh=None)
+    loaded = optimizer(1.0, 0.0)
+    load(root, stage, loaded, device_mesh=None)
+    LambdaLR(loaded, lambda step: 0.5**step, last_epoch=0)  # which refuses a group without initial_lr
+    return [{k: v for k, v in group.items() if k != "params"} for group in loaded.param_groups]
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
