@@ -11,6 +11,7 @@ tensor-parallel ranks, which talk most, are the closest, and the pipeline stages
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,7 @@ Backend = Literal["gloo", "nccl"]
 _PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
 _SCONTROL_LIMIT_S = 20
 _LEFT_TO_THE_LAUNCHER_S = 5.0
+_INTERRUPTED = 128 + signal.SIGINT  # as a shell counts
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 # Which process has been bound to its cores: a second call finds only its part, and must not divide it again.
 _DONE = "COURSE_PP_PINNED_PID"
@@ -147,6 +149,8 @@ def is_rank_zero() -> bool:
 def refusals_said_once(program: str) -> Iterator[None]:
     """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
 
+    An interrupt (Ctrl-C, SIGINT) ends it with exit code 130 and one line of rank 0.
+
     Rank 0 prints the message. The others wait five seconds, in which the launcher ends them. If they are still there,
     the problem was theirs alone, and they print it.
     """
@@ -159,6 +163,10 @@ def refusals_said_once(program: str) -> Iterator[None]:
         where = f" (rank {rank})" if rank > 0 else ""
         print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        if get_world_info()[0] == 0:
+            print(f"{program}: interrupted", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
 
 
 # Which cores and how many threads a rank uses, so that the ranks of one node do not fight over them.

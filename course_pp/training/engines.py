@@ -146,12 +146,17 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
 def flops_of_a_sequence(held: HeldStages, seq_len: int) -> float:
     """Return the FLOPs of a training step on one sequence; a collective.
 
-    Those of our own model are three times the forward's: for each matrix product backward has two. Other models count 6
-    for each parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), without attention's.
+    Those of our own model are three times the forward's: for each matrix product backward has two.
+    Other models count 6 for each parameter and token, a tied one once, without attention's (Kaplan
+    et al. 2020, arXiv:2001.08361, section 2.1).
     """
     if held.ours:
         return 3 * layer_costs(held.ours[0].config, seq_len).total
-    sizes = {stage: sum(p.numel() for p in module.parameters()) for stage, module in held.modules.items()}
+    counted_elsewhere = {(stage, tie[stage]) for tie in held.tied for stage in sorted(tie)[1:]}
+    sizes = {}
+    for stage, module in held.modules.items():
+        named = module.named_parameters()
+        sizes[stage] = sum(p.numel() for name, p in named if (stage, name) not in counted_elsewhere)
     everyone: dict[int, int] = {}
     for theirs in Ranks().gather(sizes):
         everyone |= theirs

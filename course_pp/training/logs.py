@@ -10,9 +10,11 @@ import json
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -205,7 +207,8 @@ class Reporter:
         writes = is_logging_rank and config.log_folder is not None
         self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if writes else None)
         if self._logs is not None:
-            stack.callback(self._logs.close)
+            stack.enter_context(_tensorboard_raises_in_its_caller_only())
+        stack.callback(self._close_logs)
         peak = speed.peak
         self._write("start", step, {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source})
         self._profiler: torch.profiler.profile | None = None
@@ -251,10 +254,52 @@ class Reporter:
             self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        if self._logs is not None:
-            # JSON has neither infinity nor NaN; in words they survive every parser.
-            is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
-            self._logs.write(event, step, {name: str(v) if is_odd[name] else v for name, v in values.items()})
+        if self._logs is None:
+            return
+        # JSON has neither infinity nor NaN; in words they survive every parser.
+        is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
+        record = {name: str(v) if is_odd[name] else v for name, v in values.items()}
+        try:
+            self._logs.write(event, step, record)
+        except OSError as error:
+            self._go_on_without_logs(error)
+
+    def _close_logs(self) -> None:
+        if self._logs is None:
+            return
+        try:
+            self._logs.close()
+        except OSError as error:
+            self._go_on_without_logs(error)
+
+    def _go_on_without_logs(self, error: OSError) -> None:
+        """Stop writing metrics, as to a full disk: they are not worth the end of a run."""
+        logs, self._logs = self._logs, None
+        warnings.warn(
+            f"log_folder {self._config.log_folder} can no longer be written ({error.strerror or error}): "
+            "training goes on, and saves, without metrics; a resumed run writes them again",
+            stacklevel=3,
+        )
+        if logs is not None:
+            with suppress(OSError):
+                logs.close()
+
+
+@contextmanager
+def _tensorboard_raises_in_its_caller_only() -> Iterator[None]:
+    """Keep the traceback of TensorBoard's own thread away: the next call raises what failed there."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        is_tensorboards = type(args.thread).__module__.startswith("tensorboard.")
+        if not (is_tensorboards and isinstance(args.exc_value, OSError)):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _load_in_words(loads: Mapping[str, ExpertLoad]) -> str:

@@ -32,6 +32,7 @@ from course_pp.parallel import (
     has_dp_mesh,
     init_distributed,
     is_rank_zero,
+    refusals_said_once,
 )
 from course_pp.parallel.mesh import first_host, lone_group
 
@@ -408,3 +409,10 @@ def test_leaving_lets_go_of_the_group_that_stages_without_a_pipeline_share() -> 
     destroy_distributed()
     gc.collect()
     assert group() is None
+
+
+def test_an_interrupted_script_ends_with_one_line(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended, refusals_said_once("script.py"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "script.py: interrupted\n"

@@ -1,5 +1,6 @@
 """A trainer's run through real checkpoints: what is saved when something fails, and what another run takes up."""
 
+import json
 import math
 import os
 import random
@@ -19,6 +20,7 @@ from course_pp.parallel import DistributedConfig, clip_grad_norm_
 from course_pp.training import TrainConfig, Trainer
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, diff, find_latest, load, save, saving, verify
 from course_pp.training.checkpointer import Checkpointer
+from course_pp.training.logs import METRICS, Logs
 from course_pp.training.optim import build_scheduler
 from course_pp.training.preemption import Preempted, Preemption
 from course_pp.training.trainer import NonFiniteGradient
@@ -106,6 +108,36 @@ def test_auto_takes_the_checkpoint_before_a_damaged_one_and_replaces_that(
     assert again == losses[2:]
     assert any("step_00000002, because newer ones are not whole" in words for words in said)
     assert diff(tmp_path / "step_00000003", root / "step_00000003") == []
+
+
+def with_a_full_disk(rank: int, root: Path, logs: Path) -> tuple[int, list[str]]:
+    """Steps taken and warnings of a run whose log folder is full from step 2 on."""
+    write = Logs.write
+
+    def write_to_a_full_disk(self: Logs, event: str, step: int, values: Any) -> None:
+        if step == 2:
+            self._file = open("/dev/full", "a")  # noqa: SIM115
+        write(self, event, step, values)
+
+    Logs.write = write_to_a_full_disk  # type: ignore[method-assign]
+    run = trainer(replace(RUN, log_folder=str(logs), log_every=1), MODEL, PIPELINE)
+    with (
+        warnings.catch_warnings(record=True) as said,
+        Checkpointer(run, root, device_mesh=run._mesh, save_every=3) as checkpointer,
+    ):
+        fitted = run.fit(checkpointer.after_step)
+    return fitted.steps, [str(warning.message) for warning in said if str(logs) in str(warning.message)]
+
+
+def test_a_run_whose_log_folder_is_full_goes_on_and_saves(tmp_path: Path) -> None:
+    told = run(2, with_a_full_disk, tmp_path / "saved", tmp_path / "logs")
+    assert [steps for steps, _ in told] == [3, 3]
+    assert sorted(len(said) for _, said in told) == [0, 1]
+    latest = find_latest(tmp_path / "saved")
+    assert latest is not None
+    assert latest.name == "step_00000003"
+    lines = (tmp_path / "logs" / METRICS).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
 
 def ending(rank: int, root: Path, what: str) -> tuple[str, list[str]]:
