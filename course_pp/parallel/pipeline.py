@@ -714,7 +714,7 @@ def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -
         if whole and not carries_integers():
             return (
                 f"stage {before} returns {whole[0]}, and this release of torch sends only tensors that carry gradients "
-                "between stages: give it to every stage as a keyword argument of step, or take torch 2.13"
+                "between stages: give it to every stage as a keyword argument of step, or take torch 2.13 or newer"
             )
     return None
 

@@ -144,7 +144,8 @@ def step(
 def begin_without_messages(schedule: Any, stages: Sequence[Any]) -> None:
     """Begin a torch schedule without the messages that open connections to neighbours.
 
-    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared.
+    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared. From 2.15 on torch sends
+    none in a group whose other ranks do not exist, and calls neither of these.
     """
 
     def settled(stages: Sequence[Any], *_: Any, **__: Any) -> None:
