@@ -25,6 +25,8 @@ from course_pp.imports import imports_that_warn
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
 
+# The head and routers need their bits, and a gate of shared experts, as Qwen2-MoE has one, gives a single number.
+_SKIPPED = ("head", "lm_head", "router", "gate", "shared_expert_gate", "experts")
 _MULTIPLE = 16  # of both sizes of a matrix, for the tensor cores
 _FIRST_WITH_FLOAT8 = (8, 9)  # compute capability of Ada; Hopper is (9, 0)
 
@@ -34,7 +36,7 @@ def apply_float8(
     device_mesh: DeviceMesh | None,
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise",
     *,
-    skip: Collection[str] = ("head", "lm_head", "router", "gate", "experts"),
+    skip: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Let the linear layers of ``model`` multiply in eight bits, in place.
 
@@ -45,7 +47,8 @@ def apply_float8(
         model: any model, or one stage of it, with parameters in float32 or bfloat16. Its ``nn.Linear`` are converted,
             their subclasses are not.
         recipe: one scale for a whole tensor, or one for each row (more exact, slower).
-        skip: a layer is left as it is if one part of its dotted name is here. The head and routers need their bits.
+        skip: parts of dotted names; layers with one of them are left as they are. So are, in any case, layers with
+            ``head``, ``lm_head``, ``router``, ``gate``, ``shared_expert_gate`` or ``experts`` in their name.
 
     Returns:
         The names of the layers.
@@ -60,15 +63,16 @@ def apply_float8(
     def look() -> tuple[dict[str, nn.Linear], Any]:
         check_arguments(apply_float8, given)
         check_order(model, "float8")
+        skipped = {*_SKIPPED, *skip}
         layers = {
             name: module
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and not {*skip} & {*name.split(".")}
+            if type(module) is nn.Linear and skipped.isdisjoint(name.split("."))
         }
         if not layers:
             raise ValueError(
-                f"apply_float8 finds no nn.Linear in {type(model).__name__} outside skip={listed(skip)}: shorten skip, "
-                "or leave apply_float8 out"
+                f"apply_float8 finds no nn.Linear in {type(model).__name__} beside those it skips, with "
+                f"{listed(sorted(skipped))} in their name: shorten skip=, or leave apply_float8 out"
             )
         for name, layer in layers.items():
             _check_layer(name, layer)

@@ -79,6 +79,19 @@ def test_layouts_equal_the_same_conversion_on_one_process(layout: DistributedCon
             assert_same_training(list(found), in_one_process(layout.dp_shard, recipe), tolerances=TOLERANCES)
 
 
+@pytest.mark.parametrize("skip", [(), ("q_proj",), ("shared_expert_gate",)])
+def test_the_head_routers_and_experts_keep_their_bits_whatever_else_is_skipped(skip: tuple[str, ...]) -> None:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=48, num_hidden_layers=1, **sizes))
+    linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    kept = linear - {*apply_float8(model, None, skip=skip)}
+    of_attention = {f"model.layers.0.self_attn.{name}" for name in skip if name == "q_proj"}
+    assert kept == {"lm_head", "model.layers.0.mlp.shared_expert_gate"} | of_attention
+
+
 def a_model(**sizes: int) -> Transformer:
     return Transformer(replace(CONFIG, **sizes))
 
