@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import re
 import reprlib
 import signal
 import tempfile
@@ -110,7 +111,7 @@ class Answer:
                 return _endless(error.waits, call, self.limit_s)
             case RankDied():
                 whose = "its whole process" if n_ranks == 1 else f"the process of rank {error.rank}"
-                return Stopped("died", f"{call} ended {whose}.", _why_died(error))
+                return Stopped("died", f"{call} ended {whose}.", _why_died(error, n_ranks, self.source))
             case LaunchError():
                 cause = "It changes Python itself, or ends processes."
                 return Stopped("broken", f"{call} broke the process that it ran in.", cause, str(error))
@@ -133,6 +134,10 @@ class Answer:
             ) from None
 
     def _unsendable(self, error: Exception) -> Stopped:
+        # The `exit` and `quit` of a notebook belong to its shell, which cannot be sent.
+        if leaving := re.search(r"(?<![.\w])(exit|quit)\(", self.source):
+            symptom = f"`{self.name}` calls `{leaving[1]}`, which ends Python."
+            return Stopped("exited", symptom, "Give the value back with `return` instead.")
         return Stopped(
             "unsendable",
             f"`{self.name}` cannot be sent to another process, which is where it is checked.",
@@ -186,11 +191,18 @@ def _endless(waits: tuple[Wait, ...], call: str, limit_s: float) -> Stopped:
     slowest = next(iter(running), waits[0])
     who = f" rank {slowest.rank}," if len(waits) > 1 else ""
     where = f", {slowest.where}" if slowest.where else ""
-    cause = "Look for a loop whose condition never changes, or for something that waits."
+    cause = (
+        "Look for a loop whose condition never changes, or for something that waits. If there is none, this machine "
+        "is busy: run the cell again."
+    )
+    if not slowest.where:
+        cause = "None of its own lines was running, so this machine may just be busy: run the cell again."
     return Stopped("endless", f"{call}{who} {late}{where}.", cause, waits=waits)
 
 
-def _why_died(died: RankDied) -> str:
+def _why_died(died: RankDied, n_ranks: int, source: str) -> str:
+    if died.exit_code == -signal.SIGABRT and (n_ranks == 1 or "os.abort" in source):
+        return "Something in it called `os.abort`: give the value back with `return` instead."
     if died.exit_code >= 0:
         return "Something in it called `os._exit`: give the value back with `return` instead."
     if died.exit_code == -signal.SIGABRT:

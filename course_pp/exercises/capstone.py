@@ -8,7 +8,7 @@ import runpy
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 from math import floor, prod
@@ -229,7 +229,10 @@ def _judge_layout(what: str, case: _Case, got: Any) -> None:
     cluster = case[1]
     plain = Layout(got.pp, got.tp, got.dp_shard, ac=got.ac)
     if got != plain:
-        raise Mistake(f"{what} is {got}, which changes more than pp, tp, dp_shard and ac.", "Leave the rest as it is.")
+        changed = [each.name for each in fields(got) if getattr(got, each.name) != getattr(plain, each.name)]
+        names = " and ".join(f"`{name}`" for name in changed)
+        cause = f"Leave {names} out of the call of `Layout`: the exercise compares layouts that differ in nothing else."
+        raise Mistake(f"{what} is {got}, which changes more than pp, tp, dp_shard and ac.", cause)
     if got.tp > cluster.gpus_per_node:
         raise Mistake(f"{what} has tp={got.tp}, which leaves the node of {cluster.gpus_per_node}.")
     try:
@@ -455,13 +458,17 @@ def _case(
     return replace(model_named(name), tie_embeddings=False), layout, cluster_of(where), batch, seq_len, step_s
 
 
+_THREE = "m, MFU, and the parameters of each pipeline rank"
+
+
 def _as_report(got: Any, what: str) -> Report:
-    m, mfu, held = expect_list(got, what, 3)
+    m, mfu, held = expect_list(got, what, 3, f"{_THREE}.")
     counts = [
         expect_int(each, f"{what}[2][{i}]", "Parameters are counted: nothing is to be divided.")
         for i, each in enumerate(expect_list(held, f"{what}[2]"))
     ]
-    return expect_int(m, f"{what}[0]"), expect_number(mfu, f"{what}[1]"), counts
+    number = expect_int(m, f"{what}[0]", f"{_THREE}, in this order. m is counted: `//`.")
+    return number, expect_number(mfu, f"{what}[1]"), counts
 
 
 def _why_report(case: tuple[Any, ...], got: Report, right: Report) -> str:

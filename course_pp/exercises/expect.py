@@ -1,6 +1,6 @@
 """What graders ask of a value before they judge it: its type, its length, that it is a number at all.
 
-Each returns the value in its plain form and raises `Mistake` for what is of the wrong kind. ``what`` names the value
+Each returns the value in its plain form and raises `Mistake` for a value of the wrong kind. ``what`` names the value
 for the learner, as a rule the call that gave it: ``"bubble(4, 8)"``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from course_pp.exercises.mistakes import Mistake
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 def close(got: float, want: float, rel_tol: float = 1e-6) -> bool:
     """Whether two numbers are the same but for rounding, float32's included."""
     return math.isclose(got, want, rel_tol=rel_tol, abs_tol=1e-12)
+
+
+_A_FLOAT = "`/` makes a float even where nothing is left over; `//` keeps whole numbers whole."
+_NOT_WHOLE = "Is it in the place of another number? Or is it divided, where `//` should round down?"
 
 
 def expect_number(value: Any, what: str) -> float:
@@ -37,24 +41,32 @@ def expect_number(value: Any, what: str) -> float:
     return number
 
 
-def expect_int(value: Any, what: str, remedy: str = "Divide with `//`.") -> int:
+def expect_int(value: Any, what: str, remedy: str = "") -> int:
     """A whole number; 3.0 is refused, because it can be no index and no count. ``remedy`` is for floats."""
     plain = _scalar(value)
     if isinstance(plain, float) and math.isfinite(plain):
-        raise Mistake(f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", remedy)
+        cause = remedy or (_A_FLOAT if plain.is_integer() else _NOT_WHOLE)
+        raise Mistake(f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", cause)
     if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
         raise _wrong_kind(value, what, "a whole number")
     return int(plain)
 
 
-def expect_list(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """A list, tuple or range, of ``length`` entries unless that is None."""
-    if not isinstance(value, list | tuple | range):
-        raise _wrong_kind(value, what, "a list")
-    if length is not None and len(value) != length:
-        has = "1 entry" if len(value) == 1 else f"{len(value)} entries"
-        raise Mistake(f"`{what}` has {has}, not {length}.", example=f"It is {_shown(value)}.")
-    return list(value)
+def expect_list(value: Any, what: str, length: int | None = None, remedy: str = "") -> list[Any]:
+    """A list, of ``length`` entries unless that is None; any sequence, array or tensor is made one.
+
+    ``remedy`` says what the list should hold.
+    """
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0):
+        entries = value.tolist()
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        entries = list(value)
+    else:
+        raise _wrong_kind(value, what, "a list", remedy)
+    if length is not None and len(entries) != length:
+        has = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+        raise Mistake(f"`{what}` has {has}, not {length}.", remedy, f"It is {_shown(value)}.")
+    return entries
 
 
 def expect_dict(value: Any, what: str, keys: Sequence[Any] | None = None) -> dict[Any, Any]:
@@ -95,12 +107,32 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _wrong_kind(value: Any, what: str, asked_for: str) -> Mistake:
+def _wrong_kind(value: Any, what: str, asked_for: str, remedy: str = "") -> Mistake:
     if value is None:
-        return Mistake(f"`{what}` is None; {asked_for} is asked for.", "Is a `return` missing?")
+        # Where it is an entry, something was returned.
+        cause = "This place was never filled." if what.endswith("]") else "Is a `return` missing?"
+        return Mistake(f"`{what}` is None; {asked_for} is asked for.", cause)
     name = "complex number" if isinstance(value, complex) else type(value).__name__
     article = "an" if name[0].lower() in "aeiou" else "a"
-    return Mistake(f"`{what}` is {article} {name}; {asked_for} is asked for.", example=f"It is {_shown(value)}.")
+    symptom = f"`{what}` is {article} {name}; {asked_for} is asked for."
+    return Mistake(symptom, remedy or _why_wrong_kind(value, asked_for), f"It is {_shown(value)}.")
+
+
+def _why_wrong_kind(value: Any, asked_for: str) -> str:
+    if asked_for == "a tensor":
+        return "Return one tensor, and nothing beside it."
+    if asked_for == "a list":
+        if isinstance(value, Mapping):
+            return "Take its `.values()` or its `.items()`, and make a list of them: `list(…)`."
+        if isinstance(value, Set):
+            return "A set has no order: `sorted(…)` makes a list of it."
+        if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+            return "Make a list of it: `list(…)`."
+    if isinstance(value, str):
+        return "Return the number itself, without a text around it."
+    if getattr(value, "ndim", 0) or isinstance(value, list | tuple):
+        return "One number belongs there, and this has several, or one inside a list."
+    return ""
 
 
 def _shown(value: Any) -> str:

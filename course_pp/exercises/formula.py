@@ -26,7 +26,7 @@ class Formula:
     """A grader: in every case the answer has to give what ``solution`` gives.
 
     A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in every case; else of
-    the first that does so wherever the answer is wrong, if that is twice or more and these are numbers.
+    the first that does so wherever the answer is wrong, if that is twice or more and these are numbers or lists.
 
     Args:
         solution: the right formula.
@@ -77,9 +77,13 @@ class Formula:
             return
         i = missed[0]
         # Of the few values that a choice has, two alike mean little.
-        several = len(missed) > 1 and all(type(got[each]) in (int, float) for each in missed)
+        several = len(missed) > 1 and all(_says_much(got[each]) for each in missed)
         about = self.cases[i], got[i], right[i]
-        cause = self._explained(got, range(len(got))) or (several and self._explained(got, missed))
+        cause = self._explained(got, range(len(got)))
+        if not cause and _are_rounded([got[each] for each in missed], [right[each] for each in missed]):
+            cause = "It is rounded: return the number as it is computed."
+        if not cause and several:
+            cause = self._explained(got, missed)
         raise Mistake(
             f"`{calls[i]}` is {_shown(got[i])}, not {_shown(right[i])}.",
             _told(cause or self.otherwise, about),
@@ -131,11 +135,43 @@ def alike(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _shown(value: Any) -> str:
+def _says_much(value: Any) -> bool:
+    """Whether two formulas hardly give this value by chance: a number, a list, or a tuple with one of its own."""
+    if isinstance(value, tuple):
+        return any(isinstance(entry, list | float) for entry in value)
+    return type(value) in (int, float, list)
+
+
+def _are_rounded(got: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether the values are the right ones, all rounded to the same number of digits after the point."""
+    pairs = [*zip(_floats(list(got)), _floats(list(right)), strict=False)]
+    if not pairs or _shape(list(got)) != _shape(list(right)):
+        return False
+    return any(all(close(a, round(b, digits)) for a, b in pairs) for digits in range(1, 7))
+
+
+def _floats(value: Any) -> list[float]:
     if isinstance(value, list | tuple):
-        inside = ", ".join(map(_shown, value))
-        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
-    return f"{value:,.7g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else f"{value!r:.80}"
+        return [number for entry in value for number in _floats(entry)]
+    return [value] if isinstance(value, float) else []
+
+
+def _shape(value: Any) -> Any:
+    """The value without its floats: what has to be equal beside them."""
+    if isinstance(value, list | tuple):
+        return [_shape(entry) for entry in value]
+    return None if isinstance(value, float) else value
+
+
+def _shown(value: Any, inside: bool = False) -> str:
+    """Write a value for a message. A thousand has a comma unless it stands inside a list, which has its own."""
+    if isinstance(value, list | tuple):
+        entries = ", ".join(_shown(entry, inside=True) for entry in value)
+        return f"[{entries}]" if isinstance(value, list) else f"({entries})"
+    comma = "" if inside else ","
+    if isinstance(value, float):
+        return f"{value:{comma}.7g}"
+    return f"{value:{comma}}" if type(value) is int else f"{value!r:.80}"
 
 
 def _told(cause: Cause, about: tuple[Case, Any, Any]) -> str:

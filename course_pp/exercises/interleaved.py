@@ -307,7 +307,7 @@ def _why_elsewhere(case: tuple[Any, ...], stages: list[int], wanted: list[int]) 
 
 
 def _read_stages(value: Any, call: str) -> list[int]:
-    return [expect_int(stage, f"a stage of {call}") for stage in expect_list(value, call)]
+    return [expect_int(stage, f"{call}[{chunk}]") for chunk, stage in enumerate(expect_list(value, call))]
 
 
 _GRADE_STAGES = Formula(

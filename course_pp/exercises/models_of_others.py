@@ -48,7 +48,8 @@ _GRAPHS: list[tuple[list[set[int]], list[int]]] = [
 
 
 def _as_cuts(value: Any, call: str) -> list[list[int]]:
-    return [[expect_int(each, call) for each in expect_list(row, call)] for row in expect_list(value, call)]
+    rows = [expect_list(row, f"{call}[{i}]") for i, row in enumerate(expect_list(value, call))]
+    return [[expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(row)] for i, row in enumerate(rows)]
 
 
 def _why_carried(case: tuple[list[set[int]], list[int]], got: list[list[int]], right: list[list[int]]) -> str:
@@ -192,7 +193,9 @@ _grade_skip_bytes = Formula(
     _SENT,
     _WRONG_SENT,
     lambda case, got, right: f"{_HANDED}, unless both stages are on one rank." if got[0] != right[0] else _STRAIGHT,
-    read=lambda value, call: tuple(expect_int(each, call) for each in expect_list(value, call, 2)),
+    read=lambda value, call: tuple(
+        expect_int(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))
+    ),
 )
 
 

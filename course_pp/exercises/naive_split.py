@@ -52,9 +52,8 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
     rows = expect_list(value, call, n_stages)
     ranges = []
     for stage, row in enumerate(rows):
-        if not isinstance(row, list | tuple) or len(row) != 2:
-            raise Mistake(f"In `{call}`, stage {stage} is {row!r}, not (start, end).", "Two numbers a stage.")
-        start, end = (expect_int(bound, f"{call}[{stage}][{i}]") for i, bound in enumerate(row))
+        pair = expect_list(row, f"{call}[{stage}]", 2, "Two numbers a stage, (start, end).")
+        start, end = (expect_int(bound, f"{call}[{stage}][{i}]") for i, bound in enumerate(pair))
         ranges.append((start, end))
     it_is = f"It is {ranges}."
     for stage, (start, end) in enumerate(ranges):

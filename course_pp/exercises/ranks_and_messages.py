@@ -76,7 +76,7 @@ def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -
     if p == 1 and (stopped.how == "endless" or stopped.error == "ValueError"):
         return "In a ring of one, left and right are the rank itself, which cannot send to itself."
     # gloo ends the process if a message is longer than the memory for it. With float32 the answer was right.
-    if stopped.how == "died" and dtype != torch.float32:
+    if stopped.how == "died" and dtype != torch.float32 and "os.abort" not in answer.source:
         return (
             f"Here `x` is of {dtype}, and what it is received into is smaller: memory like `x` has its shape and its "
             "dtype, `torch.empty_like(x)`."
@@ -103,6 +103,10 @@ def _why_nothing_comes(stopped: Stopped, p: int) -> str:
 def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) -> None:
     mine, want = _mine(rank, dtype), _mine((rank - 1) % p, dtype)
     where = f"rank {rank} of {p}"
+    left = (rank - 1) % p
+    if p > 1 and isinstance(got, Tensor) and _is_number(got, left):
+        cause = "What goes round is `x`: send that, and receive into memory like it, `torch.empty_like(x)`."
+        raise Mistake(f"On {where}, `shift` returned {left}, the number of the left neighbour, not its `x`.", cause)
     value = expect_tensor(got, f"shift(x, {rank}, {p})", mine.shape, dtype)
     if torch.equal(value, want):
         if is_x:
@@ -126,6 +130,12 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
         cause,
         f"returned  {value.tolist()}\nexpected  {want.tolist()}, the x of rank {(rank - 1) % p}",
     )
+
+
+def _is_number(got: Tensor, number: int) -> bool:
+    """Whether a tensor has this number everywhere, or received its bytes where floats were expected."""
+    as_long = got.flatten().contiguous().view(torch.uint8).tolist()[:8]
+    return got.numel() > 0 and (bool((got == number).all()) or as_long == [*number.to_bytes(8, "little")])
 
 
 def exchange(out: Tensor, to: int, into: Tensor, source: int) -> int:

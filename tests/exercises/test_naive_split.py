@@ -102,7 +102,7 @@ def test_an_even_split_is_correct_however_it_is_written(answer: Callable[..., An
         (end_included, ["layers 3 to 3 are on no stage", "Is `end` included?"]),
         (a_gap, ["layers 4 to 7 are on no stage", "starts where this one ends"]),
         (overlapping, ["layer 4 is on two stages"]),
-        (lists_of_layers, ["stage 0 is [0, 1, 2, 3], not (start, end)"]),
+        (lists_of_layers, ["`assign_layers(8, 2)[0]` has 4 entries, not 2", "(start, end)"]),
         (a_dictionary, ["is a dict; a list is asked for"]),
         (floats, ["a float; a whole number"]),
         (one_too_few, ["has 1 entry, not 2"]),
