@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,52 @@ def mixture_by_mask(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights
     return out
 
 
+def route_in_float32(logits: list[float], k: int) -> list[tuple[Tensor, Tensor]]:
+    """As tensors, and the last of equal logits first."""
+    scores = torch.tensor(logits).flip(0)
+    order = scores.argsort(descending=True, stable=True)[:k]
+    return list(zip(len(logits) - 1 - order, scores[order].softmax(0), strict=True))
+
+
+def splits_as_a_tensor(counts: list[list[int]], rank: int) -> Tensor:
+    n = len(counts)
+    rows = torch.tensor(counts).view(n, n, -1).sum(2)
+    return torch.stack([rows[rank], rows[:, rank]])
+
+
+def balance_as_an_array(scores: list[list[float]], k: int) -> tuple[Any, Any]:
+    loss, gradient = balance_by_autograd(scores, k)
+    return np.float32(loss), np.array(gradient, dtype=np.float32)
+
+
+def moved_as_an_array(bias: list[float], counts: list[list[int]], step: float) -> Any:
+    tokens = np.sum(counts, 0)
+    return np.array(bias) + step * np.sign(tokens.mean() - tokens)
+
+
+def mixture_into(dtype: torch.dtype) -> Answer:
+    """Into memory of a dtype that does not ask for x's."""
+
+    def answer(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=dtype)
+        for i, expert in enumerate(experts):
+            token, choice = torch.where(chosen == i)
+            out.index_add_(0, token, (expert(x[token]) * weights[token, choice, None]).to(dtype))
+        return out
+
+    return answer
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
         ("route", route_by_softmax_of_all),
+        ("route", route_in_float32),
+        ("splits", splits_as_a_tensor),
+        ("balance", balance_as_an_array),
+        ("moved", moved_as_an_array),
+        ("mixture", mixture_into(torch.float32)),
+        ("mixture", mixture_into(torch.float64)),
         ("splits", splits_by_dictionary),
         ("balance", balance_by_autograd),
         ("moved", moved_by_sign),
@@ -85,6 +128,8 @@ def softmax(logits: list[float]) -> list[float]:
         (lambda logits, k: [(w, e) for e, w in route_by_softmax_of_all(logits, k)], "the expert comes first"),
         (lambda logits, k: dict(route_by_softmax_of_all(logits, k)), "a list is asked for"),
         (lambda logits, k: [e for e, _ in route_by_softmax_of_all(logits, k)], "a list is asked for"),
+        (lambda logits, k: [(logits.index(logits[e]), w) for e, w in route_by_softmax_of_all(logits, k)], "equal"),
+        (lambda logits, k: [(e, w**2) for e, w in route_by_softmax_of_all(logits, k)], "sum to 1"),
     ],
 )
 def test_a_wrong_route_is_told_why(answer: Answer, words: str) -> None:
@@ -97,7 +142,9 @@ def test_a_wrong_route_is_told_why(answer: Answer, words: str) -> None:
         (lambda counts, rank: splits_by_dictionary(counts, rank)[::-1], "changed places"),
         (lambda counts, rank: (splits_by_dictionary(counts, rank)[0],) * 2, "is not what it sends"),
         (lambda counts, rank: (counts[rank], [row[rank] for row in counts]), "Count by rank, not by expert"),
-        (lambda counts, rank: splits_by_dictionary([row[::-1] for row in counts], rank), "not"),
+        (lambda counts, rank: splits_by_dictionary([row[::-1] for row in counts], rank), "`each` experts"),
+        (lambda counts, rank: ([0] * len(counts), splits_by_dictionary(counts, rank)[1]), "What it gets is right"),
+        (lambda counts, rank: splits_by_dictionary(counts, rank)[0], "Two lists"),
         (lambda counts, rank: splits_by_dictionary(counts, 0), "`rank` makes no difference"),
         (lambda counts, rank: ([float(n) for n in splits_by_dictionary(counts, rank)[0]], []), "a whole number"),
     ],
@@ -121,6 +168,9 @@ def with_gradient(factor: Callable[[list[list[float]], int], float]) -> Answer:
         (with_gradient(lambda scores, k: 1 / len(scores[0])), "has the factor N"),
         (lambda scores, k: balance_by_autograd(scores, 1), "`k` makes no difference"),
         (lambda scores, k: balance_by_autograd(scores, k)[0], "a list is asked for"),
+        (lambda scores, k: balance_by_autograd(scores, k)[::-1], "The loss comes first"),
+        (lambda scores, k: (1.0, balance_by_autograd(scores, k)[1]), "The gradient is right"),
+        (with_gradient(lambda scores, k: 3), "3 times"),
         (
             lambda scores, k: (k * balance_by_autograd(scores, k)[0], with_gradient(lambda s, k: k)(scores, k)[1]),
             "a fraction of all choices",
@@ -143,14 +193,16 @@ def moved_for_each(bias: list[float], counts: list[list[int]], step: float) -> l
         (moved_for_each, "after every microbatch"),
         (lambda bias, counts, step: moved_by_sign(bias, counts, -step), "The wrong way"),
         (lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step), "kept from step to step"),
-        (lambda bias, counts, step: bias, "not"),
+        (lambda bias, counts, step: bias, "Nothing moves"),
+        (lambda bias, counts, step: [b - step for b in bias], "fewer goes up"),
+        (lambda bias, counts, step: [round(b) for b in moved_by_sign(bias, counts, step)], "it goes down by"),
         (
             lambda bias, counts, step: [
                 b + step * ((n < m) - (n > m))
                 for m in [sum(map(sum, counts)) // len(bias)]
                 for b, n in zip(bias, map(sum, zip(*counts, strict=True)), strict=True)
             ],
-            "not",
+            "need not be a whole number",
         ),
     ],
 )
@@ -180,21 +232,58 @@ def on_all_tokens(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: 
     return torch.stack(parts).sum(0)
 
 
-def over_capacity_dropped(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+def over_capacity_dropped(factor: float) -> Answer:
+    def answer(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        most = int(factor * chosen.numel() / len(experts))
+        for i, expert in enumerate(experts):
+            token, choice = (part[:most] for part in (chosen == i).nonzero(as_tuple=True))
+            out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+        return out
+
+    return answer
+
+
+def overwritten(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for i, expert in enumerate(experts):
-        token, choice = (part[:6] for part in (chosen == i).nonzero(as_tuple=True))
-        out = out.index_add(0, token, expert(x[token]) * weights[token, choice, None])
+        token, choice = (chosen == i).nonzero(as_tuple=True)
+        out[token] = expert(x[token]) * weights[token, choice, None]
     return out
+
+
+def with_idle_experts_beside(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    out = [torch.zeros(x.shape[1]) for _ in x]
+    for i, expert in enumerate(experts):
+        token, choice = (chosen == i).nonzero(as_tuple=True)
+        for t, c, row in zip(token.tolist(), choice.tolist(), expert(x[token]), strict=True):
+            out[t] = out[t] + weights[t, c] * row
+    return torch.stack(out)
+
+
+def ill_as_given(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    order = chosen.flatten().argsort(stable=True)
+    rows, expert_of = x[order // chosen.shape[1]], chosen.flatten()[order]
+    parts = []
+    for e in expert_of.unique():
+        mine = rows[expert_of == e]
+        parts += [experts[e](mine[:6]), mine[6:] * 0]
+    out = torch.cat(parts).view(len(x), chosen.shape[1], -1)
+    return (out * weights[..., None]).sum(1)
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         (in_order_of_experts, "not in the order of the tokens"),
-        (on_all_tokens, "expert 0 was called with [10] rows, not with [3]"),
+        (on_all_tokens, "expert 0 was called with [40] rows"),
         (without_idle_experts, "must be called with no rows"),
-        (over_capacity_dropped, "are some dropped, as over a capacity?"),
+        (over_capacity_dropped(1.25), "as over a capacity"),
+        (over_capacity_dropped(2), "as over a capacity"),
+        (ill_as_given, "two illnesses"),
+        (overwritten, "yours overwrites"),
+        (with_idle_experts_beside, "must be part of the output"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c, w).tolist(), "a tensor is asked for"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)), "The weights are not in it"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]), "Only each token's first choice"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).detach(), "has no gradient"),
