@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from course_pp.runtime import Link, partition_model
 __all__ = [
     "Bench",
     "Findings",
+    "Kept",
     "LopsidedLoss",
     "Outcome",
     "Seat",
@@ -38,7 +39,8 @@ __all__ = [
     "with_norm",
 ]
 
-TOLERANCE = 1e-9
+# Of a factor like 1/m in float32, which is no mistake.
+TOLERANCE = 1e-6
 Step = Callable[..., Any]
 Demand = Callable[[int, int, str], None]
 Gradients = Mapping[str, Tensor | None]
@@ -335,6 +337,39 @@ def judge_gradients(
     )
     symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
     raise Mistake(symptom, why_wrong(wrong), f"These differ:\n{table}")
+
+
+class _Saved:
+    """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
+
+    def __init__(self, tensor: Tensor, forward: int) -> None:
+        self.tensor, self.forward = tensor, forward
+
+
+class Kept:
+    """Watches the forwards of a model and what autograd keeps of them.
+
+    Attributes:
+        most_rows: the most rows that one forward was given.
+        most_forwards: the most forwards of which something was kept at once.
+    """
+
+    def __init__(self) -> None:
+        self.most_rows = self.most_forwards = self._forward = 0
+        self._saved: WeakSet[_Saved] = WeakSet()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Watch what autograd keeps in the block."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+
+    def begin_forward(self, rows: int) -> None:
+        self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, self._forward)
+        self._saved.add(saved)
+        self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
+        return saved
 
 
 class Memory:

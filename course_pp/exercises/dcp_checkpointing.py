@@ -90,7 +90,7 @@ _EMPTY = Formula(
     lambda *case: rectangle(*case)[1],
     [case for case in _CASES if 0 in rectangle(*case)[1]],
     otherwise="Where nothing is left, the size is 0 and not less.",
-    read=lambda value, call: _read_box(value, call)[1],
+    read=lambda value, call: _read_box(value, call.removesuffix("[1]"))[1],
     call=lambda *case: f"{written_call('rectangle', *case)}[1]",
 )
 
@@ -212,7 +212,7 @@ def _grade_newest_whole(answer: Answer) -> None:
         found = answer.calls(cases, call=answer.name)
     except Stopped as e:
         # The first listing has nothing in it that an answer could stumble over in particular.
-        cause = e.cause or (_LISTINGS[e.row][2] if e.row else "")
+        cause = _LISTINGS[e.row][2] if e.row and e.error else e.cause
         raise Mistake(e.symptom, cause, examples[e.row]) from None
     for i, (got, (_, right, cause)) in enumerate(zip(found, _LISTINGS, strict=True)):
         if got is not None and not isinstance(got, str):
@@ -293,7 +293,12 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
         return sorted((at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted)
 
     written, begun, published = when("written"), when("begun"), when("published")
-    for rank in {*range(_N_SAVERS)}.difference(rank for _, rank in written):
+    writers = [rank for _, rank in written]
+    for rank in range(_N_SAVERS):
+        if writers.count(rank) > 1:
+            told = f"Rank {rank} wrote its piece {_times(writers.count(rank))}."
+            yield 2, told, "Write once, before the barrier: whoever publishes takes it that all have written."
+    for rank in {*range(_N_SAVERS)}.difference(writers):
         yield 0, f"Rank {rank} never wrote its piece.", "Every rank writes its own piece."
     if not begun:
         yield 1, "Nobody called `publish()`.", "One rank has to publish."

@@ -57,7 +57,7 @@ def expect_list(value: Any, what: str, length: int | None = None, remedy: str = 
 
     ``remedy`` says what the list should hold.
     """
-    if hasattr(value, "tolist") and getattr(value, "ndim", 0):
+    if hasattr(value, "tolist") and getattr(value, "ndim", None):
         entries = value.tolist()
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         entries = list(value)

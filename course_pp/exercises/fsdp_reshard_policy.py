@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench
+from course_pp.exercises.bench import TOLERANCE, Bench, Kept
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_list, expect_number
 from course_pp.exercises.formula import Formula
@@ -217,11 +217,13 @@ class _Step(NamedTuple):
         gradients: whole, by the parameter's name.
         reductions: reduce-scatters that were begun; one for each block, if they are right.
         most_rows: the most rows that one forward was given.
+        most_kept: the most forwards whose activations were held at once.
     """
 
     gradients: dict[str, Tensor | None]
     reductions: int
     most_rows: int
+    most_kept: int
 
 
 def _grade_accumulate_sharded(answer: Answer) -> None:
@@ -243,22 +245,25 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
 
     from course_pp.parallel import CollectiveCounter
 
-    mesh, model, seen = init_device_mesh("cpu", (_N_RANKS,)), _BENCH.model(), [0]
+    mesh, model = init_device_mesh("cpu", (_N_RANKS,)), _BENCH.model()
+    kept = Kept()
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    model.register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
     microbatches, targets = (list(rows.chunk(_N_RANKS)[rank].chunk(m)) for rows in _BENCH.batch(m))
     steps = []
     for _ in range(2):
         model.zero_grad()
-        with unchanged(microbatches=microbatches, targets=targets), CollectiveCounter() as counter:
+        given = unchanged(microbatches=microbatches, targets=targets)
+        with given, kept.watching(), CollectiveCounter() as counter:
             fn(model, microbatches, targets, _BENCH.loss_fn)
         gradients = {
             name: None if p.grad is None else p.grad.full_tensor().clone()  # type: ignore[attr-defined]
             for name, p in model.named_parameters()
         }
-        steps.append(_Step(gradients, counter.counts.total(collective="reduce_scatter").number, max(seen)))
+        reductions = counter.counts.total(collective="reduce_scatter").number
+        steps.append(_Step(gradients, reductions, kept.most_rows, kept.most_forwards))
     return steps
 
 
@@ -277,7 +282,7 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
     if ratio is None:
         symptom = f"{where} the gradients differ from one process's, and by no single factor."
         raise Mistake(symptom, _why_no_factor(step, m))
-    if abs(ratio - 1) > 1e-9:
+    if abs(ratio - 1) > TOLERANCE:
         raise Mistake(f"{where} the gradients are {ratio:.4g} times one process's.", _why_factor(ratio, m))
     if step.reductions != groups:
         raise Mistake(
@@ -288,6 +293,11 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
     if m > 1 and step.most_rows > _ROWS_EACH:
         cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
         raise Mistake(f"{where} the gradients are right, but the model was given {step.most_rows} rows at once.", cause)
+    if step.most_kept > 1:
+        raise Mistake(
+            f"{where} the gradients are right, but the activations of {step.most_kept} microbatches were held at once.",
+            "Call backward for each microbatch before the next forward, not once for the sum of all losses.",
+        )
 
 
 def _common_ratio(found: dict[str, Tensor | None], right: dict[str, Tensor]) -> float | None:
@@ -295,7 +305,8 @@ def _common_ratio(found: dict[str, Tensor | None], right: dict[str, Tensor]) -> 
     gradients = torch.cat([g.flatten() for name in sorted(right) if (g := found[name]) is not None])
     expected = torch.cat([right[name].flatten() for name in sorted(right)])
     factor = float((gradients * expected).sum() / expected.square().sum())
-    return factor if torch.allclose(gradients, factor * expected, rtol=0, atol=1e-10) else None
+    away = float((gradients - factor * expected).abs().max())
+    return factor if away <= TOLERANCE * float(expected.abs().max()) else None
 
 
 def _why_no_factor(step: _Step, m: int) -> str:
@@ -326,7 +337,9 @@ def _why_factor(ratio: float, m: int) -> str:
         1 / m: "1/m enters twice.",
         1 / (m * _N_RANKS): "Once 1/m is enough, and the mean over the ranks is FSDP's business.",
     }
-    return next((cause for factor, cause in causes.items() if abs(ratio - factor) < 1e-9), "Look where it is scaled.")
+    return next(
+        (cause for factor, cause in causes.items() if abs(ratio - factor) < TOLERANCE), "Look where it is scaled."
+    )
 
 
 EXERCISES: tuple[Exercise, ...] = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Outcome, Wrong, judge_gradients, same, scaled, with_norm
+from course_pp.exercises.bench import Bench, Kept, Outcome, Wrong, judge_gradients, same, scaled, with_norm
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.formula import Formula, flawed, why
@@ -215,43 +214,16 @@ def _shifted(found: Tensor, right: Tensor) -> bool:
 def _accumulated(rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int]]) -> list[_Accumulated]:
     results = []
     for sizes in cases:
-        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), _Kept()
+        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), Kept()
         model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         weights = {name: p.detach() for name, p in model.named_parameters()}
-        with (
-            unchanged(microbatches=microbatches, targets=targets, model=weights),
-            torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved.tensor),
-        ):
+        with unchanged(microbatches=microbatches, targets=targets, model=weights), kept.watching():
             loss = fn(model, microbatches, targets, BENCH.loss_fn)
         added = torch.cat([p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None] or [torch.zeros(1)])
         results.append(_Accumulated(loss, added if added.any() else None, kept.most_rows, kept.most_forwards))
     return results
-
-
-class _Saved:
-    """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
-
-    def __init__(self, tensor: Tensor, forward: int) -> None:
-        self.tensor, self.forward = tensor, forward
-
-
-class _Kept:
-    """Watches the forwards of a model and what autograd keeps of them."""
-
-    def __init__(self) -> None:
-        self.most_rows = self.most_forwards = self._forward = 0
-        self._saved: WeakSet[_Saved] = WeakSet()
-
-    def begin_forward(self, rows: int) -> None:
-        self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
-
-    def pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, self._forward)
-        self._saved.add(saved)
-        self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
-        return saved
 
 
 def peak_bytes(m: int, boundary: int, inside: int, recompute: bool) -> int:

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Memory, Seat
+from course_pp.exercises.bench import TOLERANCE, Bench, Kept, Memory, Seat
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int
 from course_pp.exercises.formula import Formula, flawed, why
@@ -110,7 +110,12 @@ def healed_versions_step(
 
 
 class Ran(NamedTuple):
-    """What a step did on one rank: its weights after each update, and the most versions that forwards had at once."""
+    """What a step did on one rank.
+
+    Attributes:
+        after: its weights after each update.
+        versions: the most versions of them that forwards had at once.
+    """
 
     after: list[Weights]
     versions: int
@@ -195,8 +200,11 @@ _STEPS = {4: (8, 2), 3: (5,), 2: (1, 4)}
 """For each number of ranks, with how many microbatches a step is tried."""
 
 
-def _grade_step(answer: Answer) -> None:
-    """Ask for the weights of delayed gradients after each update, and for no more versions than are in flight."""
+def _grade_step(answer: Answer, recomputes: bool = False) -> None:
+    """Ask for the weights of delayed gradients after each update, and for no more versions than are in flight.
+
+    If it ``recomputes``, also for no more activations than those of one microbatch.
+    """
     for p, sizes in _STEPS.items():
         try:
             ranks = answer.on_ranks(p, _trained, (1,) * p, sizes, 0.9)
@@ -210,6 +218,8 @@ def _grade_step(answer: Answer) -> None:
             raise explained(stopped) from None
         for index, m in enumerate(sizes):
             _judge_step(f"On {p} ranks with {m} microbatch{'es' * (m > 1)}", [rank[index] for rank in ranks], m)
+    if recomputes:
+        _judge_kept(answer, n_ranks=4, m=8)
 
 
 def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
@@ -234,6 +244,28 @@ def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
         if each.versions > enough + 1:
             symptom = f"{where} the weights are right, but rank {rank} keeps {each.versions} versions of them"
             raise Mistake(f"{symptom}; {enough} are in flight.", "A version can go when its backward is done.")
+
+
+def _judge_kept(answer: Answer, n_ranks: int, m: int) -> None:
+    for rank, kept in enumerate(answer.on_ranks(n_ranks, _kept_on_rank, m)):
+        if kept > 1:
+            raise Mistake(
+                f"On {n_ranks} ranks with {m} microbatches the weights are right, but rank {rank} keeps the "
+                f"activations of {kept} microbatches.",
+                "Keep inputs only: a forward runs under `torch.no_grad`, and once more in its backward.",
+            )
+
+
+def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
+    """The most forwards whose activations were held at once.
+
+    A run of its own: what autograd keeps is no longer checked for changes in place while it is watched.
+    """
+    seat, kept = BENCH.seat(rank, m), Kept()
+    seat.stages[0].register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
+    with kept.watching():
+        _run(step, seat)
+    return kept.most_forwards
 
 
 def _why_wrong(ran: Sequence[Ran], wrong: Sequence[int | None], expected: Sequence[Sequence[Weights]], m: int) -> str:
@@ -513,7 +545,7 @@ EXERCISES: tuple[Exercise, ...] = (
         "A boundary: the output of the stage's last layer, `outputs[end - 1]`, twice, over the bandwidth; none behind "
         "the last stage.",
     )),
-    Exercise(healed_versions_step, _grade_step, "06", "bug clinic", 3, 9, (
+    Exercise(healed_versions_step, partial(_grade_step, recomputes=True), "06", "bug clinic", 3, 9, (
         "Two faults. Which version is put away for microbatch 1 on rank 2: the one that its forward used?",
         "The stash belongs to a forward, not to an update. And what does `optimizer.load_state_dict` bring back that "
         "weight stashing does not ask for?",

@@ -53,6 +53,8 @@ def _layer(n_out: int, n_in: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_shard(value: Any, what: str) -> tuple[Tensor, Tensor | None]:
+    if isinstance(value, Tensor):
+        raise Mistake(f"`{what}` is one tensor; (weight, bias) is asked for.", "Return both, or `None` for no bias.")
     weight, bias = expect_list(value, what, 2)
     if isinstance(bias, Tensor) and bias.dim() == 2:
         raise Mistake(f"`{what}[1]` is a matrix; a bias has one number for each output.", "The weight comes first.")
@@ -87,6 +89,7 @@ def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str)
 
 def _judge_product(shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tensor], given: str) -> None:
     (weight, bias, x), n, by_row = layer, len(shards), how == "row"
+    shards = [(w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in shards]
     whole = linear(x, weight, bias)
     inputs = list(x.chunk(n, dim=-1)) if by_row else [x] * n
     parts = [linear(part, *shard) for part, shard in zip(inputs, shards, strict=True)]
@@ -284,7 +287,7 @@ def _read_groups(value: Any, call: str) -> tuple[list[int], ...]:
     groups = []
     for i, row in enumerate(expect_list(value, call, 2)):
         ranks = expect_list(list(row) if isinstance(row, range | set | frozenset) else row, f"{call}[{i}]")
-        groups.append(sorted(expect_int(rank, f"{call}[{i}]") for rank in ranks))
+        groups.append(sorted(expect_int(rank, f"{call}[{i}][{j}]") for j, rank in enumerate(ranks)))
     return tuple(groups)
 
 

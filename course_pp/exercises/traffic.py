@@ -57,7 +57,8 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     """Refuse an answer that returns while its last message to rank ``to`` may still be on its way; none if below 0.
 
     Without this the verdict is luck: a message whose handle is dropped arrives if its receiver was waiting already.
-    Whoever waits for a message knows that all before it to the same rank are taken; so does who joins a collective.
+    A rank that waits for a message knows that all before it to the same rank are taken; so does a rank that meets the
+    others at a barrier. Any other collective is called for its result, and that the messages are taken by then is luck.
 
     Raises:
         Mistake: at the end of the block.
@@ -66,7 +67,7 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     of, pending = calls.of, set[int]()
 
     def noted(handle: Any, call: Any) -> None:
-        if call.collective:
+        if call.operation == "barrier":
             pending.clear()
         elif (call.operation, call.peer) == ("send", to):
             pending.clear()

@@ -237,10 +237,16 @@ def one_more_on_rank_0(rank: int, write: Answer, publish: Answer) -> None:
         dist.barrier()
 
 
+def writes_again(rank: int, write: Answer, publish: Answer) -> None:
+    saving(rank, write, publish, "ab")
+    write()
+
+
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
+        (writes_again, ["wrote its piece twice"]),
         (lambda rank, write, publish: saving(rank, write, publish, ""), ["a barrier after `write()`"]),
         (lambda rank, write, publish: saving(rank, write, publish, "b"), ["published when"]),
         (lambda rank, write, publish: saving(rank, write, publish, "a"), ["a barrier after `publish()`"]),

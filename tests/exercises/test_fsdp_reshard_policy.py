@@ -146,7 +146,12 @@ def one_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> N
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    "answer", [accumulating(reshard=lambda i, m: i == m - 1), one_backward], ids=["gathers once", "one backward"]
+    "answer",
+    [
+        accumulating(reshard=lambda i, m: i == m - 1),
+        accumulating(share=lambda loss, m, n: loss * torch.tensor(1 / m, dtype=torch.float32)),
+    ],
+    ids=["gathers once", "1/m in float32"],
 )
 def test_gradients_may_be_accumulated_in_several_ways(answer: Answer) -> None:
     accepts("accumulate_sharded", answer)
@@ -215,6 +220,7 @@ def empties_its_lists(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
         (accumulating(reshard=lambda i, m: False), "let the last backward free them"),
         (divides_in_the_loop, "divided again"),
         (all_at_once, "rows at once"),
+        (one_backward, "the activations of 3 microbatches were held at once"),
     ],
 )
 def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words: str) -> None:

@@ -225,6 +225,7 @@ TOO_MANY, TOO_FEW = ["received activations; 1F1B needs 3", "Count the slots"], [
 COPIED = "x = slot.detach().requires_grad_()", "x = slot.clone().requires_grad_()"
 WRONG_CURES = {
     "a slot for each microbatch": (slots("m"), TOO_MANY),
+    "twice as many slots": (slots("max(1, 2 * warm_up)"), ["received activations; 1F1B needs 4"]),
     "a slot for each microbatch, in one tensor": (in_one_tensor("m"), TOO_MANY),
     "the sick slots and a copy of each input": (slots("max(1, warm_up)", COPIED), TOO_MANY),
     "as many slots as the warm-up": (slots("max(1, warm_up)"), TOO_FEW),

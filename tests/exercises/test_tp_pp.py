@@ -30,7 +30,15 @@ def with_zeros(weight: Any, bias: Any, how: str, rank: int, n: int) -> Any:
     return [weight.chunk(n, 1)[rank].clone(), bias if rank == n - 1 else torch.zeros_like(bias)]
 
 
-@pytest.mark.parametrize("answer", [by_slices, with_zeros])
+def in_float32(weight: Any, bias: Any, how: str, rank: int, n: int) -> Any:
+    """Into memory that does not ask for the weight's dtype."""
+    part = weight.chunk(n, dim=0 if how == "column" else 1)[rank]
+    mine = torch.zeros(part.shape)
+    mine[:] = part
+    return mine, bias.chunk(n)[rank] if how == "column" else torch.zeros(len(bias)) + bias / n
+
+
+@pytest.mark.parametrize("answer", [by_slices, with_zeros, in_float32])
 def test_a_layer_may_be_cut_in_several_ways(answer: Answer) -> None:
     accepts("shard_linear", answer)
 
@@ -64,7 +72,7 @@ def cutting(
         (cutting(row=lambda w, b, r, n: (w[:, r::n], b if r == 0 else None)), "not where x is"),
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b if r == 1 else None)), "No rank has the bias"),
         (cutting(row=lambda w, b, r, n: (b if r == 0 else None, w.chunk(n, 1)[r])), "The weight comes first"),
-        (cutting(row=lambda w, b, r, n: w.chunk(n, 1)[r]), "is a Tensor; a list"),
+        (cutting(row=lambda w, b, r, n: w.chunk(n, 1)[r]), "is one tensor"),
     ],
 )
 def test_a_wrong_cut_is_told_why(answer: Answer, words: str) -> None:

@@ -282,6 +282,7 @@ WRONG_STEPS = [
         "twice too large",
     ),
     (step((NORM, "return None")), "Is a `return` missing?"),
+    (step(("send.wait()", "pass")), "was known to be taken"),
     (
         step((NORM, "return sum(float(p.grad.square().sum()) for p in stage.parameters()) ** 0.5")),
         "the norm on rank 0",
