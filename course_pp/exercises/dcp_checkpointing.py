@@ -414,6 +414,9 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
     writer: dict[Any, int] = {}
     for rank, given in enumerate(ranks):
         for key, value in given.entries.items():
+            if hasattr(value, "ndim") and not isinstance(value, Tensor):
+                symptom = f"{where} `{key}` on rank {rank} is of class {type(value).__name__}."
+                raise Mistake(symptom, "An entry is a tensor or a number: leave tensors as they are.")
             if key in merged and not _equal(merged[key], value):
                 symptom = f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different values"
                 raise Mistake(f"{symptom}: whoever writes last wins.", _why_two_meanings(str(key), value))
@@ -424,8 +427,7 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
         needed |= {f"{slot} of {name}": value for slot, value in optimizer.state[parameter].items()}
     for name, value in needed.items():
         if not _keys_of(value, merged):
-            cause = "Weights and every slot of the optimizer's state are needed."
-            raise Mistake(f"{where} no entry holds {name}.", cause)
+            raise Mistake(f"{where} no entry holds {name}.", _why_missing(value, merged))
     if not _keys_of(_STEP, merged):
         cause = "Whoever resumes has to know how many steps are done, or the data begin again."
         raise Mistake(f"{where} no entry holds the step, {_STEP}.", cause)
@@ -446,6 +448,21 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
                 "Who loads knows names and coordinates, and none of the values: make the keys of those.",
             )
     return merged
+
+
+def _why_missing(wanted: Any, entries: dict[Any, Any]) -> str:
+    for key, each in entries.items():
+        if _is_in_another_dtype(each, wanted):
+            return f"`{key}` has it in {each.dtype}: a checkpoint keeps the dtype, {wanted.dtype}, and all digits."
+    return "Weights and every slot of the optimizer's state are needed."
+
+
+def _is_in_another_dtype(found: Any, wanted: Any) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
+        return False
+    if found.shape != wanted.shape or found.dtype == wanted.dtype:
+        return False
+    return torch.allclose(found.to(wanted.dtype), wanted, rtol=1e-2)
 
 
 def _why_two_meanings(key: str, value: Any) -> str:

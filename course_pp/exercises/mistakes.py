@@ -121,6 +121,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
         # Python 3.11's words, and those after it.
         for words in ("arg is an empty sequence", "iterable argument is empty")
     ),
+    ("has changed the type of value", "A gradient keeps its dtype: return it in the dtype in which it came."),
     ("division by zero", "Look at what it is divided by: in this call that is 0."),
     ("list index out of range", "An index is past the end: a list of n entries has those from 0 to n - 1."),
     ("is invalid for input of size", "`view` and `reshape` keep the number of entries: compare the shapes."),

@@ -282,6 +282,16 @@ def entries(
     return answer
 
 
+def changed(change: Answer) -> Answer:
+    """What a rank saves, with each weight changed."""
+
+    def answer(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
+        found = entries()(stage, optimizer, coordinates, step)
+        return {key: change(value) if isinstance(value, torch.nn.Parameter) else value for key, value in found.items()}
+
+    return answer
+
+
 def in_one_place(*order: str) -> Answer:
     return lambda place: {".".join(str(place[name]) for name in order): torch.get_rng_state()}
 
@@ -337,6 +347,8 @@ def by_number_under_the_name(stage: Any, optimizer: Any, coordinates: Any, step:
         (entries(position=lambda step, place: {"step": (step, place["dp_shard"])}), "different values"),
         (entries(slots=("exp_avg", "exp_avg_sq")), "no entry holds step of"),
         (entries(slots=("step",)), "no entry holds exp_avg of"),
+        (changed(lambda weight: weight.float()), "keeps the dtype"),
+        (changed(lambda weight: weight.detach().numpy()), "a tensor or a number"),
         (lambda stage, optimizer, coordinates, step: stage.state_dict().keys(), "a dictionary is asked for"),
     ],
 )
