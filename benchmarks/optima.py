@@ -16,7 +16,7 @@ from pathlib import Path
 
 import course_pp.schedule
 from course_pp.schedule import Costs, Time, build, find, optimum, simulate
-from course_pp.schedule.optima import NAMED, Row, read_row
+from course_pp.schedule.optima import NAMED, OptimumRow, read_row
 
 TABLE = Path(course_pp.schedule.__file__).with_name("optima.csv")
 TIMES = [(1, 1, 1), (10, 12, 7)]
@@ -46,30 +46,30 @@ def cases() -> Iterator[Case]:
                         yield times, split, p, m, cap
 
 
-def solved(case: Case, seconds: float, rows: dict[Case, Row]) -> Row:
+def solved(case: Case, seconds: float, rows: dict[Case, OptimumRow]) -> OptimumRow:
     times, split, p, m, cap = case
     named = named_makespans(p, m, Costs(*times), cap)
     if cap > m:  # no more than m activations are ever held
         least = rows[times, split, p, m, m]
-        return Row(times, split, p, m, cap, least.makespan, least.bound, named, least.words)
+        return OptimumRow(times, split, p, m, cap, least.makespan, least.bound, named, least.words)
     found = optimum(p, m, Costs(*times), cap, seconds=seconds, split=split)
     words = tuple("".join(part.kind for action in row for part in action.parts) for row in found.schedule.actions)
     bound = -int(-found.bound // 1)  # makespans are whole numbers, as the times are
-    return Row(times, split, p, m, cap, int(found.timeline.makespan), bound, named, words)
+    return OptimumRow(times, split, p, m, cap, int(found.timeline.makespan), bound, named, words)
 
 
-def case_of(row: Row) -> Case:
+def case_of(row: OptimumRow) -> Case:
     return row.times, row.split, row.n_ranks, row.n_microbatches, row.cap
 
 
-def known() -> list[Row]:
+def known() -> list[OptimumRow]:
     if not TABLE.exists():
         return []
     with TABLE.open(encoding="utf-8", newline="") as file:
         return [read_row(cells) for cells in csv.DictReader(file)]
 
 
-def save(rows: dict[Case, Row]) -> None:
+def save(rows: dict[Case, OptimumRow]) -> None:
     scratch = TABLE.with_suffix(".tmp")
     with scratch.open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, FIELDS, lineterminator="\n")
@@ -78,7 +78,7 @@ def save(rows: dict[Case, Row]) -> None:
     scratch.replace(TABLE)
 
 
-def written(row: Row) -> dict[str, str]:
+def written(row: OptimumRow) -> dict[str, str]:
     """Return the cells of a row."""
     numbers = dict(zip("FIW", row.times, strict=True)) | {
         "p": row.n_ranks,

@@ -39,7 +39,7 @@ LIVES = {
     "cell": (
         ("launch/ranks.py", "on_ranks(n, fn): called in a notebook's cell"),
         ("launch/where.py", "here, in a Slurm job, or in a new one"),
-        ("launch/messages.py", "the function, by value"),
+        ("launch/channel.py", "the function, by value"),
         ("launch/fork_server.py", "fork n ranks from a process that has torch"),
         ("launch/watch.py", "in each rank: answers who waits for whom"),
         ("launch/crew.py", "n results, or one error that says why"),

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from course_pp.exercises.mistakes import Mistake, Pending, Stopped, cause_of
-from course_pp.launch.messages import CACHED
+from course_pp.launch.channel import CACHED
 from course_pp.launch.watch import NoSuchRank, has_name_of_cell
 
 _MEMORY_BYTES = 2 << 30

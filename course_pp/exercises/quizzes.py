@@ -94,9 +94,9 @@ class Quiz(Shown):
     def __repr__(self) -> str:
         return self.text
 
-    def panel(self) -> Panel:
+    def panel(self) -> QuizPanel:
         """The questions one at a time, with buttons. Raises ModuleNotFoundError without ipywidgets."""
-        return Panel(self)
+        return QuizPanel(self)
 
     @checked
     def answer(self, question: Question, option: str | None) -> Quiz:
@@ -178,7 +178,7 @@ def _as_text(number: int, question: Question, given: Mapping[str, str]) -> str:
     return "\n".join([f"{number}. {question.asks}", *options])
 
 
-class Panel:
+class QuizPanel:
     """Question, answers, Back and Next. Each answer is kept when it is given; what is explained takes no other."""
 
     def __init__(self, quiz: Quiz) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from io import FileIO
 from types import TracebackType
 
+from course_pp.launch.channel import Channel, Left, Raised, RankJob, Returned, Said
 from course_pp.launch.errors import (
     SENDING,
     LaunchError,
@@ -27,9 +28,8 @@ from course_pp.launch.errors import (
     why_ended,
 )
 from course_pp.launch.fork_server import SERVERS, STATUS, ForkServer
-from course_pp.launch.messages import Channel, Left, Raised, RankJob, Returned, Said
 from course_pp.launch.surroundings import Lines, show
-from course_pp.launch.watch import Report
+from course_pp.launch.watch import RankReport
 
 _START_LIMIT_S = 90.0
 _ANSWER_LIMIT_S = 2.0
@@ -40,7 +40,7 @@ _ECHO_S = 2.0
 _PIPE_BYTES = 1 << 20
 
 
-class _Rank:
+class _RankLink:
     """The caller's view of one rank: three connections and how it ended."""
 
     def __init__(self, number: int) -> None:
@@ -57,7 +57,7 @@ class _Rank:
         self.over = False
         self.end: Returned | Raised | Left | None = None
         self.exit_code: int | None = None
-        self.report: Report | None = None
+        self.report: RankReport | None = None
 
     def _show(self, stream: str, line: str) -> None:
         __tracebackhide__ = True
@@ -137,7 +137,7 @@ class Crew:
         self._job = job
         self._open = contextlib.ExitStack()
         self._selector = self._open.enter_context(selectors.DefaultSelector())
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankLink] = []
         self._n = job.world_size
         self._server = SERVERS.get()
 
@@ -151,7 +151,7 @@ class Crew:
             listener.listen(socket.SOMAXCONN)
             port = listener.getsockname()[1]
             for number in range(self._n):
-                rank = _Rank(number)
+                rank = _RankLink(number)
                 self._open.callback(rank.close)
                 self._ranks.append(rank)
                 rank.fork(self._server, [listener.fileno()] if number == 0 else [])
@@ -160,7 +160,7 @@ class Crew:
             rank.channel.send(payload)
             self._watch(rank)
 
-    def _watch(self, rank: _Rank) -> None:
+    def _watch(self, rank: _RankLink) -> None:
         read, register = selectors.EVENT_READ, self._selector.register
         register(rank.channel, read | selectors.EVENT_WRITE, partial(self._exchange, rank))
         register(rank.life, read, partial(self._read_status, rank))
@@ -199,7 +199,7 @@ class Crew:
         for key, _ in self._selector.select(max(0.0, seconds)):
             key.data()
 
-    def _exchange(self, rank: _Rank) -> None:
+    def _exchange(self, rank: _RankLink) -> None:
         try:
             if rank.channel.is_sending:
                 rank.channel.write()
@@ -213,16 +213,16 @@ class Crew:
         if data is not None:
             self._take(rank, pickle.loads(data))
 
-    def _take(self, rank: _Rank, message: Said | Report | Returned | Raised | Left) -> None:
+    def _take(self, rank: _RankLink, message: Said | RankReport | Returned | Raised | Left) -> None:
         self._server.warm = True
         if isinstance(message, Said):
             rank.ready, rank.over = True, message is Said.OVER
-        elif isinstance(message, Report):
+        elif isinstance(message, RankReport):
             rank.report = message
         else:
             rank.end = message
 
-    def _read_status(self, rank: _Rank) -> None:
+    def _read_status(self, rank: _RankLink) -> None:
         data = rank.life.recv(STATUS.size)
         self._selector.unregister(rank.life)
         if not data:
@@ -251,7 +251,7 @@ class Crew:
             first = self._first_failure() or first
         raise first.error(self._n)
 
-    def _first_failure(self) -> _Rank | None:
+    def _first_failure(self) -> _RankLink | None:
         return min((rank for rank in self._ranks if rank.failed), key=lambda rank: rank.precedence, default=None)
 
     def _ask(self) -> tuple[Wait, ...]:

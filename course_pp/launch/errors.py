@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from course_pp.cycles import find_cycle
-from course_pp.launch.watch import Call, Report, has_name_of_cell
+from course_pp.launch.watch import RankReport, WatchedCall, has_name_of_cell
 
 _ECHO = re.compile(
     r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited", re.I
@@ -138,14 +138,14 @@ class Wait:
     where: str
 
 
-def waits_from(ranks: Iterable[tuple[int, Report | None, bool]]) -> tuple[Wait, ...]:
+def waits_from(ranks: Iterable[tuple[int, RankReport | None, bool]]) -> tuple[Wait, ...]:
     """Turn each rank's (rank, report, has returned) into what it waits for: in a collective, for who is not in it."""
     ranks = tuple(ranks)
     calls = {rank: report.call for rank, report, _ in ranks if report is not None}
     return tuple(_wait(rank, report, returned, calls) for rank, report, returned in ranks)
 
 
-def _wait(rank: int, report: Report | None, returned: bool, calls: dict[int, Call | None]) -> Wait:
+def _wait(rank: int, report: RankReport | None, returned: bool, calls: dict[int, WatchedCall | None]) -> Wait:
     if returned:
         return Wait(rank, RETURNED, (), "")
     if report is None:

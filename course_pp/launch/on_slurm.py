@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from course_pp.launch.channel import RankJob
 from course_pp.launch.errors import LaunchError, RanksHung
 from course_pp.launch.guard import NAME
-from course_pp.launch.messages import RankJob
 from course_pp.launch.process import Command, Process, of_no_rank, shared_folder
 from course_pp.launch.slurm import Job
 from course_pp.launch.surroundings import shell

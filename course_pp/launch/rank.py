@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from course_pp.launch import watch
-from course_pp.launch.messages import Left, Raised, RankJob, Returned, Said, dumps, receive, send
+from course_pp.launch.channel import Left, Raised, RankJob, Returned, Said, dumps, receive, send
 
 _INSIDE = "COURSE_PP_RANK_PID"
 # What course_pp.training imports besides torch: importing them starts no thread and reads no environment.

@@ -13,9 +13,9 @@ from typing import Any
 
 from course_pp.arguments import check_arguments, shown
 from course_pp.launch import rank as in_rank
+from course_pp.launch.channel import RankJob, pickled
 from course_pp.launch.crew import Crew
 from course_pp.launch.errors import keep_first_frame
-from course_pp.launch.messages import RankJob, pickled
 from course_pp.launch.on_slurm import TASKS, RemoteCall
 from course_pp.launch.surroundings import job_here, standard_descriptors_taken
 from course_pp.launch.where import Needs, decide, on_a_node

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from course_pp.launch.channel import RankJob
 from course_pp.launch.errors import is_cell
 from course_pp.launch.fork_server import search_path
-from course_pp.launch.messages import RankJob
 
 
 def shell() -> Any:

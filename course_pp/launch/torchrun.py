@@ -29,7 +29,7 @@ from course_pp.launch.process import LAST_LINES, Command, Process, shared_folder
 from course_pp.launch.ranks import refuse_bad_limit
 from course_pp.launch.slurm import is_news
 from course_pp.launch.surroundings import Lines, show
-from course_pp.launch.watch import Report
+from course_pp.launch.watch import RankReport
 from course_pp.launch.where import Needs, decide
 
 _FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
@@ -72,7 +72,7 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | 
         print(f"{command.place.said}\n$ {command.shown}", flush=True)
         if not command.place.local and command.place.job is None:
             TASKS.release()
-        with _Run(command) as run:
+        with _Launched(command) as run:
             return run.follow(timeout_s)
     except Exception as error:
         keep_first_frame(error)
@@ -210,7 +210,7 @@ class _Peer:
         self.heard_bytes = 0
         self.rank: int | None = None
         self.pid = 0
-        self.report: Report | None = None
+        self.report: RankReport | None = None
         self.raised: tuple[str, float, bool] | None = None
         self.gone = False
 
@@ -226,14 +226,14 @@ class _Peer:
         if not self.known:
             self.known, self.rank, self.pid = True, fields["rank"], fields["pid"]
         elif "report" in fields:
-            self.report = Report.from_dict(fields["report"])
+            self.report = RankReport.from_dict(fields["report"])
         else:
             # Clocks of several nodes cannot be compared; the moment of arrival has to do.
             at = fields["at"] if self._one_clock else time.monotonic()
             self.raised = fields["raised"], at, fields["elsewhere"]
 
 
-class _Run(Process):
+class _Launched(Process):
     """One launcher with its ranks, who answer over a watchdog's socket. Leaving the context ends them all."""
 
     def __init__(self, command: Command) -> None:

@@ -59,7 +59,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
-class Call:
+class WatchedCall:
     """A message or a collective that has begun."""
 
     operation: str  # its name in ``torch.distributed``
@@ -69,20 +69,20 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank does now, and its innermost source line outside this package, torch and the standard library."""
 
     rank: int
-    call: Call | None  # None when it is not in a call of ``torch.distributed``
+    call: WatchedCall | None  # None when it is not in a call of ``torch.distributed``
     file: str
     line: int
     text: str
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Report:
+    def from_dict(cls, fields: dict[str, Any]) -> RankReport:
         call = fields["call"]
         if call is not None:
-            call = Call(**{**call, "group": tuple(call["group"])})
+            call = WatchedCall(**{**call, "group": tuple(call["group"])})
         return cls(**{**fields, "call": call})
 
 
@@ -90,8 +90,8 @@ class Calls:
     """Which call each thread is blocked in, and which call each pending ``Work`` belongs to."""
 
     def __init__(self) -> None:
-        self._blocked: dict[int, Call] = {}
-        self._pending: weakref.WeakKeyDictionary[Any, Call] = weakref.WeakKeyDictionary()
+        self._blocked: dict[int, WatchedCall] = {}
+        self._pending: weakref.WeakKeyDictionary[Any, WatchedCall] = weakref.WeakKeyDictionary()
         # Asking torch takes longer than a small message does.
         self._ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
@@ -107,7 +107,7 @@ class Calls:
         return ranks
 
     @contextlib.contextmanager
-    def blocked_in(self, call: Call | None) -> Iterator[None]:
+    def blocked_in(self, call: WatchedCall | None) -> Iterator[None]:
         thread = threading.get_ident()
         outer = self._blocked.get(thread)
         if call is not None:
@@ -122,14 +122,14 @@ class Calls:
 
     # Graders listen at these two: which messages were waited for.
 
-    def begin(self, work: Any, call: Call) -> None:
+    def begin(self, work: Any, call: WatchedCall) -> None:
         with contextlib.suppress(TypeError):
             self._pending[work] = call
 
-    def of(self, work: Any) -> Call | None:
+    def of(self, work: Any) -> WatchedCall | None:
         return self._pending.get(work)
 
-    def current(self, thread: int) -> Call | None:
+    def current(self, thread: int) -> WatchedCall | None:
         """Return the call that ``thread`` is blocked in, else that of any other: backward has its own threads."""
         return self._blocked.get(thread) or next(iter(list(self._blocked.values())), None)
 
@@ -170,7 +170,7 @@ def _starting(
     return start
 
 
-def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str, args: Sequence[Any]) -> Call:
+def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str, args: Sequence[Any]) -> WatchedCall:
     ranks = calls.ranks_of(group, c10d)
     peer = None
     if name in ("send", "recv") and len(args) > 1:
@@ -187,7 +187,7 @@ def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str,
             to_or_from = "send to" if name == "send" else "receive from"
             raise ValueError(f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank")
         peer = ranks[args[1]]
-    return Call(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
+    return WatchedCall(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
 
 
 class NoSuchRank(ValueError):
@@ -201,7 +201,7 @@ class NoSuchRank(ValueError):
         return type(self), (str(self), self.peer)
 
 
-def report(rank: int) -> Report:
+def report(rank: int) -> RankReport:
     main = threading.main_thread().ident
     frame = sys._current_frames().get(cast(int, main))
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -213,13 +213,13 @@ def report(rank: int) -> Report:
     # The course's own helpers wait for what the user's line asked of them.
     user = next((f for f in written if not f.f_code.co_filename.startswith(_PACKAGE)), next(iter(written), None))
     if user is None:
-        return Report(rank, call, "", 0, "")
+        return RankReport(rank, call, "", 0, "")
     # Between two lines a frame has none.
     file, line = user.f_code.co_filename, user.f_lineno or user.f_code.co_firstlineno
-    return Report(rank, call, file, line, linecache.getline(file, line).strip())
+    return RankReport(rank, call, file, line, linecache.getline(file, line).strip())
 
 
-def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> Call | None:
+def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> WatchedCall | None:
     """Find a call such as ``new_group``, which blocks before any Work exists; all ranks have to join it."""
     found = None
     for f in _outwards(frame):
@@ -228,7 +228,7 @@ def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> Call | None:
             found = name
     if found is None or found == "wrapper" or not c10d.is_initialized():
         return None
-    return Call(found, tuple(range(c10d.get_world_size())))
+    return WatchedCall(found, tuple(range(c10d.get_world_size())))
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -54,14 +54,14 @@ def bound(
         raise ValueError(f"n_ranks is {n_ranks}: give at most 1,000,000")
     ranks_of = looped(n_ranks) if placement is None else normalised(placement)
     refuse_impossible_placement(ranks_of, n_ranks)
-    pipeline = _Pipeline(ranks_of, n_microbatches, Costs() if costs is None else costs)
+    pipeline = _LeastTimes(ranks_of, n_microbatches, Costs() if costs is None else costs)
     limits = limits_of(memory_limit, n_ranks)
     of_ranks = [time for rank, limit in enumerate(limits) for time in pipeline.of_rank(rank, limit)]
     one_microbatch = pipeline.down[-1] + pipeline.round_trip[-1] + pipeline.up[-1]
     return max(one_microbatch, *of_ranks)
 
 
-class _Pipeline:
+class _LeastTimes:
     """The least time that everything takes, stage by stage.
 
     Attributes:

@@ -201,7 +201,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     )
 
 
-class Group(NamedTuple):
+class ActionGroup(NamedTuple):
     """Actions that should take equally long. Of an overlapped pair there are two kinds and stages."""
 
     rank: int
@@ -209,7 +209,7 @@ class Group(NamedTuple):
     stages: tuple[int, ...]
 
 
-class Work(NamedTuple):
+class Durations(NamedTuple):
     """How long actions take.
 
     Attributes:
@@ -220,7 +220,7 @@ class Work(NamedTuple):
     """
 
     slowdown: tuple[float, ...]
-    per_group: Mapping[Group, float]
+    per_group: Mapping[ActionGroup, float]
     at_median_speed: tuple[float, ...]
     balanced: tuple[float, ...]
 
@@ -270,7 +270,7 @@ def schedule_of(tl: Timeline) -> Schedule:
     return schedule
 
 
-def estimate_work(graph: MeasuredStep, expected: Costs) -> Work:
+def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
     """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell them apart.
 
     The slowdown of a rank is its work over the expected work of its stages, each kind of action in its own unit of
@@ -280,7 +280,7 @@ def estimate_work(graph: MeasuredStep, expected: Costs) -> Work:
     groups = []
     for span in graph.spans:
         parts = span.action.parts
-        group = Group(span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts))
+        group = ActionGroup(span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts))
         groups.append(group)
         durations[group].append(float(span.duration))
     measured = {group: median(times) for group, times in durations.items()}
@@ -291,15 +291,17 @@ def estimate_work(graph: MeasuredStep, expected: Costs) -> Work:
     for kinds in {group.kinds for group in alone}:
         same = [group for group in alone if group.kinds == kinds]
         mean[kinds] = sum(many[group] * alone[group] for group in same) / sum(many[group] for group in same)
-    return Work(slowdown, alone, tuple(alone[group] for group in groups), tuple(mean[group.kinds] for group in groups))
+    at_median_speed = tuple(alone[group] for group in groups)
+    balanced = tuple(mean[group.kinds] for group in groups)
+    return Durations(slowdown, alone, at_median_speed, balanced)
 
 
 def _slowdown(
-    graph: MeasuredStep, measured: Mapping[Group, float], many: Mapping[Group, int], expected: Costs
+    graph: MeasuredStep, measured: Mapping[ActionGroup, float], many: Mapping[ActionGroup, int], expected: Costs
 ) -> tuple[float, ...]:
     per_kind = expected.durations(graph.schedule.n_stages)
 
-    def units(group: Group) -> float:
+    def units(group: ActionGroup) -> float:
         return float(sum(per_kind[kind][stage] for kind, stage in zip(group.kinds, group.stages, strict=True)))
 
     rates = defaultdict(list)
@@ -380,7 +382,7 @@ def _transfers(
     return {link: known.get(link, min(usual, longest[link])) for link in links}
 
 
-def costs_of(graph: MeasuredStep, work: Work, links: Mapping[Link, float]) -> Costs:
+def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) -> Costs:
     """Return the times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
 
     Where only whole backwards were measured, half of each counts as input gradient: they do not tell the halves apart.
@@ -429,14 +431,14 @@ def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[tuple[
     return means, sum(of_edges) / len(of_edges) if of_edges else None
 
 
-class Place(NamedTuple):
+class LossPlace(NamedTuple):
     """Where time is lost: on a rank; if by a message, on the rank that receives it over ``link``."""
 
     rank: int
     link: Link | None
 
 
-Shares = Mapping[Place, float]
+Shares = Mapping[LossPlace, float]
 """What is lost at each place."""
 
 
@@ -467,7 +469,7 @@ def attribute(
     settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
     lost: dict[str, Shares] = {}
     for cause in causes:
-        total: defaultdict[Place, float] = defaultdict(float)
+        total: defaultdict[LossPlace, float] = defaultdict(float)
         for present in _subsets([other for other in causes if other != cause]):
             weight = 1 / (len(causes) * comb(len(causes) - 1, len(present)))
             for place, time in step(graph, settings[present], settings[present | {cause}]).items():
@@ -499,13 +501,13 @@ def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Sh
 
 def _added_along(graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths) -> Shares:
     """Split what the lengths after have more than those before, along the path that is longest as imagined."""
-    added: defaultdict[Place, float] = defaultdict(float)
+    added: defaultdict[LossPlace, float] = defaultdict(float)
     for number, product in graph.longest_path(imagined.times.ends, graph.delays(imagined.lengths.links)):
         rank, _ = graph.places[number]
-        added[Place(rank, None)] += after.actions[number] - before.actions[number]
+        added[LossPlace(rank, None)] += after.actions[number] - before.actions[number]
         if product is not None:
             link = graph.link(number, product)
-            added[Place(rank, link)] += after.links[link] - before.links[link]
+            added[LossPlace(rank, link)] += after.links[link] - before.links[link]
     return added
 
 

@@ -110,7 +110,7 @@ class Partition:
 
 
 @dataclass(frozen=True, order=True)
-class _Found:
+class _BestStages:
     slowest: float
     n_stages: int
     stages: tuple[PlannedStage, ...]
@@ -146,7 +146,7 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
     weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
 
     @cache
-    def best(depth: int, start: int, end: int, size: int) -> _Found:
+    def best(depth: int, start: int, end: int, size: int) -> _BestStages:
         """A^k(start → end, size) of the paper: these layers on ``size`` parts of level ``depth``."""
         bandwidth = levels[depth - 1].bandwidth
         found = [one_stage(depth, start, end, size)]
@@ -157,18 +157,18 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
                 slowest = max(before.slowest, crossing, after.slowest)
                 stages = before.stages + after.stages
                 messages = (*before.messages, crossing / 2, *after.messages)
-                found.append(_Found(slowest, len(stages), stages, messages))
+                found.append(_BestStages(slowest, len(stages), stages, messages))
         return min(found)
 
-    def one_stage(depth: int, start: int, end: int, size: int) -> _Found:
+    def one_stage(depth: int, start: int, end: int, size: int) -> _BestStages:
         """T^k(start → end, size): the same as one stage that all parts share."""
         exchanged = 2 * (size - 1) * (weights[end] - weights[start]) / levels[depth - 1].bandwidth
         if depth == 1:
-            inside = _Found(times[end] - times[start], 1, (PlannedStage(start, end, 1),), ())
+            inside = _BestStages(times[end] - times[start], 1, (PlannedStage(start, end, 1),), ())
         else:
             inside = best(depth - 1, start, end, levels[depth - 2].size)
         replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in inside.stages)
-        return _Found(max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages)
+        return _BestStages(max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages)
 
     plan = best(len(levels), 0, n, levels[-1].size)
     work = (float(sum(layer.time for layer in layers[stage.start : stage.end])) for stage in plan.stages)

@@ -20,7 +20,7 @@ NAMED = tuple(name for name in names() if not find(name).updates)
 
 
 @dataclass(frozen=True)
-class Row:
+class OptimumRow:
     """One size, one cap, one set of costs.
 
     Attributes:
@@ -67,15 +67,15 @@ class Row:
 
 
 @cache
-def optima() -> tuple[Row, ...]:
+def optima() -> tuple[OptimumRow, ...]:
     """Return the table: p up to 4, m up to 8, caps from 1 to 2p activations; F = I = W, and a layer's 10 : 12 : 7."""
     text = files("course_pp.schedule").joinpath("optima.csv").read_text(encoding="utf-8")
     return tuple(map(read_row, csv.DictReader(text.splitlines())))
 
 
-def read_row(cells: Mapping[str, str]) -> Row:
+def read_row(cells: Mapping[str, str]) -> OptimumRow:
     numbers = {name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")}
-    return Row(
+    return OptimumRow(
         (numbers["F"], numbers["I"], numbers["W"]),
         cells["backward"] == "halves",
         numbers["p"],

@@ -19,11 +19,11 @@ from course_pp.schedule.catalogue import build
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.families import microbatches_a_round
 
-__all__ = ["NoClosedForm", "Prediction", "noam", "predict"]
+__all__ = ["ClosedForm", "NoClosedForm", "noam", "predict"]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ClosedForm:
     """What a closed form says of a schedule.
 
     Attributes:
@@ -97,12 +97,12 @@ def predicted(
     peaks: Iterable[int],
     span: Time | None = None,
     work: Iterable[Time] | None = None,
-) -> Prediction:
+) -> ClosedForm:
     """By default stages are looped, and the longest span is the whole makespan."""
     if work is None:
         times = case.costs.durations(case.p * case.v)
         work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))
-    return Prediction(formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks))
+    return ClosedForm(formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks))
 
 
 def _ratio(part: Time, whole: Time) -> Time:
@@ -118,7 +118,7 @@ def predict(
     n_chunks: int | None = None,
     *,
     round_size: int | None = None,
-) -> Prediction:
+) -> ClosedForm:
     """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
 
     Raises:
@@ -131,7 +131,7 @@ def predict(
     return form(Case(n_ranks, n_microbatches, schedule.n_stages // n_ranks, costs, round_size))
 
 
-def naive(case: Case) -> Prediction:
+def naive(case: Case) -> ClosedForm:
     """One rank works at a time: the bubble is 1 - 1/p, whatever m. Stages and messages may differ.
 
     Huang et al. 2019, "GPipe", figure 2b. Every message adds its latency, for every microbatch.
@@ -141,7 +141,7 @@ def naive(case: Case) -> Prediction:
     return predicted(case, "m (p (f + B) + 2 (p - 1) L)", makespan, [1] * case.p)
 
 
-def gpipe(case: Case) -> Prediction:
+def gpipe(case: Case) -> ClosedForm:
     """(m + p - 1)(f + B), hence a bubble of (p - 1) / (m + p - 1); all m microbatches are kept.
 
     Huang et al. 2019, "GPipe", section 2.3. Exact for unequal stages too: the slowest one sets the pace. Latency adds
@@ -153,7 +153,7 @@ def gpipe(case: Case) -> Prediction:
     return predicted(case, formula, sum(passes) + messages, [case.m] * case.p)
 
 
-def one_f_one_b(case: Case) -> Prediction:
+def one_f_one_b(case: Case) -> ClosedForm:
     """(m + p - 1)(f + B), as GPipe; rank r keeps min(m, p - r) activations. Equal stages.
 
     Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2 (PipeDream-Flush).
@@ -168,7 +168,7 @@ def one_f_one_b(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [min(m, p - rank) for rank in range(p)])
 
 
-def eager_1f1b(case: Case) -> Prediction:
+def eager_1f1b(case: Case) -> ClosedForm:
     """(m + p - 1)(f + B) + 2 (p - 1) L, as GPipe on the same links, while 2 L <= f + B. Equal stages.
 
     Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4 (eager-1F1B); rank r keeps
@@ -182,7 +182,7 @@ def eager_1f1b(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [min(m, 2 * (p - 1 - rank) + 1) for rank in range(p)])
 
 
-def interleaved_1f1b(case: Case) -> Prediction:
+def interleaved_1f1b(case: Case) -> ClosedForm:
     """(m v + p - 1)(f + B): the bubble is that of 1F1B over v, as f and B are those of a chunk.
 
     Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
@@ -208,7 +208,7 @@ def interleaved_1f1b(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
 
 
-def looped_bfs(case: Case) -> Prediction:
+def looped_bfs(case: Case) -> ClosedForm:
     """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved schedule, all m v kept.
 
     Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. Exact for all sizes and latencies with
@@ -222,7 +222,7 @@ def looped_bfs(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [m * v] * p)
 
 
-def hanayo(case: Case) -> Prediction:
+def hanayo(case: Case) -> ClosedForm:
     """m v (f + B) + 2 (p - 1)(max(f, B) + (m / p - 1)|B - f|): however many waves, the same idle time.
 
     Liu et al. 2023, "Hanayo", section 3, for m = p, where the bubble is 2 (p - 1) max(f, B), two ranks' way in and out.
@@ -237,7 +237,7 @@ def hanayo(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [p * v - (p - 1 - rank) for rank in range(p)])
 
 
-def chimera(case: Case) -> Prediction:
+def chimera(case: Case) -> ClosedForm:
     """m (f + B) + (p - 2)(max(f, B) + (m / p - 1)|B - f|); rank r keeps p / 2 + 1 + min(r, p - 1 - r) activations.
 
     Li and Hoefler 2021, "Chimera", section 3.1 and table 2: for f = B a bubble of (p - 2) / (2m + p - 2); for B = 2f
@@ -259,7 +259,7 @@ def _between_units(case: Case) -> Time:
     return longer + (case.m // case.p - 1) * (longer - shorter)
 
 
-def zb_h1(case: Case) -> Prediction:
+def zb_h1(case: Case) -> ClosedForm:
     """m (f + B) + (p - 1) max(f, b, f + b - w); every rank keeps min(m, p) activations.
 
     Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - w): the case
@@ -281,7 +281,7 @@ def zb_h1(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [min(m, p)] * p, span)
 
 
-def zb_h2(case: Case) -> Prediction:
+def zb_h2(case: Case) -> ClosedForm:
     """m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w); every rank keeps 2p - 1 activations.
 
     Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - 2w) within the
@@ -297,7 +297,7 @@ def zb_h2(case: Case) -> Prediction:
     return predicted(case, formula, work + (p - 1) * max(f, late), [2 * p - 1] * p, span=work + (p - 1) * max(0, late))
 
 
-def zb_v(case: Case) -> Prediction:
+def zb_v(case: Case) -> ClosedForm:
     """2m (f + B) + (p - 1) f; every rank keeps 2p activations of half-size stages, as much as 1F1B's first rank.
 
     Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6, for f = b = w. Holds for equal
@@ -313,7 +313,7 @@ def zb_v(case: Case) -> Prediction:
     return predicted(case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w))
 
 
-def v_half(case: Case) -> Prediction:
+def v_half(case: Case) -> ClosedForm:
     """2m (f + B) + (3p - 4) f for an odd p, (3p - 7) f for an even one above 2; p + 1 or p + 2 half-size activations.
 
     Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
@@ -326,7 +326,7 @@ def v_half(case: Case) -> Prediction:
     return predicted(case, "2 m (f + B) + (3p - 4) f, or (3p - 7) f for an even p", makespan, peaks)
 
 
-def v_min(case: Case) -> Prediction:
+def v_min(case: Case) -> ClosedForm:
     """2m (f + B) + (4p - 5) f, or (4p - 7) f for a p that 3 divides; 2 ⌊(p + 1) / 3⌋ + 2 half-size activations.
 
     Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
@@ -347,7 +347,7 @@ def _equal_halves(case: Case) -> Time:
     return f
 
 
-def dualpipe(case: Case) -> Prediction:
+def dualpipe(case: Case) -> ClosedForm:
     """The form of DualPipeV for p / 2 ranks and m / 2 microbatches; every rank keeps p + 1 activations.
 
     DeepSeek's DualPipe repository, table of bubbles: (PP/2 - 1)(F&B + B - 3W) with PP = p, under the conditions of
@@ -360,7 +360,7 @@ def dualpipe(case: Case) -> Prediction:
     return replace(half, work=work, peak_activations=peaks)
 
 
-def dualpipe_v(case: Case) -> Prediction:
+def dualpipe_v(case: Case) -> ClosedForm:
     """The last rank's work + (p - 1)(o + B - 3w), where o is the time of an overlapped pair; 2p + 1 activations.
 
     DeepSeek's DualPipe repository, table of bubbles, for DualPipeV; with PP = 2p stages it is there written
@@ -381,7 +381,7 @@ def dualpipe_v(case: Case) -> Prediction:
     return predicted(case, formula, makespan, [2 * p + 1] * p, work=work)
 
 
-def pipedream(case: Case) -> Prediction:
+def pipedream(case: Case) -> ClosedForm:
     """1F1B with an update after each backward: (m + p - 1)(f + B) + m u. One microbatch each f + B + u, no flush.
 
     Narayanan et al. 2019, "PipeDream", section 3.2; rank r keeps min(m, p - r) activations, and as many versions of its
@@ -408,7 +408,7 @@ def noam(replicas: Sequence[int]) -> int:
     return -(-sum(replicas) // replicas[0])
 
 
-_FORMS: dict[str, Callable[[Case], Prediction]] = {
+_FORMS: dict[str, Callable[[Case], ClosedForm]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

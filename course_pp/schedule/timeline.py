@@ -224,7 +224,7 @@ def _peak_held(row: Sequence[Span]) -> int:
 # Why a rank waits, and which chain of work sets the end: both follow from where each span's inputs came from.
 
 
-class Input(NamedTuple):
+class Need(NamedTuple):
     """Something a span needs, when it was at hand, and which span made it."""
 
     product: int
@@ -257,10 +257,10 @@ class Inputs:
                     self._maker[product] = span
         self.repeat = bool(self._others)
 
-    def name(self, item: Input) -> Product:
+    def name(self, item: Need) -> Product:
         return self._dependencies.describe(item.product)
 
-    def of(self, span: Span) -> list[Input]:
+    def of(self, span: Span) -> list[Need]:
         """Return the inputs of ``span`` that the timeline shows being made."""
         found = []
         for product in self._dependencies.needed_by(span.action):
@@ -272,7 +272,7 @@ class Inputs:
                 arrival = maker.end
                 if maker.rank != span.rank:
                     arrival += self._travel[product // self._dependencies.n_microbatches]
-                found.append(Input(product, arrival, maker))
+                found.append(Need(product, arrival, maker))
         return found
 
 
@@ -302,7 +302,7 @@ def _gaps_of_rank(tl: Timeline, rank: int) -> Iterator[Gap]:
         yield gap(ends[-1], makespan, "because its work is done" if row else "because it has no work")
 
 
-def _ready_later(needs: Sequence[Sequence[Input]]) -> list[tuple[Time | None, int]]:
+def _ready_later(needs: Sequence[Sequence[Need]]) -> list[tuple[Time | None, int]]:
     """Return for each action of a rank: of those after it, which has its inputs first, and when."""
     best: tuple[Time | None, int] = (None, -1)
     found = []
@@ -314,7 +314,7 @@ def _ready_later(needs: Sequence[Sequence[Input]]) -> list[tuple[Time | None, in
     return found[::-1]
 
 
-def _why(span: Span, free_from: Time, needs: Sequence[Input], inputs: Inputs, at: Callable[[Time], str]) -> str:
+def _why(span: Span, free_from: Time, needs: Sequence[Need], inputs: Inputs, at: Callable[[Time], str]) -> str:
     """Name the input of ``span`` that arrived last, or what else kept the rank from starting it."""
     # What the rank made itself was there when it became free, so only the others can keep it waiting.
     foreign = [each for each in needs if each.maker.rank != span.rank]

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from course_pp.show.course import course_map
     from course_pp.show.curves import break_even, pareto, speed_up
     from course_pp.show.cuts import carried, cut
-    from course_pp.show.experts import exchange, loads, routing
     from course_pp.show.explorer import explore
     from course_pp.show.held_rows import memory, versions
     from course_pp.show.meshes import mesh
-    from course_pp.show.messages import message, ring
+    from course_pp.show.mixture import exchange, loads, routing
     from course_pp.show.parallel_table import ParallelismTable, parallelisms
     from course_pp.show.piece_boxes import pieces
     from course_pp.show.planned import plan, published
     from course_pp.show.player import Player, play
+    from course_pp.show.sending import message, ring
     from course_pp.show.sharding import fsdp_step, tensor_cut
     from course_pp.show.text import timeline_text
     from course_pp.show.through_ranks import autograd, microbatches, placement
@@ -47,15 +47,15 @@ _HOMES = {
     "course": "course_map",
     "curves": "break_even pareto speed_up",
     "cuts": "carried cut",
-    "experts": "exchange loads routing",
     "explorer": "explore",
     "held_rows": "memory versions",
     "meshes": "mesh",
-    "messages": "message ring",
+    "mixture": "exchange loads routing",
     "parallel_table": "ParallelismTable parallelisms",
     "piece_boxes": "pieces",
     "planned": "plan published",
     "player": "Player play",
+    "sending": "message ring",
     "sharding": "fsdp_step tensor_cut",
     "text": "timeline_text",
     "through_ranks": "autograd microbatches placement",

@@ -16,7 +16,7 @@ from course_pp.files import naming
 from course_pp.schedule import Costs, Time, format_time, names, to_torch_csv
 from course_pp.show.text import timeline_text
 from course_pp.show.trace import to_trace
-from course_pp.show.wording import Report, counted
+from course_pp.show.wording import ScheduleReport, counted
 
 HELP = "draw a pipeline schedule as text, and save it as a figure, trace or table"
 _MOST_COLUMNS = 100
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
     times = ("forward", "input_grad", "weight_grad", "update", "latency")
     costs = Costs(**{name: getattr(arguments, name) for name in times})
-    report = Report(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
+    report = ScheduleReport(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
     if arguments.save:
         from course_pp import show
 
@@ -100,7 +100,7 @@ def _time(text: str) -> Time:
     return Fraction(text)
 
 
-def _numbers(report: Report, width: int) -> str:
+def _numbers(report: ScheduleReport, width: int) -> str:
     tl, form, gap = report.timeline, report.closed_form, report.longest_gap
     peaks, n_chunks = " ".join(map(str, tl.peak_activations)), tl.n_stages // tl.n_ranks
     unit = f" of a stage, {n_chunks} of which make one of a rank," if n_chunks > 1 else ""
@@ -119,7 +119,7 @@ def _numbers(report: Report, width: int) -> str:
     )
 
 
-def _as_json(report: Report) -> str:
+def _as_json(report: ScheduleReport) -> str:
     tl, schedule, form = report.timeline, report.schedule, report.closed_form
     return json.dumps(
         {
@@ -140,7 +140,7 @@ def _as_json(report: Report) -> str:
     )
 
 
-_WRITERS: dict[str, tuple[str, Callable[[Report], str]]] = {
+_WRITERS: dict[str, tuple[str, Callable[[ScheduleReport], str]]] = {
     "csv": ("the order of actions as torch reads it", lambda report: to_torch_csv(report.schedule).rstrip("\n")),
     "trace": (
         "the timeline for Perfetto or chrome://tracing",

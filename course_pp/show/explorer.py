@@ -16,7 +16,7 @@ from course_pp.schedule import Costs, Gap, Time, Timeline, build, format_time, n
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import ROW_FILL, timeline
-from course_pp.show.wording import Report, percent
+from course_pp.show.wording import ScheduleReport, percent
 
 try:
     from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
@@ -68,7 +68,7 @@ def explore(**settings: Any) -> "Panel":
     return Panel(Settings(**settings))
 
 
-def report_of(settings: Settings) -> Report:
+def report_of(settings: Settings) -> ScheduleReport:
     """Build and simulate what the settings ask for; raises ValueError for what the schedule does not allow."""
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
     schedule = build(*sizes, round_size=settings.round_size)
@@ -90,13 +90,13 @@ def report_of(settings: Settings) -> Report:
         weight_grad=scaled(settings.weight_grad),
         latency=settings.latency,
     )
-    report = Report(*sizes, costs, settings.round_size)
+    report = ScheduleReport(*sizes, costs, settings.round_size)
     vars(report)["schedule"] = schedule  # where cached_property keeps what it has worked out
     report.timeline  # noqa: B018 - what cannot be simulated is refused here
     return report
 
 
-def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
+def figure_of(report: ScheduleReport, gap: Gap | None) -> ChartFigure:
     figure = timeline(report.timeline)
     if gap is not None:
         corner, look = (float(gap.start), gap.rank - ROW_FILL / 2), dict[str, Any](edgecolor="black", linewidth=2)
@@ -106,11 +106,11 @@ def figure_of(report: Report, gap: Gap | None) -> ChartFigure:
     return figure
 
 
-def numbers_html(report: Report) -> str:
+def numbers_html(report: ScheduleReport) -> str:
     def of_the_work(bubble: Time) -> Time:
         return bubble / (1 - bubble) if bubble < 1 else 0
 
-    def column(of: Timeline | theory.Prediction) -> list[str]:
+    def column(of: Timeline | theory.ClosedForm) -> list[str]:
         bubbles = (of.bubble_fraction, of_the_work(of.bubble_fraction), of.span_bubble_fraction)
         return [format_time(of.makespan), *map(percent, bubbles)]
 
@@ -120,7 +120,7 @@ def numbers_html(report: Report) -> str:
     return _table([("", "simulated", "closed form"), *zip(*columns, strict=True)])
 
 
-def formula_html(report: Report) -> str:
+def formula_html(report: ScheduleReport) -> str:
     form = report.closed_form
     formula = f"makespan = {form.formula}; " if form else ""
     return _sentence(formula + report.verdict)
@@ -130,7 +130,7 @@ def _sentence(text: str) -> str:
     return f'<div style="line-height:1.4;padding:3px 0;max-width:912px">{escape(text)}.</div>'
 
 
-def ranks_html(report: Report) -> str:
+def ranks_html(report: ScheduleReport) -> str:
     """Return for each rank its busy share and the most activations it holds, as a number and a bar."""
     tl, form = report.timeline, report.closed_form
     highest = max([*tl.peak_activations, 1])
@@ -158,7 +158,7 @@ class Panel(VBox):
         self.controls = _controls(settings)
         self.picture, self.cause, self.numbers, self.ranks, self.formula = (HTML() for _ in range(5))
         self.gap = Dropdown(description="why idle:", **_WIDE)
-        self._report: Report | None = None
+        self._report: ScheduleReport | None = None
         self._figure: ChartFigure | None = None
         columns = [list(self.controls.values())[i::2] for i in range(2)]
         side_by_side = Layout(flex_flow="row wrap", grid_gap="0 1em")

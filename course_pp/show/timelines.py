@@ -38,7 +38,7 @@ _FOOT, _ALL_FEET = 0.11, 0.22  # of a row: one step at most, and the highest
 
 
 @dataclass(frozen=True)
-class Look:
+class BarStyle:
     """How a kind of action is drawn. Light and dark alternate, so grey scale tells F from B, and I from W."""
 
     colour: str
@@ -46,11 +46,11 @@ class Look:
 
 
 LOOKS = {
-    "F": Look(chart.SKY_BLUE),
-    "B": Look(chart.VERMILION),
-    "I": Look(chart.ORANGE, hatch="...."),
-    "W": Look(chart.GREEN, hatch="////"),
-    "U": Look(chart.YELLOW, hatch="xxxx"),
+    "F": BarStyle(chart.SKY_BLUE),
+    "B": BarStyle(chart.VERMILION),
+    "I": BarStyle(chart.ORANGE, hatch="...."),
+    "W": BarStyle(chart.GREEN, hatch="////"),
+    "U": BarStyle(chart.YELLOW, hatch="xxxx"),
 }
 # Of messages that skip stages.
 _LINES: dict[str, tuple[str, tuple[float, tuple[float, ...]]]] = {

@@ -66,7 +66,7 @@ def _microseconds(tl: Timeline, time: Time) -> float:
 
 
 @dataclass(frozen=True)
-class Message:
+class Transfer:
     """What one rank sent to another when its maker ended."""
 
     product: Product
@@ -76,7 +76,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldActivation:
     """The activations of one microbatch in one stage, from the start of its forward until the end of its backward."""
 
     rank: int
@@ -86,7 +86,7 @@ class Held:
     end: Time
 
 
-def messages(tl: Timeline) -> Iterator[Message]:
+def messages(tl: Timeline) -> Iterator[Transfer]:
     """Yield every message between two ranks that the timeline shows made and taken, in the order of taking ends."""
     makers: dict[Product, Span] = {}
     for span in sorted(tl.spans, key=lambda each: (each.end, each.start)):
@@ -97,12 +97,12 @@ def messages(tl: Timeline) -> Iterator[Message]:
                     continue
                 boundary = product.stage - (product.what == "gradient")
                 takes = tl.transfers[boundary] if tl.transfers else 0
-                yield Message(product, maker, min(maker.end + takes, span.start), span)
+                yield Transfer(product, maker, min(maker.end + takes, span.start), span)
         for part in span.action.parts:
             makers.update(dict.fromkeys(part.provides, span))
 
 
-def held_activations(tl: Timeline) -> Iterator[Held]:
+def held_activations(tl: Timeline) -> Iterator[HeldActivation]:
     """Yield every interval in which a rank holds activations; until the makespan if their backward is not there."""
     for rank, row in enumerate(tl.by_rank):
         begun: dict[tuple[int, int], Time] = {}
@@ -112,6 +112,6 @@ def held_activations(tl: Timeline) -> Iterator[Held]:
                 if part.kind == "F":
                     begun.setdefault(place, span.start)
                 elif part.kind in "BW" and place in begun:
-                    yield Held(rank, *place, begun.pop(place), span.end)
+                    yield HeldActivation(rank, *place, begun.pop(place), span.end)
         for place, start in begun.items():
-            yield Held(rank, *place, start, tl.makespan)
+            yield HeldActivation(rank, *place, start, tl.makespan)

@@ -104,7 +104,7 @@ def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) 
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleReport:
     """A schedule built, simulated and compared with its closed form: what the terminal and the panel both tell.
 
     Every property raises ValueError for what the schedule or the costs do not allow.
@@ -126,7 +126,7 @@ class Report:
         return simulate(self.schedule, self.costs)
 
     @cached_property
-    def _form_or_missing(self) -> theory.Prediction | theory.NoClosedForm:
+    def _form_or_missing(self) -> theory.ClosedForm | theory.NoClosedForm:
         try:
             sizes = self.name, self.n_ranks, self.n_microbatches, self.costs, self.n_chunks
             return theory.predict(*sizes, round_size=self.round_size)
@@ -134,9 +134,9 @@ class Report:
             return missing
 
     @property
-    def closed_form(self) -> theory.Prediction | None:
+    def closed_form(self) -> theory.ClosedForm | None:
         """None where the sizes and costs are outside the conditions of the form."""
-        return self._form_or_missing if isinstance(self._form_or_missing, theory.Prediction) else None
+        return self._form_or_missing if isinstance(self._form_or_missing, theory.ClosedForm) else None
 
     @cached_property
     def longest_gap(self) -> Gap | None:

@@ -10,7 +10,7 @@ import pytest
 from course_pp.exercises import progress, quiz
 from course_pp.exercises.inventory import NoQuiz, questions
 from course_pp.exercises.progress import STORE, Store, When
-from course_pp.exercises.quizzes import Panel
+from course_pp.exercises.quizzes import QuizPanel
 
 pytestmark = pytest.mark.usefixtures("progress_file")
 THIRD = [question for question in questions() if question.notebook == "03"]
@@ -53,10 +53,10 @@ def test_the_first_answer_after_the_course_counts_and_closes_the_question() -> N
 
 
 def test_a_question_that_was_only_answered_after_the_course_takes_no_answer_before_it() -> None:
-    stale = Panel(quiz("before", about="03"))
+    stale = QuizPanel(quiz("before", about="03"))
     quiz("after", RIGHT, about="03")
     assert not quiz("before", "aaa", about="03").given
-    for panel in (stale, Panel(quiz("before", about="03"))):
+    for panel in (stale, QuizPanel(quiz("before", about="03"))):
         panel.answers[0].click()
         assert all(button.disabled for button in panel.answers)
         assert "no answer before it counts any more" in panel._said.value
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_kept_the_answers_still_count(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_buttons_go_through_all_questions_and_keep_each_answer(when: When) -> None:
-    panel = Panel(quiz(when, about="03"))
+    panel = QuizPanel(quiz(when, about="03"))
     for question in THIRD:
         assert question.asks in panel._asks.value
         assert [button.tooltip for button in panel.answers[:-1]] == list(question.options)

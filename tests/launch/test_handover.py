@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.launch import LaunchError, guard, on_ranks, ranks, remote
-from course_pp.launch.messages import RankJob
+from course_pp.launch.channel import RankJob
 from course_pp.launch.on_slurm import TASKS, End, RemoteCall, call_file, end_file, write
 from course_pp.launch.process import Process, shared_folder
 from course_pp.launch.where import Needs, Place, load_site

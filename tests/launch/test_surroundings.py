@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from course_pp.launch import LaunchError, RankDied, RanksHung, fork_server, on_ranks
+from course_pp.launch.channel import Channel
 from course_pp.launch.crew import Crew
 from course_pp.launch.errors import SENDING
 from course_pp.launch.fork_server import SERVERS, ForkServer
-from course_pp.launch.messages import Channel
 
 pytestmark = pytest.mark.timeout(60)
 

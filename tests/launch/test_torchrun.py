@@ -215,7 +215,7 @@ def test_a_temporary_folder_with_a_name_that_fits_no_socket_or_path_is_no_obstac
 def test_strangers_at_the_watchdogs_port_are_dropped(folder: Path) -> None:
     place = Place("", ("srun",), site=Site(folder=str(folder / "shared")))
     sleeps = Command(("sleep", "1000"), "sleep 1000", {}, place)
-    with torchrun._Run(sleeps) as run, contextlib.ExitStack() as opened:
+    with torchrun._Launched(sleeps) as run, contextlib.ExitStack() as opened:
         ours = f'{{"rank": 3, "pid": 1, "mark": "{run._mark}"}}\n'
         first_words = [ours, ours.replace("mark", "Mark"), '{"mark": "é"}\n', "[]\n", "[" * 4000 + "\n", "x" * 5000, ""]
         peers = [opened.enter_context(socket.create_connection(run._listener.getsockname())) for _ in first_words]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from course_pp.launch import RanksHung, Wait, crew, on_ranks, watch
 from course_pp.launch.errors import COMPUTES, SENDING, explain, waiting_ring, waits_from
-from course_pp.launch.watch import Call, Report
+from course_pp.launch.watch import RankReport, WatchedCall
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,8 +195,8 @@ def test_the_rank_that_others_wait_for_is_pointed_at() -> None:
 
 
 def test_ranks_that_are_all_in_one_collective_wait_for_nobody() -> None:
-    call = Call("all_gather", (0, 1))
-    waits = waits_from((rank, Report(rank, call, "", 0, ""), False) for rank in (0, 1))
+    call = WatchedCall("all_gather", (0, 1))
+    waits = waits_from((rank, RankReport(rank, call, "", 0, ""), False) for rank in (0, 1))
     assert explain(waits, 3.0) == (
         "2 ranks still running after 3 s:\n"
         "  rank 0 is in all_gather, as every rank of its group is\n"

@@ -23,7 +23,7 @@ from course_pp.schedule import (
     names,
     simulate,
 )
-from course_pp.schedule.fitting import Lengths, Place, attribute, schedule_of
+from course_pp.schedule.fitting import Lengths, LossPlace, attribute, schedule_of
 from course_pp.schedule.precedence import Precedence
 from tests.grids import examples
 from tests.schedule.planted import CAUSES, Planted
@@ -315,6 +315,6 @@ def test_causes_that_hide_one_another_share_what_both_would_cost_where_it_arises
     # Alone, much costs 2 and little 1; after the other, 1 and 0.
     lost = attribute(SIDE_BY_SIDE, ["much", "little"], lengths_with)
     assert {cause: sum(shares.values()) for cause, shares in lost.items()} == {"much": 1.5, "little": 0.5}
-    assert lost["much"][Place(0, None)] == pytest.approx(1.5)
-    assert lost["little"][Place(1, None)] == pytest.approx(0.5)
+    assert lost["much"][LossPlace(0, None)] == pytest.approx(1.5)
+    assert lost["little"][LossPlace(1, None)] == pytest.approx(0.5)
     assert sum(attribute(SIDE_BY_SIDE, ["much", "nothing"], lengths_with)["nothing"].values()) == 0

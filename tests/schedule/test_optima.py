@@ -7,14 +7,14 @@ import pytest
 
 from benchmarks.optima import named_makespans
 from course_pp.schedule import Costs, bound, check, optima, optimum, search, simulate
-from course_pp.schedule.optima import Row
+from course_pp.schedule.optima import OptimumRow
 from tests.grids import thinned
 
 ROWS = {(row.times, row.split, row.n_ranks, row.n_microbatches, row.cap): row for row in optima()}
 EQUAL = (1, 1, 1)
 
 
-def row(p: int, m: int, cap: int, times: tuple[int, int, int] = EQUAL, split: bool = True) -> Row:
+def row(p: int, m: int, cap: int, times: tuple[int, int, int] = EQUAL, split: bool = True) -> OptimumRow:
     return ROWS[times, split, p, m, cap]
 
 
@@ -90,7 +90,7 @@ ONE_STAGE = ("naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2")
 MEASURED = (10, 12, 7)
 
 
-def of(times: tuple[int, int, int], split: bool) -> list[Row]:
+def of(times: tuple[int, int, int], split: bool) -> list[OptimumRow]:
     """Where a cap is one: rows of several ranks, in which more room than microbatches is left out."""
     return [
         each

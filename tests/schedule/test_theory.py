@@ -91,7 +91,7 @@ def test_fractions_are_predicted_exactly_too(name: str) -> None:
         assert isinstance(form.bubble_fraction, Fraction)
 
 
-def assert_equal(form: theory.Prediction, tl: Timeline, where: object) -> None:
+def assert_equal(form: theory.ClosedForm, tl: Timeline, where: object) -> None:
     assert tl.makespan == form.makespan, where
     assert tl.busy == form.work, where
     assert tl.peak_activations == form.peak_activations, where

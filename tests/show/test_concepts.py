@@ -22,7 +22,7 @@ from course_pp.parallel import (
 from course_pp.schedule import Action, build, simulate
 from course_pp.show.course import NOTEBOOKS
 from course_pp.show.meshes import dimensions_of
-from course_pp.show.messages import ring_steps
+from course_pp.show.sending import ring_steps
 from course_pp.show.sharding import gathers_of, most_held, sharded_step
 from course_pp.show.through_ranks import frame_at
 from tests.schedule.layouts import naive

@@ -12,7 +12,15 @@ from course_pp.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
-from course_pp.schedule.searching.search import Found, Layout, MemoryLimit, Question, answer, best_of, questions
+from course_pp.schedule.searching.search import (
+    Found,
+    Layout,
+    MemoryLimit,
+    PlacementQuestion,
+    answer,
+    best_of,
+    questions,
+)
 from course_pp.schedule.simulation import simulate
 
 _LONGEST = 2**40
@@ -78,7 +86,7 @@ def optimum(
     return replace(best, timeline=timeline, bound=bound, proven=proven)
 
 
-def _prove(cp_model: ModuleType, question: Question, start: Found, deadline: float, seed: int) -> Optimum:
+def _prove(cp_model: ModuleType, question: PlacementQuestion, start: Found, deadline: float, seed: int) -> Optimum:
     """Look for something better than ``start``, or for the proof that there is nothing."""
     as_they_are = Optimum(
         start.schedule, start.timeline, start.bound, start.stopped, start.tries, proven=start.stopped == "bound"

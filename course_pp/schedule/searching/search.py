@@ -29,7 +29,7 @@ _ROUND = 400  # tries from one fall of the threshold to the next
 
 
 @dataclass(frozen=True)
-class Question:
+class PlacementQuestion:
     """Which order of one placement is best? ``costs`` are those given, an activation weighing 1."""
 
     placement: tuple[tuple[int, ...], ...]
@@ -63,7 +63,7 @@ def questions(
     n_chunks: int,
     placement: Layout | None,
     split: bool,
-) -> list[Question]:
+) -> list[PlacementQuestion]:
     refuse_below(1, "search", n_ranks=n_ranks, n_microbatches=n_microbatches)
     if n_chunks not in (1, 2):
         raise ValueError(f"n_chunks is {n_chunks}: a search takes 1 or 2 stages a rank")
@@ -98,9 +98,8 @@ def questions(
     for layout in layouts:
         ranks_of = v_shaped(n_ranks) if layout == "v" else looped(n_ranks, n_chunks)
         problem = Problem.of(ranks_of, n_microbatches, counted, caps, split)
-        asked.append(
-            Question(ranks_of, problem, counted, bound(n_ranks, n_microbatches, timed, caps, placement=ranks_of))
-        )
+        least = bound(n_ranks, n_microbatches, timed, caps, placement=ranks_of)
+        asked.append(PlacementQuestion(ranks_of, problem, counted, least))
     return asked
 
 
@@ -188,7 +187,7 @@ def best_of(found: Sequence[AnyFound]) -> AnyFound:
     )
 
 
-def answer(question: Question, deadline: float, seed: int) -> Found:
+def answer(question: PlacementQuestion, deadline: float, seed: int) -> Found:
     """Search for one placement, until ``deadline`` by ``time.monotonic``."""
     problem = question.problem
     enough: Time = question.bound * problem.scale
@@ -217,7 +216,7 @@ def answer(question: Question, deadline: float, seed: int) -> Found:
     return Found(order, timeline, question.bound, stopped, sum(each.tries for each in improvers))
 
 
-def _starts(question: Question, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
+def _starts(question: PlacementQuestion, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
     """Return the best few of the catalogue, of the heuristic and of all rules, and the best that repeat; best first.
 
     The latter have their place kept: improved, they often end before what was ahead of them.

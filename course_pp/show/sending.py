@@ -116,7 +116,7 @@ def ring_steps(n_ranks: int) -> tuple[Sums, tuple[RingStep, ...]]:
     return first, tuple(steps)
 
 
-class _Frame(NamedTuple):
+class _RingFrame(NamedTuple):
     heading: str
     held: Sums
     sends: tuple[int, ...] = ()
@@ -165,7 +165,7 @@ def ring(
         x, y = left + i % columns * (side + _BETWEEN), i // columns * high
         _draw_frame(sketch, frame, (x, y + _HEAD), cell, with_names=i % columns == 0)
 
-    def sums(frame: _Frame) -> str:
+    def sums(frame: _RingFrame) -> str:
         done = [sum(len(parts) == n_ranks for parts in row) for row in frame.held]
         all_alike = f"{done[0]} of {n_ranks} chunks complete on every rank"
         return f"{frame.heading.replace(chr(10), ', ')}: {all_alike if len(set(done)) == 1 else f'complete: {done}'}"
@@ -176,11 +176,11 @@ def ring(
     )
 
 
-def _frames(n_ranks: int, step: int | None) -> list[_Frame]:
+def _frames(n_ranks: int, step: int | None) -> list[_RingFrame]:
     first, steps = ring_steps(n_ranks)
     names = [f"after step {i}\n{'reduce-scatter' if each.adds else 'all-gather'}" for i, each in enumerate(steps, 1)]
     states, sends = [first, *(each.held for each in steps)], [*(each.sends for each in steps), ()]
-    frames = [_Frame(*each) for each in zip(["at first", *names], states, sends, strict=True)]
+    frames = [_RingFrame(*each) for each in zip(["at first", *names], states, sends, strict=True)]
     if step is not None:
         before, after = frames[step - 1 : step + 1]
         heading = "at first" if step == 1 else f"before step {step}"
@@ -191,7 +191,7 @@ def _frames(n_ranks: int, step: int | None) -> list[_Frame]:
     return frames
 
 
-def _draw_frame(sketch: Sketch, frame: _Frame, corner: Point, cell: float, with_names: bool) -> None:
+def _draw_frame(sketch: Sketch, frame: _RingFrame, corner: Point, cell: float, with_names: bool) -> None:
     n_ranks, (x, y) = len(frame.held), corner
     sketch.text((x + cell * n_ranks / 2, y - 0.2), frame.heading, SMALL, align="center", bold=True)
     for rank, row in enumerate(frame.held):
