@@ -133,6 +133,11 @@ def _holds_experts(module: nn.Module) -> bool:
 
 def _check(name: str, module: nn.Module, ep: int) -> None:
     what = f"{name!r} ({type(module).__name__})"
+    if name.endswith(".base_layer"):  # as peft calls a module around which it puts adapters
+        raise ValueError(
+            f"{what} is wrapped in adapters of all its experts, of which each rank would hold a part: leave experts "
+            "out of peft's target_parameters and adapt other layers, or use ep=1"
+        )
     if _kind_of(module) is None:
         raise ValueError(f"{what} is called with ({', '.join(_arguments(module))}): experts {_CALLED}")
     cut = [own for own, parameter in module.named_parameters() if isinstance(parameter, DTensor)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -32,7 +33,9 @@ from course_pp.parallel import (
     init_distributed,
     llama_plan,
 )
+from tests import equality
 from tests.model.test_model_hf import CONFIGS, random_model, theirs_with
+from tests.parallel import whole_models
 from tests.parallel.layouts import Case, build_modules, build_pipeline, data_of, model_config
 from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
@@ -152,3 +155,48 @@ def test_weights_of_transformers_compute_the_same_cut_and_shared_out() -> None:
         for logits, theirs in zip(found, expected, strict=True):
             # Their routers' softmax is in float32.
             torch.testing.assert_close(logits, theirs.chunk(2)[rank % 2], rtol=0, atol=1e-6)
+
+
+def adapted(**where: Any) -> nn.Module:
+    """Mixtral with adapters of peft, no part of which is zero."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = whole_models.build("mixtral")
+    inject_adapter_in_model(LoraConfig(r=2, **where), model)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return model.double()
+
+
+ON_ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+
+
+def adapted_on_rank(rank: int) -> tuple[str, dict[str, torch.Tensor]]:
+    """The refusal of adapters around experts, and gradients of adapters elsewhere."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2, ep=2), seed=0)
+    model = adapted(target_parameters=["mlp.experts.down_proj"])
+    with pytest.raises(ValueError, match="base_layer") as refusal:
+        apply_expert_parallel(model, mesh)
+    model = adapted(**ON_ATTENTION)
+    apply_expert_parallel(model, mesh)
+    apply_fsdp2(model, mesh)
+    inputs, target = (part.chunk(2)[rank] for part in whole_models.data_of("mixtral")[0])
+    whole_models.loss_of(model, inputs, target).backward()
+    return str(refusal.value), gradients_of_adapters(model)
+
+
+def gradients_of_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: equality.full(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_adapters_around_experts_are_refused_and_those_elsewhere_equal_one_process() -> None:
+    model = adapted(**ON_ATTENTION)
+    whole_models.loss_of(model, *whole_models.data_of("mixtral")[0]).backward()
+    expected = gradients_of_adapters(model)
+    assert all("lora_" in name for name in expected)
+    ranks = on_ranks(2, adapted_on_rank, timeout_s=100)
+    assert ranks[0][0] == ranks[1][0]
+    for _, found in ranks:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
