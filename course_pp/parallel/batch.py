@@ -63,18 +63,18 @@ class Batch:
     """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a rank can tell alone.
 
     Args:
-        rows: of a microbatch of a whole batch.
+        rows: of a microbatch of a whole batch; None if no whole batch can be cut by rows.
         counts_tokens: whether ``loss`` does; else it counts samples.
     """
 
     def __init__(
-        self, stages: Sequence[ModelStage], n_microbatches: int, rows: int, loss: TokenLoss, counts_tokens: bool
+        self, stages: Sequence[ModelStage], n_microbatches: int, rows: int | None, loss: TokenLoss, counts_tokens: bool
     ) -> None:
         self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
         self._loss, self._counts_tokens = loss, counts_tokens
         module = stages[0].submod
         self._transformer = module if isinstance(module, PipelineStageModule) else None
-        self.size = n_microbatches * rows
+        self.size = n_microbatches * (rows or 0)
         self._inputs: ValueMeta | None = None
         if stages[0].is_first and (takes := stages[0].takes) is not None:
             whole = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in takes.metas)
@@ -84,6 +84,12 @@ class Batch:
         """Return what this rank's stages are given."""
         lists = {name: getattr(given, name) for name in given.lists}
         ready = are_ready(self._n_microbatches, given.whole, **lists)
+        if given.whole and not ready and self._rows is None:
+            raise ValueError(
+                f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that this pipeline was "
+                "built for do not share their first dimension; give ready-made microbatches, arg_mbs=, or build the "
+                "stages for tensors whose first dimension is the rows"
+            )
         # First whether the stages take them at all: a spec for one that they do not take would be of no use.
         of_each: Sequence[Mapping[str, Any]] = given.kwarg_mbs or []
         for names in of_each or [given.kwargs]:

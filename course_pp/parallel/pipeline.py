@@ -161,7 +161,7 @@ class PipelineSchedule:
         n_microbatches: int,
         loss_fn: LossFn | TokenLoss,
         schedule: str | Schedule,
-        rows: int,
+        rows: int | None,
         scaler: MeshGradScaler | None,
     ) -> None:
         self.stages = list(stages)
@@ -541,11 +541,12 @@ def _agree(
     tied: Iterable[SharedName] | None,
     scaler: MeshGradScaler | None,
     limit_s: float | None,
-) -> tuple[list[ModelStage], int]:
+) -> tuple[list[ModelStage], int | None]:
     """Agree on what every stage takes and returns, and on which weights are tied; a collective.
 
     Returns:
-        The stages as torch runs them in this pipeline, and the rows of a microbatch.
+        The stages as torch runs them in this pipeline, and the rows of a microbatch; None if the tensors that the first
+        stage takes do not share their first dimension, so that only ready-made microbatches can come.
     """
     everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
@@ -568,15 +569,8 @@ def _agree(
     everyone.refuse(_problem_of_layers(stages, pipeline))
     everyone.refuse(_find_values(stages, pipeline))
     first = stages[0].takes if stages[0].is_first else None
-    told = pipeline.gather(None if first is None else (rows_of(first), str(first)))
-    rows, spelled = next(one for one in told if one is not None)
-    everyone.refuse(
-        f"inputs={spelled}: all tensors must have the microbatch as their first dimension; those of a step need not if "
-        "it gets ready-made microbatches, arg_mbs="
-        if rows is None
-        else None
-    )
-    assert rows is not None
+    told = pipeline.gather(None if first is None else (rows_of(first),))
+    (rows,) = next(one for one in told if one is not None)
     modules = {stage.stage_index: stage.submod for stage in stages}
     ties = everyone.collectively(lambda: agree_on_ties(modules, tied, pipeline))
     settled = [stage.settled() for stage in stages]

@@ -257,10 +257,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda rank: (linear(torch.float64 if rank == 1 else torch.float32), {"inputs": X}),
         "stage 1 is called with float32 (2, 4), but computes in torch.float64: convert the stages alike",
     ),
-    "rows that differ": (
-        lambda rank: (linear(), {"inputs": (X, torch.zeros(3, 4)), "outputs": X}),
-        "all tensors must have the microbatch as their first dimension",
-    ),
     "a wrapper": (lambda rank: (nn.DataParallel(linear()), {"inputs": X}), "wrapped in DataParallel"),
     "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs holds a str: only tensors"),
     "a tie nobody has": (

@@ -18,6 +18,7 @@ from course_pp.parallel import (
     apply_ac,
     apply_fsdp2,
     attach_loss,
+    auto_split,
     build_pipeline_schedule,
     build_pipeline_stage,
     find_ties,
@@ -489,3 +490,56 @@ def test_shorter_microbatches_behind_a_frozen_stage_are_read_to_their_end_alone(
     assert frozen == [None, None]
     for gradient, parameter in zip(trained, whole[1].parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-12)
+
+
+class Positioned(nn.Module):
+    """Takes three positions a token, as Qwen2-VL does: their first dimension is not the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()) + positions.sum(0)[..., None].sin()
+
+
+def positioned() -> nn.Module:
+    torch.manual_seed(0)
+    return Positioned().double()
+
+
+def positioned_data() -> list[tuple[Tensor, Tensor]]:
+    inputs = [x for x, _ in shorter_data()]
+    return [(x, torch.randint(9, (3, *x.shape[:2])).double()) for x in inputs]
+
+
+def positioned_on_rank(rank: int) -> tuple[Trained, list[str]]:
+    mesh, data = init_distributed(DistributedConfig(pp=2)), positioned_data()
+    module = auto_split(positioned(), data[0], 2)[rank]
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=data[0])
+    pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, nn.functional.mse_loss, "1f1b")
+    x, positions = data[0]
+    whole = (x.repeat(N_MICROBATCHES, 1, 1), positions.repeat(1, N_MICROBATCHES, 1))
+    said = []
+    for run in (pipeline.step, pipeline.eval):
+        with pytest.raises(ValueError, match="arg_mbs") as refusal:
+            run(*whole, target=whole[0])
+        said.append(str(refusal.value))
+    targets = [x for x, _ in data]
+    return train([module], 2, lambda _: pipeline.step(arg_mbs=data, target_mbs=targets)), said
+
+
+def test_ready_microbatches_need_no_rows_in_their_first_dimension() -> None:
+    """A whole batch does: it is refused on every rank."""
+    model = positioned()
+
+    def step(_: int) -> Tensor:
+        losses = [nn.functional.mse_loss(model(*given), given[0]) for given in positioned_data()]
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        return loss
+
+    one = train([model], 2, step)
+    ranks = on_ranks(2, positioned_on_rank, timeout_s=60)
+    assert_same_training([trained for trained, _ in ranks], one)
+    assert ranks[0][1] == ranks[1][1]
