@@ -10,11 +10,13 @@ Only JSON and safetensors are read: never pickled weights, nor code that a direc
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ from course_pp.training.checkpoint.manifest import (
 )
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
 from course_pp.training.checkpoint.saving import Saved, save
-from course_pp.training.checkpoint.state import load_into
+from course_pp.training.checkpoint.state import HF_CONFIG, STAGES, load_into
 from course_pp.training.data import SPECIAL_TOKENS
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -69,22 +71,30 @@ States = Sequence[tuple[nn.Module, dict[str, Any]]]
 def export_hf(
     path: str | os.PathLike[str], directory: str | os.PathLike[str], dtype: torch.dtype | None = None
 ) -> Path:
-    """Write the model of a checkpoint so that ``AutoModelForCausalLM.from_pretrained(directory)`` loads it.
+    """Write the model of a checkpoint so that ``from_pretrained(directory)`` of transformers loads it.
 
     Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end and pad a text.
+
+    A model of transformers, saved whole or cut by ``auto_split``, is exported as its own class, with its own
+    ``config.json``. It must have the names of that class: merge adapters into the weights before saving.
 
     ``path`` is a checkpoint, or the directory of a run's; ``directory``, new or empty, appears when it is complete;
     without a ``dtype`` it is the checkpoint's.
     """
     checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
-    config, (_, files) = _config_of(checkpoint), read_manifest(checkpoint.path)
+    _, files = read_manifest(checkpoint.path)
     attached = {name: _json_in(checkpoint.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
+    if checkpoint.state["config"] is None and HF_CONFIG in files:
+        model = _model_of_transformers(checkpoint, dtype)
+        write = partial(_write_transformers, model, attached)
+    else:
+        write = partial(_write, checkpoint, _config_of(checkpoint), attached, dtype)
     draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"{directory} is not empty: export to a new directory")
         draft.mkdir(parents=True)
-        _write(draft, checkpoint, config, attached, dtype)
+        write(draft)
         draft.rename(target)
     except CheckpointError:
         raise
@@ -97,7 +107,7 @@ def export_hf(
 
 
 def _write(
-    directory: Path, checkpoint: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None
+    checkpoint: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None, directory: Path
 ) -> None:
     from huggingface_hub import save_torch_state_dict
 
@@ -105,19 +115,100 @@ def _write(
     ours = {key.removeprefix("model."): tensor.to(dtype) for key, tensor in weights.items()}
     renamed = hf_file_tensors(ours, config)
     save_torch_state_dict(renamed, directory)
-    for name, content in attached.items():
-        (directory / name).write_bytes(content)
     special = _special_ids(attached)
-    if special:  # other tokenizers bring their description along
-        roles = {f"{role}_token": token for role, (token, _) in special.items()}
-        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
-        (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
+    _write_attached(attached, special, directory)
     hf_config = config_to_hf(config)
     hf_config.architectures = [f"{type(hf_config).__name__.removesuffix('Config')}ForCausalLM"]
     hf_config.dtype = next(iter(renamed.values())).dtype
     for name, token in _token_ids(attached, special).items():
         setattr(hf_config, name, token)
     hf_config.save_pretrained(directory)
+
+
+def _write_attached(
+    attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]], directory: Path
+) -> None:
+    for name, content in attached.items():
+        (directory / name).write_bytes(content)
+    if special:  # other tokenizers bring their description along
+        roles = {f"{role}_token": token for role, (token, _) in special.items()}
+        text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
+        (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
+
+
+def _write_transformers(model: Any, attached: Mapping[str, bytes], directory: Path) -> None:
+    model.save_pretrained(directory)
+    _write_attached(attached, _special_ids(attached), directory)
+
+
+def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any:
+    """Return the model of transformers whose ``config.json`` a checkpoint holds, filled from it."""
+    model = _built_by_transformers(checkpoint)
+    weights = _weights_of_transformers(checkpoint, dtype)
+    expected = set(model.state_dict())
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    state = model.state_dict(keep_vars=True)
+
+    kind, where = type(model).__name__, checkpoint.path
+    how = "merge adapters and the like into the weights and save anew, or load it and call its save_pretrained"
+    if others := sorted(weights.keys() - expected):
+        raise CheckpointError(f"{where} has {_first_of(others)}, which {kind} does not have: {how}")
+    if missing := sorted(name for name, tensor in state.items() if tensor.is_meta):
+        raise CheckpointError(f"{where} has no {_first_of(missing)}, which {kind} has: {how}")
+    for name, tensor in weights.items():
+        is_same = state[name].data_ptr() == tensor.data_ptr()
+        if not is_same and not torch.equal(state[name], tensor):
+            what = f"{name} is tied by {HF_CONFIG}, and was saved with values of its own"
+            raise CheckpointError(f"{where}: {what}: save it with config.tie_word_embeddings=False")
+    for name, first in _ties_of_transformers(checkpoint).items():
+        if state[name] is not state[first]:
+            what = f"{name} and {first} were saved as one weight, and are two by {HF_CONFIG}"
+            raise CheckpointError(f"{where}: {what}: save it with config.tie_word_embeddings=True")
+    return model
+
+
+def _built_by_transformers(checkpoint: Opened) -> Any:
+    """Return a model without weights, as ``config.json`` describes it. Only transformers' own code is run."""
+    import transformers
+
+    described = json.loads(_json_in(checkpoint.path / HF_CONFIG))
+    kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
+    kind = next(iter(described.get("architectures") or ()), None)
+    architecture = getattr(transformers, str(kind), None)
+    if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
+        problem = f"{checkpoint.path} is of {kind or 'a class'}, which transformers does not have"
+        raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained")
+    try:
+        config = architecture.config_class.from_dict(kept)
+        with torch.device("meta"):
+            return architecture(config)
+    except Exception as error:
+        what = " ".join(str(error).split())
+        problem = f"{checkpoint.path}: {HF_CONFIG} makes no {kind} ({type(error).__name__}: {what:.300})"
+        raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained") from error
+
+
+def _weights_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return what the files of a checkpoint hold by the model's own names, under all names of tied weights."""
+    weights = {}
+    for key, tensor in checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights)).items():
+        kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        weights[_without_stage(key.removeprefix("model."))] = kept
+    for name, first in _ties_of_transformers(checkpoint).items():
+        weights[name] = weights[first]
+    return weights
+
+
+def _ties_of_transformers(checkpoint: Opened) -> dict[str, str]:
+    """Return for each other name of a tied weight the name it was saved under."""
+    names = checkpoint.state.get("tied", {})
+    return {_without_stage(name): _without_stage(checkpoint.first_name(name)) for name in names}
+
+
+def _without_stage(name: str) -> str:
+    """Return a name without the stage that ``{index: stage}`` puts before it; a part of a model has all its own."""
+    return re.sub(rf"^{re.escape(STAGES)}\d+\.", "", name)
 
 
 def _json_in(path: Path) -> bytes:
@@ -138,7 +229,8 @@ def _config_of(checkpoint: Opened) -> ModelConfig:
             expected = set(Transformer(config).state_dict())
     except (TypeError, ValueError) as error:
         problem = f"{checkpoint.path} does not say which model it is of"
-        raise CheckpointError(f"{problem}: only course_pp's can be exported") from error
+        how = "load it into your model, and call its save_pretrained"
+        raise CheckpointError(f"{problem}: only course_pp's and transformers' can be exported; {how}") from error
     if config.tie_embeddings:
         expected.discard(HEAD)
     if differ := sorted(expected ^ checkpoint.weights):

@@ -38,6 +38,7 @@ from course_pp.training.checkpoint.manifest import (
 )
 from course_pp.training.checkpoint.state import (
     DIMENSIONS,
+    HF_CONFIG,
     STAGES,
     Group,
     Modules,
@@ -45,6 +46,7 @@ from course_pp.training.checkpoint.state import (
     Ties,
     check_ties_are_declared_alike,
     config_of,
+    hf_config_of,
     keyed,
     merged,
     mesh_coordinates,
@@ -112,6 +114,7 @@ def save(
         extra: whatever else the run needs to go on, as JSON: scheduler, position in the data, tokenizer's digest. Rank
             0's counts. Tuples come back as lists, keys as text.
         attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json": definition}``; rank 0's.
+            The ``config.json`` of a model of transformers goes along by itself.
         tied: tied weights that lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or with
             ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
             :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each of its names. Ties
@@ -352,6 +355,8 @@ def take(
             files = {STATE: json.dumps(described, indent=1, allow_nan=False).encode()}
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"extra must be JSON (finite numbers, text, lists, dictionaries): {error}") from error
+        if (of_transformers := hf_config_of(state)) is not None:  # without it nobody could export the model
+            files[HF_CONFIG] = of_transformers.encode()
         for name, content in (attachments or {}).items():
             if not is_plain_name(name) or name in (MANIFEST, STATE, METADATA) or name.endswith(".distcp"):
                 raise CheckpointError(f"{name!r} cannot be attached: choose another, plain name")

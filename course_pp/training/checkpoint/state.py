@@ -18,6 +18,7 @@ batches, and each stage has random streams of its own (:mod:`course_pp.random_st
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ Ties = Iterable[Mapping[int, str] | Collection[str]]
 Ends = list[tuple[str, Tensor]]
 
 STAGES = "stages."
+HF_CONFIG = "config.json"
 _COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of its parts
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -202,6 +204,19 @@ def config_of(state: RankState) -> dict[str, Any] | None:
     if not isinstance(config, ModelConfig):
         return None
     return {**asdict(config), "n_kv_heads": config.kv_heads, "ffn_dim": config.hidden_dim}
+
+
+def hf_config_of(state: RankState) -> str | None:
+    """Return the ``config.json`` of a model of transformers, or of a stage of one; None for any other model."""
+    module = state.modules[0]
+    config = getattr(module, "config", None)
+    transformers = sys.modules.get("transformers")  # there, if the model is one of its
+    if transformers is None or not isinstance(config, transformers.PreTrainedConfig):
+        return None
+    # A stage, or what FSDP2 made of it, has a class of its own in front of the model's.
+    kinds = [kind.__name__ for kind in type(module).__mro__ if getattr(transformers, kind.__name__, None) is kind]
+    described = {**json.loads(config.to_json_string()), "architectures": kinds[:1]}
+    return json.dumps(described, indent=1)
 
 
 @dataclass(frozen=True)

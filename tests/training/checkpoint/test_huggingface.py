@@ -6,12 +6,14 @@ import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,9 +28,10 @@ from transformers import (
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module, config_from_hf
-from course_pp.parallel import DistributedConfig, init_distributed
+from course_pp.parallel import DistributedConfig, apply_fsdp2, auto_split, find_ties, get_pp_rank, init_distributed
 from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, load_stage, save
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID, Tokenizer
+from source_code.hf_pp.families import build, called, example, tensor_of
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train
 from tests.training.checkpoint.small import CONFIG, Small
 
@@ -187,6 +190,112 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_exported_with_the_tokenizers
         assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (PAD_ID, BOT_ID, EOT_ID)
     described = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (described["vocab_size"], described["pad_token_id"]) == (tokenizer.vocab_size + 12, 0)
+
+
+FOREIGN = ("GPT-2, language model", "Llama", "BERT", "T5", "GPT-NeoX")
+
+
+def reloaded(theirs: Any, exported: Path) -> Any:
+    """Return the model that transformers makes of an export, of the class that it was."""
+    described = json.loads((exported / "config.json").read_text())
+    assert described["architectures"] == [type(theirs).__name__]
+    return type(theirs).from_pretrained(exported).eval()
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["a list", "by number"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_model_of_transformers_is_exported_from_its_stages(name: str, numbered: bool, tmp_path: Path) -> None:
+    theirs: Any = build(name).eval()
+    stages = auto_split(theirs, example(name), 3)
+    save(tmp_path / "run", 1, dict(enumerate(stages)) if numbered else stages, device_mesh=None)
+    again = reloaded(theirs, export_hf(tmp_path / "run", tmp_path / "hf"))
+    assert find_ties(again) == find_ties(theirs)
+    assert torch.equal(tensor_of(called(again, example(name))), tensor_of(called(theirs, example(name))))
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
+def test_experts_of_transformers_are_exported_as_they_publish_them(kind: str, tmp_path: Path) -> None:
+    theirs = AutoModelForCausalLM.from_config(WITH_EXPERTS[kind]).eval()
+    tokens = torch.arange(20).view(2, 10)
+    stages = auto_split(theirs, {"input_ids": tokens, "use_cache": False}, 2)
+    save(tmp_path / "run", 1, stages, device_mesh=None)
+    again = reloaded(theirs, export_hf(tmp_path / "run", tmp_path / "hf"))
+    assert any(".experts.3." in name for name in load_file(tmp_path / "hf" / WEIGHTS))
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+    half = AutoModelForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "half", torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+
+
+def tied_llama() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True, "use_cache": False}))
+
+
+def save_shards_on_rank(rank: int, root: Path) -> None:
+    mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2))
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    stage = auto_split(tied_llama(), {"input_ids": tokens}, 2)[get_pp_rank(mesh)]
+    apply_fsdp2(stage, mesh, MixedPrecisionPolicy())
+    save(root, 1, stage, device_mesh=mesh)
+
+
+def test_a_model_of_transformers_is_exported_from_its_shards(tmp_path: Path) -> None:
+    on_ranks(4, save_shards_on_rank, tmp_path / "run", timeout_s=60)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    theirs, tokens = tied_llama(), torch.arange(20).view(2, 10)
+    again = reloaded(theirs, tmp_path / "hf")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+class OnesOwn(nn.Linear):
+    """A model of one's own, with a configuration of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.config = LLAMA
+
+
+def with_an_adapter() -> nn.Module:
+    model = tied_llama()
+    model.model.layers[0].self_attn.q_proj.adapter = nn.Linear(1, 1)
+    return model
+
+
+def untied_by_hand() -> nn.Module:
+    model = tied_llama()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1)
+    return model
+
+
+def tied_by_hand() -> nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA.to_dict()))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+UNEXPORTABLE: list[tuple[Callable[[], nn.Module], str]] = [
+    (OnesOwn, "save_pretrained"),
+    (with_an_adapter, "adapter"),
+    (untied_by_hand, "tie_word_embeddings=False"),
+    (tied_by_hand, "tie_word_embeddings=True"),
+]
+
+
+@pytest.mark.parametrize(("build_model", "word"), UNEXPORTABLE)
+def test_a_foreign_model_that_transformers_would_load_otherwise_is_refused(
+    build_model: Callable[[], nn.Module], word: str, tmp_path: Path
+) -> None:
+    model: Any = build_model()
+    save(tmp_path / "run", 1, model, device_mesh=None)
+    with pytest.raises(CheckpointError, match=word):
+        export_hf(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    if word.startswith("tie"):  # the remedy
+        model.config.tie_word_embeddings = word.endswith("True")
+        save(tmp_path / "run", 2, model, device_mesh=None)
+        again = LlamaForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "hf"))
+        assert torch.equal(again.lm_head.weight, model.lm_head.weight)
 
 
 def test_what_cannot_be_taken_along_is_refused(tmp_path: Path) -> None:
