@@ -125,9 +125,7 @@ def _write(
     hf_config.save_pretrained(directory)
 
 
-def _write_attached(
-    attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]], directory: Path
-) -> None:
+def _write_attached(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]], directory: Path) -> None:
     for name, content in attached.items():
         (directory / name).write_bytes(content)
     if special:  # other tokenizers bring their description along
