@@ -61,8 +61,8 @@ class Router(nn.Module):
     Attributes:
         weight: (n_experts, dim).
         bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to weigh (Wang et al. 2024,
-            arXiv:2408.15664). :func:`update_router_bias` moves it. It stays in float32 or wider if the model is
-            converted: in bfloat16 steps of 0.001 stop at 0.5.
+            arXiv:2408.15664). :func:`update_router_bias` moves it. It stays in float32 or wider if
+            the model is converted: in bfloat16 steps of 0.001 stop at 0.5.
         groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
         load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
             has dropped, in all microbatches that have gone backward since :func:`expert_loads` took it.
@@ -81,7 +81,7 @@ class Router(nn.Module):
         self.register_buffer("load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Do what ``to``, ``bfloat16`` and ``half`` ask for, except that the bias keeps its values and 32 bits."""
+        """Convert and move as ``to`` and ``half`` ask; the bias keeps its values and 32 bits."""
         before = self.bias
         super()._apply(fn, recurse)
         if before is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
@@ -140,8 +140,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
 
-    Padding is taken out before the router and comes back as zeros. So the layer computes, counts and drops what it
-    would without the padding.
+    Padding is taken out before the router and comes back as zeros. So the layer computes, counts
+    and drops what it would without the padding.
 
     Args:
         config: sizes of the full model.
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         return out
 
     def _losses(self, routing: Routing, group_sizes: list[int]) -> dict[str, Tensor]:
-        """Return the losses of one microbatch by name; none if nothing that they depend on is trained."""
+        """Return a microbatch's losses by name; none if nothing they depend on is trained."""
         losses = {}
         if "balance" in self.config.router_losses:
             loss = balance_loss(routing.scores, routing.experts, group_sizes, self.router.groups)
@@ -344,8 +344,8 @@ def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh 
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean of logsumexp(logits)², which keeps logits (tokens, n_experts) small; 0 without tokens.
+    """Return the mean of logsumexp(logits)², which keeps logits (tokens, n_experts) small.
 
-    Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
+    Without tokens it is 0. Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
     """
     return logits.logsumexp(-1).square().sum() / max(1, len(logits))

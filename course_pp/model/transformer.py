@@ -212,7 +212,8 @@ class DecoderLayer(nn.Module):
             mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend; with
                 a cache the last dimension counts what it holds, too.
             cache: keys and values of earlier positions; those of `x` are added.
-            is_token: bool (batch, seq), False on padding, which experts leave out; None where nothing is padded.
+            is_token: bool (batch, seq), False on padding, which experts leave out; None where
+                nothing is padded.
         """
         # Nothing is passed where there is none: tensor parallelism counts the positional arguments.
         more = {} if cache is None else {"cache": cache}
@@ -296,8 +297,8 @@ class Transformer(nn.Module):
         Args:
             x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq, dim).
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
-                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask. Experts
-                leave out what the first kind calls padding; under the second every position is a token.
+                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask.
+                Experts leave out the padding of a (batch, seq) mask; the other kind names none.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
             cache: of the positions before these, to which these are added (`new_cache`); positions then go on from
                 there, and neither of the other two is taken.

@@ -135,8 +135,8 @@ def _check(name: str, module: nn.Module, ep: int) -> None:
     what = f"{name!r} ({type(module).__name__})"
     if name.endswith(".base_layer"):  # as peft calls a module around which it puts adapters
         raise ValueError(
-            f"{what} is wrapped in adapters of all its experts, of which each rank would hold a part: leave experts "
-            "out of peft's target_parameters and adapt other layers, or use ep=1"
+            f"{what} is wrapped in adapters of all its experts, of which each rank would hold a "
+            "part: leave experts out of peft's target_parameters and adapt other layers, or use ep=1"
         )
     if _kind_of(module) is None:
         raise ValueError(f"{what} is called with ({', '.join(_arguments(module))}): experts {_CALLED}")
@@ -205,15 +205,16 @@ class Exchanged(Replaced):
         order = expert.argsort(stable=True)
         with self._own_experts() as experts:
             computed = compute(rows[order], came.sum(0))[order.argsort()].to(x.dtype)
-        # Experts may skip what has no rows. All ranks must go through backward's exchange all the same, and FSDP2 waits
-        # for a gradient of each parameter. Ours skip nothing, and their weights' gradients may wait for `W`.
+        # Experts may skip an expert without rows. All ranks must enter backward's exchange all the
+        # same, and FSDP2 waits for a gradient of each parameter. This package's experts skip
+        # nothing, and the gradients of their weights may wait for `W`.
         if not isinstance(self._module, Experts):
             computed = _Depends.apply(computed, rows, *experts)
         return all_to_all(computed, n_came, n_sent, self._group)
 
     @contextmanager
     def _own_experts(self) -> Iterator[list[Tensor]]:
-        """Let the module find the experts of this rank, which are yielded, as if there were no others."""
+        """Let the module find this rank's experts as if there were no others; yield them."""
         own: dict[str, Any] = {
             name: part_of(parameter, _Averaged.apply(parameter.to_local(), self._ep))
             for name, parameter in self._module.named_parameters(recurse=False)
@@ -263,9 +264,10 @@ class _Averaged(torch.autograd.Function):
 
 
 class _Depends(torch.autograd.Function):
-    """What experts computed, with a backward that reaches the rows and the experts whatever they did with them.
+    """The experts' output, with a backward that reaches rows and experts whatever was computed.
 
-    Rows get zeros beside. An expert gets none: :class:`_Averaged` makes zeros of it if there is nothing else.
+    It adds zeros to the gradient of the rows. It gives an expert no gradient, and
+    :class:`_Averaged` makes zeros if nothing else gives it one.
     """
 
     @staticmethod

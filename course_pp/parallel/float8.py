@@ -25,7 +25,7 @@ from course_pp.imports import imports_that_warn
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
 
-# The head and routers need their bits, and a gate of shared experts, as Qwen2-MoE has one, gives a single number.
+# The head and routers need their bits. Qwen2-MoE's gate of shared experts has a single output.
 _SKIPPED = ("head", "lm_head", "router", "gate", "shared_expert_gate", "experts")
 _MULTIPLE = 16  # of both sizes of a matrix, for the tensor cores
 _FIRST_WITH_FLOAT8 = (8, 9)  # compute capability of Ada; Hopper is (9, 0)
@@ -47,8 +47,9 @@ def apply_float8(
         model: any model, or one stage of it, with parameters in float32 or bfloat16. Its ``nn.Linear`` are converted,
             their subclasses are not.
         recipe: one scale for a whole tensor, or one for each row (more exact, slower).
-        skip: parts of dotted names; layers with one of them are left as they are. So are, in any case, layers with
-            ``head``, ``lm_head``, ``router``, ``gate``, ``shared_expert_gate`` or ``experts`` in their name.
+        skip: parts of dotted names; a layer with one of them in its name is left as it is. So is
+            always a layer with ``head``, ``lm_head``, ``router``, ``gate``, ``shared_expert_gate``
+            or ``experts``.
 
     Returns:
         The names of the layers.
