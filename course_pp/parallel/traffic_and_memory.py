@@ -249,6 +249,7 @@ class _Rank:
     ac: str = "none"
     splits_backward: bool = False  # whether input and weight gradients are two actions of the schedule
     gathers_logits: bool = True
+    asks_for_tokens: bool = True  # whether data ranks add up the counted tokens before a step
     routed: Tensor | None = None  # (data ranks, layers with experts, microbatches, experts) rows; None: as many each
 
     @property
@@ -341,6 +342,7 @@ def predict_collectives(
     dtype: torch.dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
     gather_logits: bool = True,
+    divisor: float | None = None,
     clip: bool = True,
     routed: Tensor | None = None,
 ) -> tuple[CollectiveCounts, ...]:
@@ -362,6 +364,7 @@ def predict_collectives(
         ac: the mode given to :func:`apply_ac`.
         dtype: in which parameters are kept.
         gather_logits: as given to :func:`apply_tensor_parallel`.
+        divisor: as given to ``PipelineSchedule.step``, which then need not ask the data ranks for their tokens.
         clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
             they hold.
         routed: how many rows each expert gets, whole numbers (data ranks, layers with experts, microbatches, experts);
@@ -409,6 +412,7 @@ def predict_collectives(
         ac=ac,
         splits_backward=splits == "all",
         gathers_logits=gather_logits,
+        asks_for_tokens=divisor is None,
         routed=routed,
     )
     parts = [_tensor_parallel, _experts, _fully_sharded, _pipeline, *([_clipping] if clip else [])]
@@ -552,7 +556,7 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
     counts += _attached_losses(rank)
     if n_stages - 1 in here:  # the number of counted tokens before the step, the loss after it
         for dimension in ("dp_replicate", "dp_shard"):
-            counts += rank.over(dimension, "all_reduce", 2, _FLOAT64)
+            counts += rank.over(dimension, "all_reduce", 1 + rank.asks_for_tokens, _FLOAT64)
     if rank.config.tie_embeddings and (0 in here) != (n_stages - 1 in here):
         embedding = Group(((rank.config.vocab_size, rank.config.dim),))
         gradient = held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize

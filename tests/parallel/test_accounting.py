@@ -73,7 +73,7 @@ def run_jobs(case, jobs, watch, mp_policy=None, **tp_options):
 
     for variant, config, data, kwargs in jobs:
         modules = build_modules(case, config, mesh, variant.ac, mp_policy, **tp_options)
-        kwargs = {name: mine(value) for name, value in kwargs.items()}
+        kwargs = {name: mine(value) if torch.is_tensor(value) else value for name, value in kwargs.items()}
         loss_fn = VocabParallelCrossEntropy() if tp_options else CrossEntropy()
         step = step_of(case, mesh, modules, mine(data[0][0]), mine(data[0][1]), kwargs, loss_fn, mp_policy)
         step()
@@ -128,6 +128,17 @@ def test_predicted_collectives_are_counted_on_every_rank(case, variants):
     ranks = on_ranks(case.n_ranks, count_on_rank, case, jobs, timeout_s=110)
     for (variant, config, _, _), counts in zip(jobs, zip(*ranks, strict=True), strict=True):
         assert_counted(counts, predict(case, variant, config))
+
+
+def test_a_divisor_that_is_given_saves_a_question_to_the_data_ranks():
+    case = Case(pp=2, schedule="1f1b", dp_shard=2)
+    [(variant, config, data, _)] = jobs_of(case, [PLAIN])
+    ranks = on_ranks(case.n_ranks, count_on_rank, case, [(variant, config, data, {"divisor": 100.0})], timeout_s=60)
+    told = predict(case, variant, config, divisor=100.0)
+    assert_counted([counts for [counts] in ranks], told)
+    asked = predict(case, variant, config)
+    saved = [a.total().number - b.total().number for a, b in zip(asked, told, strict=True)]
+    assert saved == [0, 0, 1, 1]  # where the last stage is
 
 
 CHANGED = [
