@@ -134,13 +134,16 @@ class Recorder:
     def attach(self, *stages: Any) -> "Recorder":
         """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
 
-        They are stages of ``torch.distributed.pipelining``, or like them. A backward with ``full_backward=False`` is
-        recorded as ``I``, the rest of it as ``W``; in stage 0, which needs no input gradient, ``W`` has all the work.
-        The loss and the messages lie outside the spans. A stage of `course_pp.parallel` is recorded as its pipeline
-        runs it: build that first.
+        They are stages of ``torch.distributed.pipelining``, or like them, one by one or in lists. A backward with
+        ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``; in stage 0, which needs no input
+        gradient, ``W`` has all the work. The loss and the messages lie outside the spans. A stage of
+        `course_pp.parallel` is recorded as its pipeline runs it: build that first.
         """
         methods = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
-        for stage in stages:
+        attached: list[Any] = []
+        for each in stages:
+            attached += each if isinstance(each, list | tuple) else [each]
+        for stage in attached:
             if not all(hasattr(stage, name) for name in ("stage_index", *methods)):
                 raise ValueError(
                     f"cannot record {type(stage).__name__}: attach a pipeline stage of torch.distributed.pipelining, "
@@ -151,7 +154,7 @@ class Recorder:
                     f"stage {stage.stage_index} is in no pipeline, which would run it as a stage of its own: call "
                     "build_pipeline_schedule first, then attach"
                 )
-        for stage in (getattr(stage, "runs_as", stage) for stage in stages):
+        for stage in (getattr(stage, "runs_as", stage) for stage in attached):
             self.run_on(getattr(stage, "device", None))
             for name, kind in methods.items():
                 setattr(stage, name, partial(self._recorded, stage, kind, getattr(stage, name)))

@@ -184,7 +184,7 @@ def test_a_stage_is_recorded_as_its_pipeline_runs_it_and_refused_before_there_is
     with pytest.raises(ValueError, match="stage 0 is in no pipeline"):
         recorder.attach(stage)
     pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
-    for attached in (stage, *pipeline.stages):
+    for attached in (stage, pipeline.stages):
         with recorder.attach(attached):
             pipeline.step(batch, target=batch)
     assert [str(span.action) for span in recorder.timeline().spans] == 2 * ["0F0", "0F1", "0B0", "0B1"]
