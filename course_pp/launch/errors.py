@@ -41,7 +41,8 @@ def why_ended(exit_code: int) -> str:
         return "Something in it called os._exit, or a library ended the process."
     return {
         "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
-        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it.",
+        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it. Under FSDP2 "
+        "that happens where data ranks use different parameters in a step: apply_fsdp2 says what to do.",
         "SIGSEGV": "Native code touched memory it does not own.",
     }.get(signal_name(-exit_code), "Something sent it that signal.")
 

@@ -143,10 +143,14 @@ class Batch:
             raise ValueError("inputs is missing on the rank that holds the first stage")
         given = _described("inputs", inputs)
         if given != self._inputs:
+            assert self._inputs is not None  # settled
+            ready = ""
+            if given.kinds == self._inputs.kinds:  # ready-made microbatches may differ in shapes alone
+                ready = "give ready-made microbatches (arg_mbs= and target_mbs=), "
             raise ValueError(
                 f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, give "
-                "ready-made microbatches (arg_mbs=), or build the stages for other sizes"
+                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, {ready}"
+                "or build the stages for other inputs"
             )
         self._refuse_ids("inputs", inputs)
         # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.

@@ -90,6 +90,11 @@ def apply_fsdp2(
     before the optimizer is made, which would hold parameters that the model no longer uses. Gradients are averaged over
     the data-parallel ranks, under a pipeline once a step, after the last microbatch.
 
+    In a step all data-parallel ranks must use the same parameters. Where one rank may leave a part of the model unused,
+    such as the encoder of images, gloo would end the process and NCCL would wait. Leave such a part out of ``blocks``,
+    so that it is gathered with the rest, and call ``model.set_reduce_scatter_unused_params(True)`` afterwards, which
+    torch has from 2.13 on. The unused parameters then get gradients of zero, and AdamW moves them.
+
     Args:
         model: any model, or one stage of it.
         mp_policy: None is :func:`default_mp_policy` if all parameters are float32: it computes in

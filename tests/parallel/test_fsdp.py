@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -285,3 +286,63 @@ def test_a_rank_whose_shard_has_no_rows_takes_part_in_everything(engine: str, tm
         for name, gradient in found["gradients"].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-12)
             torch.testing.assert_close(found["weights"][name], named[name].detach(), rtol=0, atol=1e-11)
+
+
+class TextAndImages(nn.Module):
+    """A stage that may leave half of its parameters unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.images = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor, has_images: bool) -> Tensor:
+        text = self.text(x)
+        return text + self.images(x) if has_images else text
+
+
+def text_and_images() -> TextAndImages:
+    torch.manual_seed(0)
+    return TextAndImages().double()
+
+
+def some_with_images(data_rank: int) -> dict[str, Any]:
+    """Four microbatches of a data rank, of which rank 0's second has images."""
+    torch.manual_seed(1 + data_rank)
+    x, y = torch.randn(2, 4, 2, 6, dtype=torch.float64)
+    return {
+        "arg_mbs": [(each,) for each in x],
+        "kwarg_mbs": [{"has_images": data_rank == 0 and i == 1} for i in range(4)],
+        "target_mbs": list(y),
+    }
+
+
+def images_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
+    """Gradients by either engine after two steps that add up."""
+    mesh = init_distributed(DistributedConfig(dp_shard=2))
+    assert mesh is not None
+    found = []
+    for engine in ("parallel", "runtime"):
+        module: Any = text_and_images()
+        apply_fsdp2(module, mesh, blocks=())
+        module.set_reduce_scatter_unused_params(True)
+        if engine == "parallel":
+            stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 6).double(), outputs=())
+            pipeline: Any = build_pipeline_schedule(stage, 4, F.mse_loss, tied=[])
+        else:
+            alone = dist.new_group([rank], use_local_synchronization=True)
+            pipeline = Pipeline(build("1f1b", 1, 4), module, F.mse_loss, group=alone, tied=[])
+        for _ in range(2):
+            pipeline.step(**some_with_images(get_dp_rank(mesh)))
+        found.append({name: full(p.grad) for name, p in module.named_parameters()})
+    return found
+
+
+def test_a_part_that_one_data_rank_leaves_unused_has_the_gradients_of_one_process() -> None:
+    module = text_and_images()
+    for given in map(some_with_images, range(2)):
+        for (x,), keywords, y in zip(*given.values(), strict=True):
+            (F.mse_loss(module(x, **keywords), y) / 4).backward()  # in two steps, by two ranks with four microbatches
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    for engines in on_ranks(2, images_on_one_rank, timeout_s=60):
+        for gradients in engines:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
