@@ -85,8 +85,7 @@ class Agreement:
         declared: the values that this rank's stages read and write beyond their neighbours'.
         weights: weights that lie in several places, on all ranks.
         planned: which versions the actions use, if stages update their own weights.
-        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself; none
-            without a loss.
+        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself.
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
@@ -181,7 +180,7 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
     if problem := problem_of_left_out_copies(_looks(everyone), ties, _of_cut(everyone)):
         raise ValueError(problem)
-    groups = () if options.loss_fn is None else _data_groups(ranks, modules, [told.n_data for told in everyone])
+    groups = _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
         options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, groups, everyone[0].series
     )

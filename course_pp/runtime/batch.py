@@ -73,7 +73,8 @@ def cut(
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     """Cut the tensors of ``batch``, alone or in tuples and dicts, along their first dimension, as evenly as can be."""
-    ready = {"inputs": "arg_mbs=[(x,), …]", "targets": "target_mbs=[y, …]"}[name]
+    # Both, as one alone would not go with a whole batch.
+    ready = "arg_mbs=[(x,), …] and, in a step, target_mbs=[y, …]"
     if isinstance(batch, list):
         raise ValueError(f"{name} is a list: give a batch in one piece, or {n} ready-made microbatches as {ready}")
     try:
@@ -92,40 +93,58 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     return cut_rows(batch, tensors, n, map_tensors)
 
 
+class Counted(NamedTuple):
+    """The targets of a step, and over how many tokens or samples the loss of each microbatch is a mean.
+
+    Attributes:
+        loss: the caller's, or the same mean as a loss that counts samples.
+    """
+
+    loss: TokenLoss
+    targets: Sequence[Any]
+    counts: list[Any]
+
+
+def count_targets(loss_fn: LossFn | TokenLoss, targets: Sequence[Any]) -> Counted:
+    """Count the tokens of ``targets``, or samples if ``loss_fn`` does not count; a ValueError for a mean over none."""
+    loss = counted(loss_fn, _samples)
+    counts = [loss.count(target) for target in targets]
+    if loss is not loss_fn and 0 in counts:
+        raise ValueError(
+            f"the targets of microbatch {counts.index(0)} have no samples, and a mean over none is no number: give "
+            "each microbatch at least one, or a loss that counts what it averages over (TokenLoss)"
+        )
+    return Counted(loss, targets, counts)
+
+
 def loss_shares(
-    loss_fn: LossFn | TokenLoss,
-    targets: Sequence[Any],
+    given: Counted,
     divisor: float | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     device: torch.device | None = None,
 ) -> tuple[Callable[[int, Any], Share], Tensor]:
     """Return a function of i and the output, microbatch i's share of the batch's loss; and the microbatches' weights.
 
-    The shares add up to the loss.
+    The shares add up to the loss. A collective of ``groups`` unless ``divisor`` is given.
 
     Args:
-        divisor: how many tokens (or samples) to average over; None counts those of ``targets`` on all ranks of
+        divisor: how many tokens (or samples) to average over; None counts those of all targets on all ranks of
             ``groups``, over which gradients are averaged.
     """
-    loss = counted(loss_fn, _samples)
-    counts = [loss.count(target) for target in targets]
-    if divisor is None and loss is not loss_fn and not sum(counts):
-        raise ValueError(f"targets has no samples in any of {len(targets)} microbatches: give at least one")
+    loss, targets, counts = given
     over = divisor_of(counts, divisor, groups, device)
     return lambda i, output: share_of(loss, output, targets[i], over), weights_of(counts, over, device)
 
 
-def own_means(
-    loss_fn: LossFn | TokenLoss, targets: Sequence[Any], divisor: float | None, groups: Sequence[Sequence[int]]
-) -> Callable[[int, Any], Share]:
+def own_means(given: Counted, divisor: float | None, groups: Sequence[Sequence[int]]) -> Callable[[int, Any], Share]:
     """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update takes.
 
     Microbatches of a group enter one update as the mean of their means, so they must be of equal size.
     """
     if divisor is not None:
         raise ValueError(f"divisor is {divisor}: with versions= each update takes a mean of its own; leave it out")
-    loss = counted(loss_fn, _samples)
-    counts = [max(float(loss.count(target)), 1.0) for target in targets]
+    loss, targets, _ = given
+    counts = [max(float(count), 1.0) for count in given.counts]
     for group in groups:
         unequal = next((i for i in group if counts[i] != counts[group[0]]), None)
         if unequal is not None:

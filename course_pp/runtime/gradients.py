@@ -195,7 +195,10 @@ def _data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:
 
 def _forget_gradients(root: "FSDPModule") -> None:
     """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
-    groups = _groups_of(root._get_fsdp_state()._state_ctx.all_states)
+    state: Any = root._get_fsdp_state()
+    if state._is_root is None:  # there was no forward yet: no gradients, and nothing that a reset could find
+        return
+    groups = _groups_of(state._state_ctx.all_states)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
     of_earlier_steps = [parameter.sharded_param.grad for parameter in parameters]
     if not hasattr(root, "finalize_backward"):  # before torch 2.15 a reset forgets no gradients

@@ -9,7 +9,7 @@ What is received and sent between the actions is settled beforehand, in :mod:`co
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from course_pp.microbatches import ChunkSpec, map_tensors
 from course_pp.module_extras import called_once, problem_of_hooks
 from course_pp.random_streams import RandomStreams, move_on
 from course_pp.runtime.agreement import Options, Stages, agree
-from course_pp.runtime.batch import Cut, Form, cut, joined, loss_shares, own_means, put_together
+from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means, put_together
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, LossNotFinite
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
@@ -34,6 +34,8 @@ from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -168,9 +170,10 @@ class Pipeline:
                 cut along its first dimension.
             targets: the same, where the last stage is.
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over.
-                None counts them, over FSDP2's data ranks too; a microbatch without any adds nothing, and a batch of
-                such has loss 0. If the gradients of several steps add up, give the number in all of them. Gradients
-                are then those of the global mean: there is nothing left to divide for the norm or the optimizer.
+                None counts them, over FSDP2's data ranks too; a microbatch without any token adds nothing, and a batch
+                of such has loss 0. A loss that counts samples needs at least one in each microbatch. If the gradients
+                of several steps add up, give the number in all of them. Gradients are then those of the global mean:
+                there is nothing left to divide for the norm or the optimizer.
             arg_mbs: of each microbatch the tuple of the first stage's arguments, where that stage is. A dict alone
                 in it gives keyword arguments.
             kwarg_mbs: of each microbatch the keyword arguments of this rank's stages, of any class. All of them get
@@ -189,7 +192,8 @@ class Pipeline:
         Raises:
             PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
                 rank, stage, microbatch and action it was.
-            ValueError: on a rank whose arguments cannot be used; the others get a PipelineError.
+            ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of its stages; the
+                others get a PipelineError.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         self._refuse_after_failure()
@@ -266,12 +270,15 @@ class Pipeline:
         evaluator = self._evaluator
         holders = self.schedule.placement[-1]
 
-        def step() -> Any:
-            if on not in ("last", "all"):  # here, as the others wait for what this rank makes
+        def look() -> Cut:
+            if on not in ("last", "all"):
                 raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
             n = self.schedule.n_microbatches
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": None}
-            parts = cut(n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists)
+            return cut(n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists)
+
+        def step() -> Any:
+            parts = self._with_data_ranks(look)  # here, as the others wait for what this rank makes
             self._ignore(parts)
             batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
             with self._sharded.reduced_once(trains=False):
@@ -291,6 +298,13 @@ class Pipeline:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
 
     def _batch(self, divisor: float | None, *given: Any, **lists: Any) -> tuple[Batch, Form]:
+        parts, counts = self._with_data_ranks(lambda: self._checked(divisor, *given, **lists))
+        self._ignore(parts)
+        loss, weights = (None, None) if counts is None else self._loss_of(counts, divisor)
+        return Batch(parts.inputs, loss, weights, kwargs=parts.kwargs), parts.form
+
+    def _checked(self, divisor: float | None, *given: Any, **lists: Any) -> tuple[Cut, Counted | None]:
+        """Return this rank's microbatches, and its targets where the last stage is; refuse what cannot be used."""
         if self._executor.trains and not torch.is_grad_enabled():
             raise RuntimeError(
                 "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
@@ -302,9 +316,19 @@ class Pipeline:
             raise ValueError(problem)
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
         parts = cut(self.schedule.n_microbatches, first, last, *given, **lists)
-        self._ignore(parts)
-        loss, weights = self._loss_of(parts.targets, divisor) if last else (None, None)
-        return Batch(parts.inputs, loss, weights, kwargs=parts.kwargs), parts.form
+        loss_fn = self._options.loss_fn
+        assert loss_fn is not None  # or step has refused
+        return parts, count_targets(loss_fn, parts.targets) if last else None
+
+    def _with_data_ranks(self, look: Callable[[], T]) -> T:
+        """Return what ``look`` returns; if it fails here or on another data rank of this stage, raise on all of them.
+
+        FSDP2's data ranks wait for one another in each forward. They are in different pipelines, and a rank that fails
+        tells its own pipeline alone. Mates that refuse together tell both of theirs, before the first gather.
+        """
+        for group in self._agreement.data_groups:
+            look = partial(Ranks(group).collectively, look)
+        return look()
 
     def _attached_here(self) -> Sums:
         """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
@@ -327,17 +351,14 @@ class Pipeline:
             map_tensors(found.append, list(batch.kwargs))
             self._options.meter.ignore(found)
 
-    def _loss_of(
-        self, targets: Sequence[Any], divisor: float | None
-    ) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
-        loss_fn, planned = self._options.loss_fn, self._agreement.planned
+    def _loss_of(self, counts: Counted, divisor: float | None) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
+        planned = self._agreement.planned
         last = self.schedule.n_stages - 1
-        assert loss_fn is not None  # or step has refused
         if planned is not None:
             groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
-            means = own_means(loss_fn, targets, divisor, groups)
-            return partial(_finite, means, planned, last), torch.ones(len(targets), dtype=torch.float64)
-        return loss_shares(loss_fn, targets, divisor, self._agreement.data_groups, self._agreement.device)
+            means = own_means(counts, divisor, groups)
+            return partial(_finite, means, planned, last), torch.ones(len(counts.targets), dtype=torch.float64)
+        return loss_shares(counts, divisor, self._agreement.data_groups, self._agreement.device)
 
     @property
     def ledger(self) -> Ledger:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, Recorder
-from course_pp.runtime.batch import loss_shares
+from course_pp.runtime.batch import count_targets, loss_shares
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.messages import RankPlan, plan_messages
 from course_pp.runtime.stage import Stage
@@ -96,7 +96,7 @@ def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
     target = zeros(False, False)
     meter.ignore([*module.parameters(), target, *([] if stage else [x])])
     worker = Stage(stage, module, torch.device("cpu"), False, meter, None, writes, writes)
-    (share, _), last = loss_shares(F.mse_loss, [target] * M), stage == schedule.n_stages - 1
+    (share, _), last = loss_shares(count_targets(F.mse_loss, [target] * M)), stage == schedule.n_stages - 1
     loss = (lambda output: share(0, output)) if last else None
     worker.forward(0, x, loss, any(part.kind == "I" for part in schedule.parts), {name: zeros(False) for name in reads})
     kept = meter.kept["activation"] - len(reads) * VALUE

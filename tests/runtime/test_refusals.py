@@ -36,6 +36,16 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "a batch too small": ({"targets": torch.ones(3, WIDTH)}, 2, "targets has tensors of 3 samples, to be cut into 4"),
     "an array": ({"inputs": object()}, 0, "inputs: a object cannot"),
+    "a microbatch without samples": (
+        {
+            "inputs": None,
+            "targets": None,
+            "arg_mbs": [(torch.ones(n, WIDTH).double(),) for n in (2, 0, 2, 2)],
+            "target_mbs": [torch.ones(n, WIDTH).double() for n in (2, 0, 2, 2)],
+        },
+        2,
+        "the targets of microbatch 1 have no samples",
+    ),
     "a mean over nothing": ({"divisor": 0}, -1, "divisor is 0: give the number of tokens that the mean is over"),
 }
 

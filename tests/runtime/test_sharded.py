@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -283,3 +284,36 @@ def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_
         trained, evaluated = loss.item(), mean_loss().item()
         for row in found:
             assert row[step] == pytest.approx((trained, evaluated), rel=1e-12)
+
+
+WRONG_HALF = {
+    "inputs": (0, lambda pipe, x, y: pipe.step(inputs=x[:1])),
+    "targets": (1, lambda pipe, x, y: pipe.step(targets=y[:1])),
+    "on": (1, lambda pipe, x, y: pipe.evaluate(on="first")),
+}
+"""Of a data rank, on which pipeline rank something is wrong, and its call there."""
+
+
+def refused_on_one_data_rank(rank: int, bare: bool) -> list[str]:
+    """What each mistake of data rank 1 is called on this rank, in a pipeline each: after one it cannot go on."""
+    said = []
+    for name, (guilty, wrong) in WRONG_HALF.items():
+        pipe, schedule, _, mesh = pipeline_of(Layout("1f1b", bare=bare))
+        pp_rank, replica = mesh.get_local_rank("pp"), replica_of(mesh)
+        x, y = batch_of(0, replica)
+        given = for_rank(pp_rank, schedule, x, y)
+        call = partial(pipe.evaluate, given[0]) if name == "on" else partial(pipe.step, *given)
+        if (pp_rank, replica) == (guilty, 1):
+            call = partial(wrong, pipe, x, y)
+        with pytest.raises((ValueError, PipelineError)) as refusal:
+            call()
+        said.append(getattr(refusal.value, "origin", str(refusal.value)).rpartition("ValueError: ")[2])
+    return said
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["all sharded", "no weights in the last stage"])
+def test_what_one_data_rank_refuses_is_refused_by_all_in_the_same_words(bare: bool) -> None:
+    with no_process_left():
+        found = on_ranks(4, refused_on_one_data_rank, bare, timeout_s=60.0)
+    assert all(said == found[0] for said in found)
+    assert all(name in sentence for name, sentence in zip(WRONG_HALF, found[0], strict=True))
