@@ -41,7 +41,7 @@ _PACKED: dict[str, tuple[tuple[str, Literal[0, 1] | None], ...]] = {
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
     "down_proj": (("down_proj", None),),
 }
-"""For each packed weight of transformers its matrices in files, and which half of an expert's rows each is."""
+"""{packed weight of transformers: its matrices in files, each with its half of an expert's rows}."""
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 

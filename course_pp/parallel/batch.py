@@ -86,9 +86,9 @@ class Batch:
         ready = are_ready(self._n_microbatches, given.whole, **lists)
         if given.whole and not ready and self._rows is None:
             raise ValueError(
-                f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that this pipeline was "
-                "built for do not share their first dimension; give ready-made microbatches, arg_mbs=, or build the "
-                "stages for tensors whose first dimension is the rows"
+                f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that this "
+                "pipeline was built for do not share their first dimension; give ready-made microbatches, "
+                "arg_mbs=, or build the stages for tensors whose first dimension is the rows"
             )
         # First whether the stages take them at all: a spec for one that they do not take would be of no use.
         of_each: Sequence[Mapping[str, Any]] = given.kwarg_mbs or []

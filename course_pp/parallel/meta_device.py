@@ -67,21 +67,21 @@ class _Answering(TorchDispatchMode):
 
 
 def run_operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation of torch; on the meta device also products of groups in dtypes other than bfloat16.
+    """Run an operation of torch; on the meta device also products of groups in float32.
 
-    torch computes these on CPU and GPU in float32 too, and refuses them on the meta device. Experts of transformers'
-    models are such products.
+    torch computes these on CPU and GPU, and takes bfloat16 alone on the meta device. Experts of
+    transformers' models are such products.
     """
     if func is not torch.ops.aten._grouped_mm.default or not args[0].is_meta:
         return func(*args, **kwargs)
     one, other = args[0], args[1]
-    if one.dim() == other.dim():
-        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-        groups = (len(one) if one.dim() == 3 else len(offsets),)
-    else:
-        groups = ()
-    dtype = kwargs.get("out_dtype") or one.dtype
-    return one.new_empty((*groups, one.shape[-2], other.shape[-1]), dtype=dtype)
+    sizes = [one.shape[-2], other.shape[-1]]
+    if one.dim() == other.dim() == 3:
+        sizes.insert(0, len(one))
+    elif one.dim() == other.dim():
+        offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+        sizes.insert(0, len(offsets))
+    return one.new_empty(sizes, dtype=kwargs.get("out_dtype") or one.dtype)
 
 
 def to_meta(value: Any) -> Any:

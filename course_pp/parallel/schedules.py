@@ -45,18 +45,20 @@ def get_stage_indices(
 
 
 def _problem_of_stages_a_rank(schedule: Entry, number: int | None) -> str | None:
-    """Say in stages a rank why a schedule does not take this number; the catalogue would speak of ``n_chunks``."""
+    """Return why a schedule does not take so many; the catalogue would speak of ``n_chunks``."""
 
     def takes(entry: Entry) -> bool:
-        return number is None or (number % entry.chunks_in == 0 and (entry.any_chunks or number == entry.n_chunks))
+        if number is None or number == entry.n_chunks:
+            return True
+        return entry.any_chunks and number % entry.chunks_in == 0
 
     if takes(schedule):
         return None
     usual = f"a multiple of {schedule.chunks_in}" if schedule.any_chunks else str(schedule.n_chunks)
     able = dict.fromkeys(find(name).name for name in schedule_names() if takes(find(name)))
     return (
-        f"{number} stages a rank, and schedule {schedule.name!r} takes {usual}: cut the model into as many, or take "
-        f"one of {', '.join(able)}"
+        f"{number} stages a rank, and schedule {schedule.name!r} takes {usual}: cut the model into as "
+        f"many, or take one of {', '.join(able)}"
     )
 
 

@@ -154,7 +154,7 @@ def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
         remedy = "give arguments it takes"
         if any(has_no_weights(unit) for unit in model.modules()):
-            remedy += ", or a model with weights: this one ran on the meta device, which knows no values"
+            remedy += ", or a model with weights: the meta device, where this one ran, has no values"
         raise _DoesNotRun(Problem("does not run", _line_of(error), said, remedy)) from error
     if len(recording.calls) < 2:
         what = f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no place to cut"

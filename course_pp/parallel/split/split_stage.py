@@ -271,13 +271,14 @@ class Segment:
 
 
 def _refuse_reentrant_checkpoint(unit: str) -> None:
-    """Refuse a received value as the result of a reentrant checkpoint, which would keep its gradient to itself."""
+    """Refuse a received value as a reentrant checkpoint's result: it would get no gradient."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise ValueError(
-                f"{unit!r} is of another stage, and the model calls it inside torch.utils.checkpoint with "
-                "use_reentrant=True, which would compute it again in backward: checkpoint with use_reentrant=False"
+                f"{unit!r} is of another stage, and is called inside torch.utils.checkpoint with "
+                "use_reentrant=True, which would compute it again in backward: checkpoint with "
+                "use_reentrant=False"
             )
         frame = frame.f_back
 
@@ -435,7 +436,7 @@ def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 
 def _rebound(value: Any, module: nn.Module, copied: nn.Module) -> Any:
-    """Return a method of ``module``, or a hook that is called with it, as one of ``copied``; else the value."""
+    """Return a method or a hook of ``module`` as one of ``copied``; any other value as it is."""
     if isinstance(value, MethodType) and value.__self__ is module:
         return MethodType(value.__func__, copied)
     if isinstance(value, HookOfModule):

@@ -149,7 +149,7 @@ def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any
     state = model.state_dict(keep_vars=True)
 
     kind, where = type(model).__name__, checkpoint.path
-    how = "merge adapters and the like into the weights and save anew, or load it and call its save_pretrained"
+    how = "merge adapters into the weights and save anew, or load it and call its save_pretrained"
     if others := sorted(weights.keys() - expected):
         raise CheckpointError(f"{where} has {_first_of(others)}, which {kind} does not have: {how}")
     if missing := sorted(name for name, tensor in state.items() if tensor.is_meta):
@@ -167,18 +167,20 @@ def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any
 
 
 def _built_by_transformers(checkpoint: Opened) -> Any:
-    """Return a model without weights, as ``config.json`` describes it. Only transformers' own code is run."""
+    """Return a model without weights, as ``config.json`` says; only transformers' own code runs."""
     import transformers
 
     described = json.loads(_json_in(checkpoint.path / HF_CONFIG))
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     kind = next(iter(described.get("architectures") or ()), None)
-    architecture = getattr(transformers, str(kind), None)
-    if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
+    architecture: Any = getattr(transformers, str(kind), None)
+    known = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
+    if not known:
         problem = f"{checkpoint.path} is of {kind or 'a class'}, which transformers does not have"
         raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained")
     try:
-        config = architecture.config_class.from_dict(kept)
+        kind_of_config: Any = architecture.config_class
+        config = kind_of_config.from_dict(kept)
         with torch.device("meta"):
             return architecture(config)
     except Exception as error:
@@ -188,9 +190,10 @@ def _built_by_transformers(checkpoint: Opened) -> Any:
 
 
 def _weights_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return what the files of a checkpoint hold by the model's own names, under all names of tied weights."""
+    """Return a checkpoint's weights by the model's own names, tied ones under each of theirs."""
     weights = {}
-    for key, tensor in checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights)).items():
+    read = checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights))
+    for key, tensor in read.items():
         kept = tensor.to(dtype) if tensor.is_floating_point() else tensor
         weights[_without_stage(key.removeprefix("model."))] = kept
     for name, first in _ties_of_transformers(checkpoint).items():
@@ -205,7 +208,7 @@ def _ties_of_transformers(checkpoint: Opened) -> dict[str, str]:
 
 
 def _without_stage(name: str) -> str:
-    """Return a name without the stage that ``{index: stage}`` puts before it; a part of a model has all its own."""
+    """Return a name without the stage that ``{index: stage}`` puts before it."""
     return re.sub(rf"^{re.escape(STAGES)}\d+\.", "", name)
 
 

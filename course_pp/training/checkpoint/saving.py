@@ -355,7 +355,8 @@ def take(
             files = {STATE: json.dumps(described, indent=1, allow_nan=False).encode()}
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"extra must be JSON (finite numbers, text, lists, dictionaries): {error}") from error
-        if (of_transformers := hf_config_of(state)) is not None:  # without it nobody could export the model
+        of_transformers = hf_config_of(state)
+        if of_transformers is not None:  # an export needs it
             files[HF_CONFIG] = of_transformers.encode()
         for name, content in (attachments or {}).items():
             if not is_plain_name(name) or name in (MANIFEST, STATE, METADATA) or name.endswith(".distcp"):

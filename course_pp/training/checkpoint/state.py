@@ -207,15 +207,16 @@ def config_of(state: RankState) -> dict[str, Any] | None:
 
 
 def hf_config_of(state: RankState) -> str | None:
-    """Return the ``config.json`` of a model of transformers, or of a stage of one; None for any other model."""
+    """Return the ``config.json`` of transformers' models and of their stages; None for others."""
     module = state.modules[0]
     config = getattr(module, "config", None)
     transformers = sys.modules.get("transformers")  # there, if the model is one of its
     if transformers is None or not isinstance(config, transformers.PreTrainedConfig):
         return None
     # A stage, or what FSDP2 made of it, has a class of its own in front of the model's.
-    kinds = [kind.__name__ for kind in type(module).__mro__ if getattr(transformers, kind.__name__, None) is kind]
-    described = {**json.loads(config.to_json_string()), "architectures": kinds[:1]}
+    of_theirs = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")]
+    known = [kind.__name__ for kind in of_theirs if hasattr(transformers, kind.__name__)]
+    described = {**json.loads(config.to_json_string()), "architectures": known[:1]}
     return json.dumps(described, indent=1)
 
 

@@ -28,7 +28,14 @@ from transformers import (
 from course_pp.__main__ import main
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module, config_from_hf
-from course_pp.parallel import DistributedConfig, apply_fsdp2, auto_split, find_ties, get_pp_rank, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_fsdp2,
+    auto_split,
+    find_ties,
+    get_pp_rank,
+    init_distributed,
+)
 from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, load_stage, save
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID, Tokenizer
 from source_code.hf_pp.families import build, called, example, tensor_of
