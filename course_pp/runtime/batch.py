@@ -108,7 +108,7 @@ class Counted(NamedTuple):
 def count_targets(loss_fn: LossFn | TokenLoss, targets: Sequence[Any]) -> Counted:
     """Count the tokens of ``targets``, or samples if ``loss_fn`` does not count; a ValueError for a mean over none."""
     loss = counted(loss_fn, _samples)
-    counts = [loss.count(target) for target in targets]
+    counts: list[Any] = [loss.count(target) for target in targets]
     if loss is not loss_fn and 0 in counts:
         raise ValueError(
             f"the targets of microbatch {counts.index(0)} have no samples, and a mean over none is no number: give "
