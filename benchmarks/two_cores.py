@@ -7,7 +7,7 @@ is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). In each repeat four s
 rank while the other sleeps, our pipeline, torch's, and both stages at once with no message between them. Cores that
 share caches, memory and a power budget are not two cores, so these stages, which never wait, are the reference: their
 row says how far the cores are from two, and each repeat's pipelines are divided by it. All but torch's add weight
-gradients up as our stages do (:mod:`course_pp.weight_gradients`), so that our row shows waiting and messages alone.
+gradients up as our stages do (:mod:`course_pp.step.late_weights`), so that our row shows waiting and messages alone.
 
 Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and how far the quartiles are
 apart: a smaller difference says nothing of a single step. Small microbatches show the arithmetic of a step, large ones
@@ -25,7 +25,7 @@ from torch import nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.weight_gradients import Fusing
+from course_pp.step.late_weights import Fusing
 
 SIZES = (Size(layers=4, width=1024, samples=64), Size(layers=4, width=1024, samples=256))
 CEILING = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)

@@ -45,8 +45,20 @@ LIVES = {
         ("launch/crew.py", "n results, or one error that says why"),
     ),
 }
-_FIRST = ("schedule", "model", "launch", "show", "runtime", "parallel", "training", "notebook", "doctor", "exercises")
-ROOMS = (*_FIRST, *sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - set(_FIRST)))
+_FIRST = (
+    "schedule",
+    "step",
+    "model",
+    "launch",
+    "show",
+    "runtime",
+    "parallel",
+    "training",
+    "notebook",
+    "doctor",
+    "exercises",
+)
+ROOMS = (*_FIRST, *sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"base", *_FIRST}))
 _WIDE, _HIGH, _GAP = 1.36, 0.82, 0.16
 
 
@@ -90,7 +102,10 @@ def rooms() -> ChartFigure:
     alone = listed([room for room in ROOMS if not imports()[room]])
     title = f"{count} arrows between {len(ROOMS)} rooms; none leaves {alone}"
     sketch = Sketch(
-        left + cell * len(ROOMS), 0.4 + 0.3 * len(ROOMS), title, "row imports column; common helpers left out"
+        left + cell * len(ROOMS),
+        0.4 + 0.3 * len(ROOMS),
+        title,
+        "row imports column; base, which all may import, is left out",
     )
     for i, room in enumerate(ROOMS):
         sketch.text((left + cell * (i + 0.5), 0.12), room, 7, align="center", bold=True)

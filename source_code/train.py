@@ -17,7 +17,7 @@ Without --text or --dataset the corpus is the source code of Python's own standa
 import sys
 from contextlib import nullcontext
 
-from course_pp.imports import imports_that_stay
+from course_pp.base.imports import imports_that_stay
 
 with imports_that_stay():
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import tests.kernels  # noqa: F401, for every kernel that a test starts
+from course_pp.base.imports import imports_that_stay
 from course_pp.exercises import check, checking
-from course_pp.imports import imports_that_stay
 from course_pp.launch import fork_server, on_ranks, run_torchrun
 from tests import grids
 from tests.chromium import page as page  # one for all folders: a process drives one browser

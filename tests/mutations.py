@@ -30,9 +30,9 @@ class Fault(NamedTuple):
 BY_HAND, FEATURES, RANDOM = (f"runtime/test_{name}.py" for name in ("by_hand", "features", "random_schedules"))
 READY = "runtime/test_ready_microbatches.py"
 DEFERRED, FUSED = "runtime/test_deferred.py", "runtime/test_fused.py"
-ATTACHED, SCALED = "test_attached_loss.py", "test_grad_scaler.py"
-EXPERTS, ROUTED = "model/test_experts.py", "test_experts_in_pipelines.py"
-GRADIENTS = "weight_gradients.py"
+ATTACHED, SCALED = "step/test_attached_loss.py", "step/test_scaler.py"
+EXPERTS, ROUTED = "model/test_experts.py", "step/test_experts_in_pipelines.py"
+GRADIENTS = "step/late_weights.py"
 GRID = "parallel/test_equals_one_process.py"
 SHARED_OUT, FOREIGN = "parallel/test_expert_parallel.py", "parallel/test_whole_models.py"
 
@@ -40,7 +40,7 @@ SIZED = "parallel/test_ready_microbatches.py"
 
 FAULTS = [
     Fault("runtime/by_hand.py", "full_like(y, 1 / n_microbatches)", "ones_like(y)", BY_HAND),
-    Fault("sizes.py", "(stage < extras)", "(stage <= extras)", "model/test_model_stages.py"),
+    Fault("base/sizes.py", "(stage < extras)", "(stage <= extras)", "model/test_model_stages.py"),
     Fault(
         "runtime/by_hand.py",
         "oldest_x, oldest_y = in_flight.popleft()",
@@ -55,14 +55,14 @@ FAULTS = [
         "while False:\n            sends.pop().wait()",
         BY_HAND,
     ),
-    Fault("loss.py", "(loss.total(output, target)) / divisor", "(loss.total(output, target))", GRID),
-    Fault("loss.py", ") * self.samples(target)", ")", "test_loss.py"),
-    Fault("loss.py", "counts / divisor,", "1 / divisor,", RANDOM),
-    Fault("loss.py", "counts / divisor.double()", "counts / counts", "test_loss.py"),
-    Fault("loss.py", "return gradient, weight.clone()", "return gradient, 2 * weight", ATTACHED),
-    Fault("loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
-    Fault("loss.py", "if name in self.values else", "if False else", ATTACHED),
-    Fault("loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
+    Fault("step/loss.py", "(loss.total(output, target)) / divisor", "(loss.total(output, target))", GRID),
+    Fault("step/loss.py", ") * self.samples(target)", ")", "step/test_loss.py"),
+    Fault("step/loss.py", "counts / divisor,", "1 / divisor,", RANDOM),
+    Fault("step/loss.py", "counts / divisor.double()", "counts / counts", "step/test_loss.py"),
+    Fault("step/loss.py", "return gradient, weight.clone()", "return gradient, 2 * weight", ATTACHED),
+    Fault("step/loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
+    Fault("step/loss.py", "if name in self.values else", "if False else", ATTACHED),
+    Fault("step/loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
     Fault("model/experts.py", "scores.gather(-1, experts)", "chosen_by.gather(-1, experts)", EXPERTS),
     Fault("model/experts.py", "place < capacity", "place <= capacity", EXPERTS),
     Fault("model/experts.py", "tokens.mean() - tokens", "tokens - tokens.mean()", EXPERTS),
@@ -71,12 +71,12 @@ FAULTS = [
     Fault("model/experts.py", "/ pairs[0].sum()", "/ experts[0].numel()", ROUTED),
     Fault("model/hf.py", 'half=0 if matrix == "gate_proj" else 1', "half=0", "model/test_model_hf.py"),
     Fault(GRADIENTS, "if has_hooks(getattr(weights, _PART_OF, weights)) or _is_autocast(x)", "if True", DEFERRED),
-    Fault("grad_scaler.py", "any(found for _, found, *_ in told)", "found", SCALED),
-    Fault("grad_scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
+    Fault("step/scaler.py", "any(found for _, found, *_ in told)", "found", SCALED),
+    Fault("step/scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
     Fault("runtime/pipeline.py", "(scaler is None or not scaler.is_enabled())", "True", SCALED),
     Fault("runtime/stage.py", "weight() * self.scale", "weight()", SCALED),
     Fault("parallel/pipeline.py", "/ pipelines / scale", "/ pipelines", SCALED),
-    Fault("loss.py", "None if torch._C._current_graph_task_id() >= 0 else 1.0", "1.0", ATTACHED),
+    Fault("step/loss.py", "None if torch._C._current_graph_task_id() >= 0 else 1.0", "1.0", ATTACHED),
     Fault("runtime/mailbox.py", "packet.weight.copy_(weight)", "pass", ATTACHED),
     Fault("runtime/mailbox.py", "notice[-_WEIGHT:] = weight", "pass", ATTACHED),
     Fault("runtime/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
@@ -104,7 +104,7 @@ FAULTS = [
     Fault("runtime/batch.py", "kind != other_kind", "False", READY),
     Fault("runtime/batch.py", "rows != other_rows", "False", READY),
     Fault("runtime/agreement.py", "dist.get_global_rank(group, rank)] for", "rank] for", "runtime/test_sharded.py"),
-    Fault("tied.py", "sum(there[1:], start=there[0])", "there[0]", FEATURES),
+    Fault("step/ties.py", "sum(there[1:], start=there[0])", "there[0]", FEATURES),
     Fault("runtime/agreement.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", FEATURES),
     Fault(GRADIENTS, "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),
     Fault("runtime/stage.py", "kept.weight_gradients.compute()", "pass", FEATURES),
@@ -112,7 +112,7 @@ FAULTS = [
     Fault(GRADIENTS, 'if _whither(ctx.next_functions[1][0]) == "into the sum":', "if ctx.queue._open:", FUSED),
     Fault(GRADIENTS, "match _whither(ctx.next_functions[1][0])", 'match "into the sum"', FUSED),
     Fault(GRADIENTS, " and _references(parameter) <= _UNHELD", "", FUSED),
-    Fault("random_streams.py", "torch.set_rng_state(on_cpu)", "pass", "runtime/test_features.py"),
+    Fault("step/random_streams.py", "torch.set_rng_state(on_cpu)", "pass", "runtime/test_features.py"),
     Fault("parallel/tied_weights.py", "add_up([parts.get(rank, own) for rank in one.ranks])", "own", GRID),
     Fault("parallel/tied_weights.py", "end.grad = None if total is None else total.clone()", "pass", GRID),
     Fault("parallel/schedules.py", '"scale_grads": False', '"scale_grads": True', GRID),
@@ -131,7 +131,7 @@ FAULTS = [
         "parallel/clipping.py", "if shard.counted:", "if True:", "parallel/test_clipping.py parallel/test_layouts.py"
     ),
     Fault(
-        "sizes.py",
+        "base/sizes.py",
         "share + (stage < extras)",
         "share + (stage >= pp_size - extras)",
         "model/test_model_stages.py",

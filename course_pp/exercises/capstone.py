@@ -16,18 +16,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from course_pp.base.imports import imports_that_warn
+from course_pp.base.sizes import compute_layer_assignment
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
 from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake, Stopped
-from course_pp.imports import imports_that_warn
 from course_pp.launch import on_ranks
 from course_pp.plan import Cluster, Layout, ModelConfig, Prediction, cluster_of, gpu_named, model_named, predict
 from course_pp.plan.calibration import MEGATRON as PUBLISHED
 from course_pp.plan.timing import model_flops
 from course_pp.schedule import Action, Schedule
-from course_pp.sizes import compute_layer_assignment
 
 __all__ = ["MODEL", "PUBLISHED", "SIZES", "TEXT"]
 

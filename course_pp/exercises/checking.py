@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from course_pp.arguments import described
+from course_pp.base.arguments import described
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.display import Interrupted, Note, Told, Verdict
 from course_pp.exercises.exercise import Exercise, find, named, number_of

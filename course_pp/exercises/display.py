@@ -9,7 +9,7 @@ from html import escape
 from importlib.util import find_spec
 from typing import Any, Literal, Self
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.launch.surroundings import shell
 
 Status = Literal["pending", "not yet", "correct"]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from course_pp.exercises.experts import mixture
 from course_pp.exercises.formula import flawed
 from course_pp.launch import RanksHung, on_ranks
-from course_pp.loss import Attached
 from course_pp.model import CrossEntropy, ModelConfig, MoE, Transformer, build_stage_module
 from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.parallel import CollectiveCounter, DistributedConfig, apply_expert_parallel, init_distributed
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
+from course_pp.step.loss import Attached
 
 Balance = Literal["loss", "bias", "none"]
 

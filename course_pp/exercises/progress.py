@@ -15,10 +15,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
+from course_pp.base.files import locked, state_folder, write_atomically
 from course_pp.exercises.display import Shown, Told, columns
 from course_pp.exercises.exercise import Exercise, exercises
-from course_pp.files import locked, state_folder, write_atomically
 
 When = Literal["before", "after"]
 TIMES: tuple[When, ...] = get_args(When)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from course_pp.arguments import WrongArgument, check_arguments, checked
+from course_pp.base.arguments import WrongArgument, check_arguments, checked
 from course_pp.exercises.display import Shown, shows_widgets
 from course_pp.exercises.inventory import NoQuiz, Question, count_right, questions_about
 from course_pp.exercises.progress import STORE, Kept, When

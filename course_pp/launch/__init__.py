@@ -8,7 +8,7 @@ site.toml, unless told otherwise (``where="local"``, ``%torchrun --local``, or C
 import gc
 from typing import Any
 
-from course_pp.imports import imports_that_stay
+from course_pp.base.imports import imports_that_stay
 from course_pp.launch import where
 from course_pp.launch.errors import LaunchError, RankDied, RanksHung, RankTraceback, Wait
 from course_pp.launch.fork_server import SERVERS

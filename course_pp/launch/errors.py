@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from course_pp.cycles import find_cycle
+from course_pp.base.cycles import find_cycle
 from course_pp.launch.watch import RankReport, WatchedCall, has_name_of_cell
 
 _ECHO = re.compile(

@@ -31,7 +31,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-from course_pp.imports import imports_that_stay
+from course_pp.base.imports import imports_that_stay
 from course_pp.launch.errors import LaunchError
 
 _FORK, _PRELOAD = b"f", b"p"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from course_pp.arguments import check_arguments, shown
+from course_pp.base.arguments import check_arguments, shown
 from course_pp.launch import rank as in_rank
 from course_pp.launch.channel import RankJob, pickled
 from course_pp.launch.crew import Crew

@@ -21,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.launch import watch
 from course_pp.launch.errors import LaunchError, RanksHung, explain, is_echo, keep_first_frame, signal_name, waits_from
 from course_pp.launch.on_slurm import TASKS

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 
 _FILE = "site.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")

@@ -1,5 +1,6 @@
 """One Llama-style decoder, and its cut into pipeline stages."""
 
+from course_pp.base.sizes import ModelConfig, compute_layer_assignment
 from course_pp.model.experts import (
     ExpertLoad,
     MoE,
@@ -18,7 +19,6 @@ from course_pp.model.stages import (
     partition_by_cost,
 )
 from course_pp.model.transformer import CrossEntropy, DecoderLayer, KVCache, Transformer
-from course_pp.sizes import ModelConfig, compute_layer_assignment
 
 __all__ = [
     "CrossEntropy",

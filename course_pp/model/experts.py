@@ -17,7 +17,7 @@ If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balan
 - ``"none"``: nothing.
 
 A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of the model, and
-:func:`course_pp.loss.attach_loss` adds it there, under names such as ``layers.3.balance``.
+:func:`course_pp.step.loss.attach_loss` adds it there, under names such as ``layers.3.balance``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 
-from course_pp.grouped import autocasts_as, grouped_product
-from course_pp.loss import attach_loss
-from course_pp.sizes import ModelConfig
+from course_pp.base.sizes import ModelConfig
+from course_pp.step.grouped import autocasts_as, grouped_product
+from course_pp.step.loss import attach_loss
 
 
 class Routing(NamedTuple):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from course_pp.base.sizes import ModelConfig
 from course_pp.model.transformer import Transformer
-from course_pp.sizes import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
+from course_pp.base.sizes import LayerRange, ModelConfig, check_stage_count, compute_layer_assignment
 from course_pp.model.transformer import Transformer
-from course_pp.sizes import LayerRange, ModelConfig, check_stage_count, compute_layer_assignment
 
 Tie = Mapping[int, str]
 """A parameter's name by stage: weights that are one."""

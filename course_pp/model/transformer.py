@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
+from course_pp.base.sizes import ModelConfig
 from course_pp.model.experts import MoE, Router
-from course_pp.sizes import ModelConfig
 
 INIT_STD = 0.02
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from course_pp.arguments import checked, described, shown
+from course_pp.base.arguments import checked, described, shown
 from course_pp.schedule import Timeline
 
 # A guess this near counts as right: nobody guesses the third digit.

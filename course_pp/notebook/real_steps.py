@@ -13,7 +13,7 @@ from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.launch import on_ranks
 from course_pp.schedule import Costs, Ledger, Schedule, Timeline, Versions
 

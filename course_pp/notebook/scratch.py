@@ -9,7 +9,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 
 # Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A killed kernel says
 # nothing: its end of the pipe closes. What it forked may hold that end open, hence the look at the parent too. Ranks

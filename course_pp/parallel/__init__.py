@@ -20,8 +20,6 @@ Order of use::
 Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
 """
 
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import TokenLoss, attach_loss
 from course_pp.model import (
     ModelConfig,
     PipelineStageModule,
@@ -77,7 +75,9 @@ from course_pp.parallel.traffic_and_memory import (
     predict_unsharded_bytes,
     wire_factor,
 )
-from course_pp.tied import find_ties
+from course_pp.step.loss import TokenLoss, attach_loss
+from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.ties import find_ties
 
 __all__ = [
     "Blocks",

@@ -18,8 +18,8 @@ from typing import TypeGuard
 
 from torch import nn
 
-from course_pp.arguments import checked
-from course_pp.module_extras import problem_of_wrappers
+from course_pp.base.arguments import checked
+from course_pp.step.hooks import problem_of_wrappers
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
 """Which modules are blocks: see :func:`find_blocks`."""

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import Ranks, on_every_rank, rank_by_stage
+from course_pp.base.arguments import check_arguments
+from course_pp.base.ranks import Ranks, on_every_rank, rank_by_stage
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.mesh import get_pp_mesh

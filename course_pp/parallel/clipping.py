@@ -23,16 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import check_arguments, refuse_below, shown
-from course_pp.collective import Ranks, difference, on_every_rank
+from course_pp.base.arguments import check_arguments, refuse_below, shown
+from course_pp.base.ranks import Ranks, difference, on_every_rank
 from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
-from course_pp.module_extras import is_flattened
 from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage import ModelStage
-from course_pp.tied import Look, looks_of, problem_of_forgotten_ties
+from course_pp.step.hooks import is_flattened
+from course_pp.step.ties import Look, looks_of, problem_of_forgotten_ties
 
 Stage = nn.Module | PipelineStage
 Groups = tuple[dist.ProcessGroup, ...]

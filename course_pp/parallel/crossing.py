@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.batch import Microbatches, Told

@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import Ranks, on_every_rank
+from course_pp.base.arguments import check_arguments
+from course_pp.base.ranks import Ranks, on_every_rank
 from course_pp.model import Transformer
 from course_pp.model.experts import Experts
-from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import all_to_all
 from course_pp.parallel.blocks import Blocks, modules_wanted, problem_of_none
 from course_pp.parallel.mesh import get_ep_mesh
 from course_pp.parallel.replaced_forward import Replaced, check_order, replaced_forwards
-from course_pp.weight_gradients import part_of
+from course_pp.step.hooks import problem_of_wrappers
+from course_pp.step.late_weights import part_of
 
 
 def apply_expert_parallel(

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import on_every_rank
-from course_pp.imports import imports_that_warn
+from course_pp.base.arguments import check_arguments
+from course_pp.base.imports import imports_that_warn
+from course_pp.base.ranks import on_every_rank
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import on_every_rank
+from course_pp.base.arguments import check_arguments
+from course_pp.base.ranks import on_every_rank
 from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.experts import is_shared_out
 from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, is_rank_zero, size_of

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from course_pp.arguments import checked, refuse_bad_timeout
-from course_pp.collective import Ranks
+from course_pp.base.arguments import checked, refuse_bad_timeout
+from course_pp.base.ranks import Ranks
 from course_pp.parallel._torch import set_timeout
 
 Backend = Literal["gloo", "nccl"]
@@ -404,7 +404,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     dimension as the one to shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
 
     Seeded alike, ranks make equal weights and draw equal batches. In a step of a pipeline, each stage and data rank
-    draws random numbers of its own all the same (:mod:`course_pp.random_streams`).
+    draws random numbers of its own all the same (:mod:`course_pp.step.random_streams`).
 
     Returns:
         The mesh, or None for one process (which still gets a group of its own, so that collectives work).

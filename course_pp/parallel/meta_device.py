@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from course_pp.module_extras import uncompiled
 from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.replaced_forward import replaced_forwards
 from course_pp.parallel.stage_values import meta_of
+from course_pp.step.hooks import uncompiled
 
 _MOST_QUESTIONS = 1000
 

@@ -21,24 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from course_pp.arguments import check_arguments, refuse_bad_timeout, shown
-from course_pp.collective import Ranks
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import (
-    LossFn,
-    Sums,
-    TokenLoss,
-    added_sums,
-    attached_sums,
-    average_over,
-    counted,
-    divisor_of,
-    loss_share,
-    weights_of,
-)
-from course_pp.microbatches import ChunkSpec
+from course_pp.base.arguments import check_arguments, refuse_bad_timeout, shown
+from course_pp.base.ranks import Ranks
 from course_pp.model import PipelineStageModule
-from course_pp.module_extras import called_once, problem_of_hooks, uncompiled
 from course_pp.parallel._torch import (
     all_reducing_as_set,
     carries_integers,
@@ -63,8 +48,23 @@ from course_pp.parallel.schedules import (
 from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
-from course_pp.random_streams import RandomStreams, move_on
 from course_pp.schedule import Schedule
+from course_pp.step.batch import ChunkSpec
+from course_pp.step.hooks import called_once, problem_of_hooks, uncompiled
+from course_pp.step.loss import (
+    LossFn,
+    Sums,
+    TokenLoss,
+    added_sums,
+    attached_sums,
+    average_over,
+    counted,
+    divisor_of,
+    loss_share,
+    weights_of,
+)
+from course_pp.step.random_streams import RandomStreams, move_on
+from course_pp.step.scaler import MeshGradScaler
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.base.arguments import checked, refuse_unless
 
 
 @checked

@@ -34,12 +34,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from course_pp.arguments import check_arguments, checked
-from course_pp.collective import on_every_rank
+from course_pp.base.arguments import check_arguments, checked
+from course_pp.base.ranks import on_every_rank
 from course_pp.model import MoE
-from course_pp.module_extras import uncompiled
 from course_pp.parallel._torch import is_compiled_in_place, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
+from course_pp.step.hooks import uncompiled
 
 
 class Replaced:

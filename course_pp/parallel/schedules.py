@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from course_pp.arguments import checked, refuse_below
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.parallel._torch import explicit_order
 from course_pp.schedule import Entry, Schedule, build, check, find, names
 

@@ -11,12 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import on_every_rank
-from course_pp.loss import Attached
+from course_pp.base.arguments import check_arguments
+from course_pp.base.ranks import on_every_rank
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
-from course_pp.module_extras import problem_of_wrappers, uncompiled
 from course_pp.parallel._torch import (
     LocalNeighboursStage,
     expect,
@@ -37,8 +35,10 @@ from course_pp.parallel.replaced_forward import (
 )
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call
-from course_pp.random_streams import RandomStreams
-from course_pp.weight_gradients import Deferring, WeightGradients
+from course_pp.step.hooks import problem_of_wrappers, uncompiled
+from course_pp.step.late_weights import Deferring, WeightGradients
+from course_pp.step.loss import Attached
+from course_pp.step.random_streams import RandomStreams
 
 _TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
 
@@ -247,7 +247,7 @@ class ModelStage(LocalNeighboursStage):
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch is to split its backward in two.
         weights: of the microbatches in the batch, for attached losses; None where nobody has attached any.
-        attached: what microbatches attach (:func:`course_pp.loss.attach_loss`), of those that do, in this step.
+        attached: what microbatches attach (:func:`course_pp.step.loss.attach_loss`), of those that do, in this step.
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
         runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
         unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage left it unused};

@@ -39,13 +39,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from course_pp.arguments import check_arguments, checked, refuse_below
-from course_pp.collective import Ranks, on_every_rank
+from course_pp.base.arguments import check_arguments, checked, refuse_below
+from course_pp.base.ranks import Ranks, on_every_rank
+from course_pp.base.shapes import cut_by_tp, shards_head
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel.blocks import listed, modules_matching, nearest
 from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.replaced_forward import check_order
-from course_pp.shapes import cut_by_tp, shards_head
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
 """Styles by name pattern, or what makes them of a module and ``tp``."""

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
-from course_pp.module_extras import call_hooks
 from course_pp.parallel.split import SplitStage
-from course_pp.tied import (
+from course_pp.step.hooks import call_hooks
+from course_pp.step.ties import (
     Look,
     add_up,
     copies_in,

@@ -47,16 +47,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from course_pp.arguments import checked
-from course_pp.collective import MEETING_BYTES
-from course_pp.model import ModelConfig
-from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
-from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, resolve_reshard_after_forward
-from course_pp.parallel.mesh import DistributedConfig, mesh_of_experts
-from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
-from course_pp.parallel.stage import check_microbatch
-from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
-from course_pp.shapes import (
+from course_pp.base.arguments import checked
+from course_pp.base.ranks import MEETING_BYTES
+from course_pp.base.shapes import (
     Coordinates,
     Group,
     StagePlan,
@@ -67,7 +60,14 @@ from course_pp.shapes import (
     stage_plans,
     unsharded_elements,
 )
-from course_pp.sizes import compute_layer_assignment
+from course_pp.base.sizes import compute_layer_assignment
+from course_pp.model import ModelConfig
+from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
+from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, resolve_reshard_after_forward
+from course_pp.parallel.mesh import DistributedConfig, mesh_of_experts
+from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
+from course_pp.parallel.stage import check_microbatch
+from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
 
 # How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
 _KINDS = {

@@ -7,13 +7,13 @@ Times follow from operations, bytes and links, and two fitted constants (:class:
 is simulated (:func:`course_pp.schedule.simulate`). Memory follows from what :mod:`course_pp.parallel` holds.
 """
 
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.calibration import TimedStep, calibrate
 from course_pp.plan.cluster import Cluster, Gpu, cluster_of, gpu_named, gpu_names, model_named, model_names
 from course_pp.plan.layout import Layout
 from course_pp.plan.prediction import Prediction, explain, predict
 from course_pp.plan.run import Constants
 from course_pp.plan.search import plan
-from course_pp.sizes import ModelConfig
 
 __all__ = [
     "Cluster",

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.cluster import Cluster, cluster_of, model_named
 from course_pp.plan.layout import Layout
 from course_pp.plan.prediction import Prediction, check_seq_len, predict
 from course_pp.plan.run import Constants
-from course_pp.sizes import ModelConfig
 
 FITTED = ("peak", "memory_passes", "memory_bandwidth", "bandwidth", "latency")
 """The five fitted numbers: of a :class:`Gpu`, of :class:`Constants`, of a :class:`Gpu`, of all links, of a message."""

@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from course_pp.arguments import checked
-from course_pp.sizes import ModelConfig
+from course_pp.base.arguments import checked
+from course_pp.base.sizes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 from math import gcd, prod
 from typing import Literal
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
+from course_pp.base.shapes import Coordinates, StagePlan, coordinates, cut_by_tp, stage_plans
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.cluster import Cluster, nearest
 from course_pp.schedule import Schedule, build, find
-from course_pp.shapes import Coordinates, StagePlan, coordinates, cut_by_tp, stage_plans
-from course_pp.sizes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
 
 from collections.abc import Sequence
 
+from course_pp.base.shapes import StagePlan, held_elements, shards_head, unsharded_elements
 from course_pp.plan.layout import Layout
 from course_pp.plan.run import Work
 from course_pp.schedule import Action, Overlap, Timeline
-from course_pp.shapes import StagePlan, held_elements, shards_head, unsharded_elements
 
 _COUNTER = 4  # bytes of AdamW's ``step``
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.base.arguments import checked, refuse_unless
+from course_pp.base.shapes import StagePlan
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.cluster import Cluster, model_named, model_names
 from course_pp.plan.layout import Layout
 from course_pp.plan.memory import memory_of_rank, peaks_in_flight
@@ -19,8 +21,6 @@ from course_pp.plan.timing import (
     transfers,
 )
 from course_pp.schedule import Costs, Span, Timeline, simulate
-from course_pp.shapes import StagePlan
-from course_pp.sizes import ModelConfig
 
 PARTS = ("compute", "recompute", "tensor", "expert exchange", "bubble", "point-to-point", "data", "optimizer")
 USABLE_MEMORY = 0.92

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout
-from course_pp.sizes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.base.arguments import checked, refuse_unless
+from course_pp.base.shapes import cut_by_tp
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.cluster import Cluster
 from course_pp.plan.layout import Layout, check_ep
 from course_pp.plan.memory import memory_of_rank
 from course_pp.plan.prediction import USABLE_MEMORY, Prediction, check_seq_len, largest_terms, mainly, predict, reason
 from course_pp.plan.run import Constants, Run, Work
 from course_pp.plan.timing import beyond, data_parallel_times, optimizer_time, stage_time, transfers
-from course_pp.shapes import cut_by_tp
-from course_pp.sizes import ModelConfig
 
 _CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 

@@ -22,9 +22,9 @@ Backward does the products twice, and moves twice the bytes. Two constants are f
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 
+from course_pp.base.shapes import StagePlan, gathered_elements, held_elements, shards_head
+from course_pp.base.sizes import ModelConfig
 from course_pp.plan.run import Run, Work
-from course_pp.shapes import StagePlan, gathered_elements, held_elements, shards_head
-from course_pp.sizes import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@
 :class:`Recorder` says when each rank computed and waited, as the same timeline that a simulation gives.
 """
 
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import TokenLoss, attach_loss
 from course_pp.runtime.by_hand import (
     Link,
     backward_stage,
@@ -27,6 +25,8 @@ from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import profile_layers
+from course_pp.step.loss import TokenLoss, attach_loss
+from course_pp.step.scaler import MeshGradScaler
 
 __all__ = [
     "Alignment",

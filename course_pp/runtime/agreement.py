@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_pp.arguments import WrongArgument, check_arguments, refuse_bad_timeout
-from course_pp.collective import Ranks, difference
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import LossFn, TokenLoss, counted
-from course_pp.module_extras import is_dtensor, problem_of_wrappers
+from course_pp.base.arguments import WrongArgument, check_arguments, refuse_bad_timeout
+from course_pp.base.ranks import Ranks, difference
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.gradients import Place, ShardedStages, Weight
@@ -27,7 +24,10 @@ from course_pp.runtime.stage import device_of
 from course_pp.runtime.versions import Optimizers, problem_of_hooks, settings_of, trained_parameters
 from course_pp.schedule import Ledger, Schedule, Versions, check, ledger
 from course_pp.schedule.edges import Declared, declared_by, edges_from
-from course_pp.tied import (
+from course_pp.step.hooks import is_dtensor, problem_of_wrappers
+from course_pp.step.loss import LossFn, TokenLoss, counted
+from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.ties import (
     Look,
     looks_of,
     problem_of_broken_ties,

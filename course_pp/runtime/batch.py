@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
-from course_pp.microbatches import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
 from course_pp.runtime.payload import describe, map_tensors, tensors_of
+from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
+from course_pp.step.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
 
 Form = tuple[str, int]
 """``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and how many rows were cut, 0 if unknown."""

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_pp.arguments import checked
-from course_pp.sizes import check_stage_count, compute_layer_assignment
+from course_pp.base.arguments import checked
+from course_pp.base.sizes import check_stage_count, compute_layer_assignment
 
 __all__ = [
     "Link",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.runtime.messages import Message
 from course_pp.runtime.payload import tensors_of
 from course_pp.schedule import Action, Costs, Overlap, Product, Schedule, Time, Timeline, simulate

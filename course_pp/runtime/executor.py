@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from course_pp.loss import Share
 from course_pp.runtime.agreement import Agreement
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.emulation import Emulator
@@ -22,7 +21,8 @@ from course_pp.runtime.versions import VersionedStage
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
 from course_pp.schedule.precedence import round_of
-from course_pp.tied import add_up
+from course_pp.step.loss import Share
+from course_pp.step.ties import add_up
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.arguments import WrongArgument, check_arguments, refuse_below, refuse_unless
-from course_pp.collective import rank_by_stage
+from course_pp.base.arguments import WrongArgument, check_arguments, refuse_below, refuse_unless
+from course_pp.base.ranks import rank_by_stage
 from course_pp.runtime.agreement import Agreement, Options, Stages, agree, ranks_of
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, _Call

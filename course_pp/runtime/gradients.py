@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_pp.module_extras import call_hooks
-from course_pp.tied import add_up, copies_in, set_apart
+from course_pp.step.hooks import call_hooks
+from course_pp.step.ties import add_up, copies_in, set_apart
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -9,7 +9,7 @@ FAILED    no value: the sender's step has failed, and the text says how it began
 ========  ==============================================================================================
 
 With a gradient, the last bytes of the trailer are the weight of its microbatch in the batch, which the last stage knows
-and :func:`course_pp.loss.attach_loss` needs.
+and :func:`course_pp.step.loss.attach_loss` needs.
 
 So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails tells everyone who
 waits for it in the very message they wait for. Receives are posted ahead, so that messages arrive while the rank

@@ -14,13 +14,8 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from course_pp.arguments import check_arguments
-from course_pp.collective import Ranks
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
-from course_pp.microbatches import ChunkSpec, map_tensors
-from course_pp.module_extras import called_once, problem_of_hooks
-from course_pp.random_streams import RandomStreams, move_on
+from course_pp.base.arguments import check_arguments
+from course_pp.base.ranks import Ranks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means, put_together
 from course_pp.runtime.emulation import EmulatedCluster
@@ -34,6 +29,11 @@ from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
+from course_pp.step.batch import ChunkSpec, map_tensors
+from course_pp.step.hooks import called_once, problem_of_hooks
+from course_pp.step.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
+from course_pp.step.random_streams import RandomStreams, move_on
+from course_pp.step.scaler import MeshGradScaler
 
 T = TypeVar("T")
 

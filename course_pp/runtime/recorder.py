@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from course_pp.arguments import checked
-from course_pp.collective import Ranks
+from course_pp.base.arguments import checked
+from course_pp.base.ranks import Ranks
 from course_pp.runtime.clocks import Alignment, HostClock, align, clock_of
 from course_pp.runtime.emulation import Emulated, EmulatedTimeline, Overrun
 from course_pp.runtime.memory import Meter, MeterLog, RankMemory

@@ -11,16 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from course_pp.arguments import checked, refuse_below
-from course_pp.loss import Attached, Share
-from course_pp.random_streams import RandomState, RandomStreams, get_random_state, random_state_kept, set_random_state
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.runtime.payload import map_tensors, tensors_of
 from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule import LayerCost
 from course_pp.schedule.edges import taken_apart
-from course_pp.weight_gradients import Deferring, Fusing, WeightGradients, is_worth_fusing
+from course_pp.step.late_weights import Deferring, Fusing, WeightGradients, is_worth_fusing
+from course_pp.step.loss import Attached, Share
+from course_pp.step.random_streams import (
+    RandomState,
+    RandomStreams,
+    get_random_state,
+    random_state_kept,
+    set_random_state,
+)
 
 Loss = Callable[[Any], Share]
 Gradients = tuple[Tensor | None, ...]
@@ -61,7 +67,7 @@ class Stage:
         wanted: those that another stage reads, in order.
 
     Attributes:
-        attached: what microbatches attach, of those that do (:func:`course_pp.loss.attach_loss`), in this step.
+        attached: what microbatches attach, of those that do (:func:`course_pp.step.loss.attach_loss`), in this step.
         scale: by what the gradients of losses are multiplied.
         streams: the random numbers of its forwards in training; None leaves them to torch's default generator.
     """

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.schedule import Ledger, Use
-from course_pp.tied import add_up
-from course_pp.weight_gradients import has_hooks
+from course_pp.step.late_weights import has_hooks
+from course_pp.step.ties import add_up
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
 """This rank's, by stage."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.runtime.messages import RankPlan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from course_pp.arguments import shown
+from course_pp.base.arguments import shown
 
 KINDS = {
     "F": "forward",

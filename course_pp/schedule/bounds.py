@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide, refuse_impossible_number
 from course_pp.schedule.schedule import looped, normalised, refuse_impossible_placement

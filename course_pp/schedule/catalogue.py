@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import families
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.heuristics import filled, splits_every_backward

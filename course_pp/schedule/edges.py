@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from course_pp.arguments import described
+from course_pp.base.arguments import described
 
 
 @dataclass(frozen=True, slots=True)

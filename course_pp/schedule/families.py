@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, zip_longest
 
-from course_pp.arguments import checked, refuse_below
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.schedule import (
     MOST_FORWARDS,

@@ -12,7 +12,7 @@ from math import comb
 from statistics import median, median_low
 from typing import NamedTuple
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Product, Receive, Span, format_time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import check

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.base.arguments import checked, refuse_unless
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.families import pipedream
 from course_pp.schedule.simulation import simulate

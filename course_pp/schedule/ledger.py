@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Literal, get_args
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.schedule import Schedule
 
 Versions = Literal["none", "stash", "vertical", "2bw"]

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
-from course_pp.arguments import checked
-from course_pp.cycles import find_cycle
+from course_pp.base.arguments import checked
+from course_pp.base.cycles import find_cycle
 from course_pp.schedule.action import KINDS
 from course_pp.schedule.edges import problems_of_edges
 from course_pp.schedule.precedence import Precedence

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Action, Overlap, Span, Time
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.legality import precedence_or_problems

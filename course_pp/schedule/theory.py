@@ -13,7 +13,7 @@ time (``bubble_overhead``), the zero-bubble papers idle time between a rank's fi
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.catalogue import build
 from course_pp.schedule.costs import Costs, divide

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from io import StringIO
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.legality import problems_of_bookkeeping
 from course_pp.schedule.schedule import Schedule, implied_placement, normalised

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Fit, Loss, format_time
 from course_pp.schedule.fitting import name_of
 from course_pp.show import chart, timelines

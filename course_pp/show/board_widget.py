@@ -9,8 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked, refuse_unless
-from course_pp.files import locked, state_folder, write_atomically
+from course_pp.base.arguments import checked, refuse_unless
+from course_pp.base.files import locked, state_folder, write_atomically
 from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, names, to_torch_csv
 from course_pp.show.board_levels import LEVELS, PAPERS, Level, references
 from course_pp.show.board_rules import (

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Action, Overlap, Product, Span, Time, Timeline, format_time
 from course_pp.show import chart, timelines
 from course_pp.show.chart import ChartFigure

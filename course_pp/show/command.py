@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
-from course_pp.files import naming
+from course_pp.base.files import naming
 from course_pp.schedule import Costs, Time, format_time, names, to_torch_csv
 from course_pp.show.text import timeline_text
 from course_pp.show.trace import to_trace

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Timeline, format_time
 from course_pp.show import chart, timelines
 from course_pp.show.chart import WIDTH, ChartFigure

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure
 from course_pp.show.sketch import MARGIN, SMALL, Point, Sketch, wrapped

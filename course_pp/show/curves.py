@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from course_pp.arguments import checked, refuse_below
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.schedule import Costs, Timeline, build, find, names, simulate
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, points_per_unit, text_width

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.base.arguments import checked, refuse_below, refuse_unless
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside
 from course_pp.show.sketch import LEAST, MARGIN, SMALL, Point, Sketch, width_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.patches import Rectangle
 
-from course_pp.arguments import shown
+from course_pp.base.arguments import shown
 from course_pp.schedule import Costs, Gap, Time, Timeline, build, format_time, names, theory
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure

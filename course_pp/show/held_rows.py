@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Costs, Ledger, Time, Timeline
 from course_pp.show import chart, timelines
 from course_pp.show.chart import ChartFigure, add_legend, points_per_unit, text_width

@@ -7,7 +7,7 @@ from math import prod
 from string import ascii_lowercase
 from typing import Any
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.base.arguments import checked, refuse_below, refuse_unless
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside
 from course_pp.show.sketch import (

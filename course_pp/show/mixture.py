@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside
 from course_pp.show.sketch import MARGIN, SERIES, SMALL, WORDS, Sketch, width_of

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from course_pp.arguments import checked, refuse_below
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.show.wording import format_bytes
 
 _STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision kin

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.sketch import HATCHES, SERIES, Point

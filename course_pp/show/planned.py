@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from course_pp.arguments import checked, refuse_unless
+from course_pp.base.arguments import checked, refuse_unless
 from course_pp.plan import Prediction
 from course_pp.show import chart
 from course_pp.show.bars import BYTES, stack

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Timeline
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import LOOKS, timeline

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.base.arguments import checked, refuse_below, refuse_unless
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside
 from course_pp.show.sketch import MARGIN, SMALL, WORDS, Point, Sketch, fitting_size, width_of

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.base.arguments import checked, refuse_below, refuse_unless
 from course_pp.schedule import Action, Schedule
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Span, Timeline
 from course_pp.show.wording import counted, has_several_stages_a_rank
 

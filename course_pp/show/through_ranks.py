@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from course_pp.arguments import checked, refuse_below, refuse_unless
+from course_pp.base.arguments import checked, refuse_below, refuse_unless
 from course_pp.schedule import Schedule, Span, Time, Timeline, format_time, simulate
 from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, refuse_outside

@@ -24,7 +24,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import KINDS, Action, Span, Timeline
 from course_pp.schedule.edges import spelled
 from course_pp.show import chart

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import KINDS, Gap, Product, Span, Time, Timeline
 
 _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task

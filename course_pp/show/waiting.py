@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Circle, FancyArrowPatch
 
-from course_pp.arguments import checked
-from course_pp.cycles import find_cycle
+from course_pp.base.arguments import checked
+from course_pp.base.cycles import find_cycle
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import listed, listed_ranks

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule import Costs, Gap, Schedule, Time, Timeline, build, format_time, simulate, theory
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named, step_directories, step_of

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import Ranks
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.base.ranks import Ranks
 from course_pp.model import PipelineStageModule, layer_costs
 from course_pp.model.stages import Tie
 from course_pp.parallel import (
@@ -33,6 +31,8 @@ from course_pp.parallel.stage import ModelStage
 from course_pp.runtime import Pipeline
 from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule, build
+from course_pp.step.loss import LossFn, TokenLoss, counted
+from course_pp.step.scaler import MeshGradScaler
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Sequences
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Batches, Rows, Sequences, Stream, StreamedBatches
 from course_pp.training.data.sequences import read_ahead

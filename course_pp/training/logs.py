@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.model.experts import ExpertLoad
 from course_pp.training.config import SettingError, TrainConfig
 

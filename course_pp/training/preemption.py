@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 
 EXIT_CODE = 75
 """``EX_TEMPFAIL`` of sysexits.h: not done, and worth another try."""

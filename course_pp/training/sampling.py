@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import Ranks, rank_by_stage
+from course_pp.base.ranks import Ranks, rank_by_stage
 from course_pp.model import KVCache, PipelineStageModule
 from course_pp.parallel import build_pipeline_stage, get_pp_mesh, get_pp_size, get_tp_mesh
 from course_pp.parallel.fsdp import reshard

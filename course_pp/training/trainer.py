@@ -22,16 +22,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import Ranks
-from course_pp.grad_scaler import MeshGradScaler
-from course_pp.loss import LossFn, TokenLoss, counted
+from course_pp.base.ranks import Ranks
 from course_pp.model import CrossEntropy
 from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.model.stages import Tie
-from course_pp.module_extras import called_once
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import LossNotFinite, PipelineError
+from course_pp.step.hooks import called_once
+from course_pp.step.loss import LossFn, TokenLoss, counted
+from course_pp.step.scaler import MeshGradScaler
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
 from course_pp.training.engines import (

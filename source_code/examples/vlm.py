@@ -15,7 +15,7 @@ from gpt2 import SEQ_LEN, VOCAB_SIZE, build_model
 from torch import Tensor, nn
 
 from course_pp import parallel as pp
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 from course_pp.model import CrossEntropy
 from course_pp.training.checkpoint import resume, save
 

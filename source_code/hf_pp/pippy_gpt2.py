@@ -23,7 +23,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.utils import logging
 
 from course_pp import parallel
-from course_pp.collective import Ranks
+from course_pp.base.ranks import Ranks
 
 HEADS = {"classification": GPT2ForSequenceClassification, "lm": GPT2LMHeadModel}
 SIZES = {"batch": 4, "microbatches": 4, "batches": 1, "seq-len": 64, "layers": 12, "width": 768}

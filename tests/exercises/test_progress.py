@@ -94,7 +94,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("course_pp.files._LOCK_LIMIT_S", 0.02)
+    monkeypatch.setattr("course_pp.base.files._LOCK_LIMIT_S", 0.02)
 
 
 def test_what_could_not_be_kept_is_kept_with_the_next_change(progress_file: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from course_pp.launch import on_ranks
 from course_pp.model.experts import Experts
 from course_pp.parallel import DistributedConfig
-from course_pp.weight_gradients import Deferring, WeightGradients
+from course_pp.step.late_weights import Deferring, WeightGradients
 from tests.equality import assert_equals_one_process
 from tests.parallel.stack import EXPERTS, Recipe, reference, train_on_rank
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_pp.grouped import grouped_product
 from course_pp.model import (
     ExpertLoad,
     ModelConfig,
@@ -20,6 +19,7 @@ from course_pp.model import (
     update_router_bias,
 )
 from course_pp.runtime import profile_layers
+from course_pp.step.grouped import grouped_product
 
 BATCH, SEQ = 3, 8
 SMALL = ModelConfig(

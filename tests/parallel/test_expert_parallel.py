@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from course_pp.launch import on_ranks
-from course_pp.loss import average_over
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -30,11 +29,12 @@ from course_pp.parallel import (
 from course_pp.parallel.mesh import get_efsdp_mesh
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
+from course_pp.step.loss import average_over
 from tests.equality import LEARNING_RATE, assert_same_training, batches, sharded_adamw, snapshot_gradients
 from tests.parallel import layouts, stack
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stage_modules
-from tests.test_experts_in_pipelines import (
+from tests.step.test_experts_in_pipelines import (
     BIAS,
     TIGHT,
     Case,
@@ -46,7 +46,7 @@ from tests.test_experts_in_pipelines import (
     one_process,
     routed,
 )
-from tests.test_experts_in_pipelines import CONFIG as SMALL
+from tests.step.test_experts_in_pipelines import CONFIG as SMALL
 
 # Heads, experts and widths for every tp and ep up to 8 but 5 and 7; layers for 8 stages, half of them without experts.
 # Their outputs count much, as AdamW makes steps of tiny gradients, with what rounding does to them.

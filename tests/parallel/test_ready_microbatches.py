@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from course_pp.launch import on_ranks
-from course_pp.microbatches import cut_keywords, rows_to_cut
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -29,6 +28,7 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
+from course_pp.step.batch import cut_keywords, rows_to_cut
 from tests.equality import (
     Trained,
     assert_equals_one_process,

@@ -17,7 +17,7 @@ from course_pp.parallel import (
     build_pipeline_stage,
     init_distributed,
 )
-from course_pp.weight_gradients import WeightGradients
+from course_pp.step.late_weights import WeightGradients
 from tests.equality import snapshot_gradients
 from tests.parallel.stack import CONFIG, DATA, SEQ_LEN
 from tests.parallel.stack import ROWS as BATCH

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.launch import on_ranks
-from course_pp.loss import counted, loss_share, share_of
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -18,6 +17,7 @@ from course_pp.parallel import (
     get_tp_mesh,
     init_distributed,
 )
+from course_pp.step.loss import counted, loss_share, share_of
 from tests.parallel.layouts import (
     PLAIN,
     SELECTIVE,

@@ -21,7 +21,6 @@ from torch.distributed.pipelining import _utils as pipelining_utils
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from course_pp.loss import loss_share
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
 from course_pp.parallel import (
     CollectiveCounter,
@@ -37,6 +36,7 @@ from course_pp.parallel import (
 from course_pp.parallel.mesh import lone_group, mesh_of
 from course_pp.parallel.schedules import torch_schedule
 from course_pp.plan.layout import Layout
+from course_pp.step.loss import loss_share
 
 DTYPES = {"mixed": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from course_pp.collective import MEETING_BYTES
+from course_pp.base.ranks import MEETING_BYTES
 from course_pp.model import build_stage_module
 from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.plan import Layout, ModelConfig, model_named

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.loss import TokenLoss
 from course_pp.runtime import Pipeline, Recorder
 from course_pp.runtime.batch import split
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Schedule
+from course_pp.step.loss import TokenLoss
 from tests.processes import no_process_left
 from tests.runtime.small import arguments, stages_of
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from course_pp.grouped import grouped_product
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.stage import Stage
-from course_pp.weight_gradients import Deferring, WeightGradients, part_of
+from course_pp.step.grouped import grouped_product
+from course_pp.step.late_weights import Deferring, WeightGradients, part_of
 
 WIDTH, HIDDEN = 6, 8
 CPU = torch.device("cpu")

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_pp import weight_gradients
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import build
-from course_pp.weight_gradients import is_worth_fusing
+from course_pp.step import late_weights
+from course_pp.step.late_weights import is_worth_fusing
 from tests.runtime.small import stages_of, watch_the_node
 from tests.runtime.test_deferred import (
     MODULES,
@@ -42,7 +42,7 @@ N = 3  # microbatches
 
 @pytest.fixture
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_gradients, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(late_weights, "_LARGE_BYTES", 0)
 
 
 class Additions(TorchDispatchMode):
@@ -419,7 +419,7 @@ def test_threads_that_share_a_weight_add_to_it_in_turn(monkeypatch: pytest.Monke
         output, _ = stage.forward(0, torch.ones(2, 512), None, False)
         stage.backward(0, (torch.ones_like(output),))
 
-    monkeypatch.setattr(weight_gradients, "_can_add", can_add)
+    monkeypatch.setattr(late_weights, "_can_add", can_add)
     layer.weight.grad = torch.zeros_like(layer.weight)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(work, range(2)))

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from course_pp.launch import on_ranks
-from course_pp.microbatches import cut_keywords
 from course_pp.model import CrossEntropy
 from course_pp.parallel import find_ties
 from course_pp.runtime import Pipeline, PipelineError, Recorder, run_step
 from course_pp.schedule import Schedule, build
+from course_pp.step.batch import cut_keywords
 from tests import packed
 from tests.equality import Trained, assert_same_training, sharded_adamw, train
 from tests.packed import STEPS

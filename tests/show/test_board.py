@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from course_pp import show
-from course_pp.files import locked
+from course_pp.base.files import locked
 from course_pp.schedule import Timeline, build, check, from_torch_csv, simulate
 from course_pp.show.board_widget import keep, kept_in
 
@@ -123,12 +123,12 @@ def test_where_nothing_can_be_kept_the_board_says_so(tmp_path: Path, monkeypatch
 
 def test_boards_of_several_kernels_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"board {i}" for i in range(40)]
-    monkeypatch.setattr("course_pp.files._LOCK_LIMIT_S", 60.0)  # a busy machine may keep the lock's holder waiting
+    monkeypatch.setattr("course_pp.base.files._LOCK_LIMIT_S", 60.0)  # a busy machine may keep the lock's holder waiting
     with ThreadPoolExecutor(8) as kernels:
         assert set(kernels.map(lambda name: keep(name, ["0F0"]), names)) == {""}
     assert sorted(json.loads(kept_in().read_text())) == sorted(names)
 
-    monkeypatch.setattr("course_pp.files._LOCK_LIMIT_S", 0.02)
+    monkeypatch.setattr("course_pp.base.files._LOCK_LIMIT_S", 0.02)
     with locked(kept_in()):
         assert "another process holds its lock" in keep("another", ["0F0"])
     assert keep("another", ["0F0"]) == ""

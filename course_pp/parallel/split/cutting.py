@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from course_pp.arguments import check_arguments, checked, refuse_below, refuse_unless
-from course_pp.collective import Ranks
+from course_pp.base.arguments import check_arguments, checked, refuse_below, refuse_unless
+from course_pp.base.ranks import Ranks
+from course_pp.base.sizes import LayerRange
 from course_pp.model.stages import split_by_cost
-from course_pp.module_extras import problem_of_wrappers
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.meta_device import has_no_weights
 from course_pp.parallel.split.recording import (
@@ -30,8 +30,8 @@ from course_pp.parallel.split.recording import (
     tensors_in,
 )
 from course_pp.parallel.split.split_stage import SplitStage, carve
-from course_pp.sizes import LayerRange
-from course_pp.tied import find_ties
+from course_pp.step.hooks import problem_of_wrappers
+from course_pp.step.ties import find_ties
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build the model
 _ROUNDS, _REPEATS = 3, 2

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from course_pp.arguments import described
+from course_pp.base.arguments import described
 from course_pp.parallel._torch import HookOfModule, tree_flatten, tree_unflatten
 from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
 from course_pp.parallel.split.recording import Example, Output, Recording, tensors_in

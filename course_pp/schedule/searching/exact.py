@@ -8,7 +8,7 @@ from time import monotonic
 from types import ModuleType
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words

@@ -7,7 +7,7 @@ from random import Random
 from time import monotonic
 from typing import Literal, TypeVar
 
-from course_pp.arguments import checked, refuse_below
+from course_pp.base.arguments import checked, refuse_below
 from course_pp.schedule.action import Time
 from course_pp.schedule.bounds import bound, limits_of
 from course_pp.schedule.catalogue import build, find, names

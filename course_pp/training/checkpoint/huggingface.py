@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course_pp.arguments import check_arguments, checked
+from course_pp.base.arguments import check_arguments, checked
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import (
     EMBEDDING,

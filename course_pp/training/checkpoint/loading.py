@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import check_arguments
+from course_pp.base.arguments import check_arguments
 from course_pp.model import ModelConfig
 from course_pp.training.checkpoint.directory import named
 from course_pp.training.checkpoint.manifest import CheckpointError, Ranks

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
-from course_pp import collective
-from course_pp.arguments import WrongArgument, checked
+from course_pp.base import ranks as base_ranks
+from course_pp.base.arguments import WrongArgument, checked
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or must not be loaded; one sentence, the same on every rank."""
 
 
-class Ranks(collective.Ranks):
+class Ranks(base_ranks.Ranks):
     """The ranks that save or load together. Whatever fails on one of them, all raise a :class:`CheckpointError`."""
 
     refusal = CheckpointError

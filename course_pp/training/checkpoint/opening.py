@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.training.checkpoint.directory import is_checkpoint, step_directories
 from course_pp.training.checkpoint.manifest import (
     STATE,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from course_pp.arguments import check_arguments
+from course_pp.base.arguments import check_arguments
 from course_pp.model import Transformer
 from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named
 from course_pp.training.checkpoint.manifest import (

@@ -11,8 +11,8 @@ holds only another end, such as the output head of a model with tied embeddings,
 The generators are torch's, Python's and NumPy's. A rank whose coordinates were there when the checkpoint was written
 continues its own sequence. A new rank along ``tp`` or ``pp`` takes the sequence of its neighbour with tp=0, or else of
 the one with tp=0 and pp=0: :func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that all draw the same
-batches, and each stage has random streams of its own (:mod:`course_pp.random_streams`). A new data rank is seeded by
-(seed of the run, step, its coordinates without tp and pp).
+batches, and each stage has random streams of its own (:mod:`course_pp.step.random_streams`). A new data rank is seeded
+by (seed of the run, step, its coordinates without tp and pp).
 """
 
 import hashlib
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.collective import difference
+from course_pp.base.ranks import difference
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
-from course_pp.module_extras import uncompiled
 from course_pp.parallel.split import SplitStage
+from course_pp.step.hooks import uncompiled
 from course_pp.training.checkpoint.manifest import CheckpointError
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course_pp.files import write_atomically
+from course_pp.base.files import write_atomically
 from course_pp.training.data.corpus import import_datasets
 from course_pp.training.data.sequences import Sequences, check_seq_len, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.training.data.tokenizer import PAD_ID
 
 IGNORE_INDEX = -100

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.training.data.sequences import Sequences, check_seq_len, packed, padded, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 from course_pp.training.data.corpus import Corpus
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.loss import Attached
 from course_pp.model import CrossEntropy, ModelConfig, Router, Transformer
 from course_pp.model.experts import ExpertLoad, count_over_data_ranks, expert_loads, update_router_bias
 from course_pp.parallel import (
@@ -24,6 +23,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
+from course_pp.step.loss import Attached
 from tests.equality import Trained, adamw, assert_same_training, batches, sharded_adamw, train
 from tests.grids import crossed
 from tests.parallel import stack

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.arguments import checked
-from course_pp.module_extras import is_dtensor
+from course_pp.base.arguments import checked
+from course_pp.step.hooks import is_dtensor
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""

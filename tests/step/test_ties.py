@@ -22,7 +22,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
-from course_pp.tied import (
+from course_pp.step.ties import (
     copies_in,
     looks_of,
     problem_of_broken_ties,

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
 
-from course_pp.collective import Ranks, difference
+from course_pp.base.ranks import Ranks, difference
 
 
 class MeshGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for all ranks of a run: an infinity on one of them is one on all.
 
-    Give it to the pipeline, as in the first lines of ``course_pp.grad_scaler``: it then scales the loss, and what
+    Give it to the pipeline, as in the first lines of ``course_pp.step.scaler``: it then scales the loss, and what
     :func:`attach_loss` adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in
     one process.
 

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from course_pp.launch import on_ranks
-from course_pp.loss import TokenLoss, attach_loss
 from course_pp.model import CrossEntropy, Transformer, build_stage_module
 from course_pp.parallel import (
     DistributedConfig,
@@ -35,6 +34,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import build, names
+from course_pp.step.loss import TokenLoss, attach_loss
 from tests.equality import Trained, assert_same_training, snapshot_gradients
 from tests.grids import crossed
 from tests.parallel.small import model_config

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from course_pp.collective import RankMissing, Ranks
+from course_pp.base.ranks import RankMissing, Ranks
 from course_pp.launch import on_ranks
 from course_pp.launch.errors import is_echo
 

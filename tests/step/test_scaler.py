@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
-from course_pp.loss import attach_loss
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import (
     DistributedConfig,
@@ -26,6 +25,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
+from course_pp.step.loss import attach_loss
 from tests.equality import PARAMETER_TOLERANCE, adamw, full, sharded_adamw
 from tests.parallel.stack import CONFIG, N_MICROBATCHES, ROWS, SEQ_LEN, Recipe, batches, build_modules
 

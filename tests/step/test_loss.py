@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.loss import counted, loss_share, share_of
 from course_pp.model import CrossEntropy
 from course_pp.parallel import (
     DistributedConfig,
@@ -19,6 +18,7 @@ from course_pp.parallel import (
 )
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
+from course_pp.step.loss import counted, loss_share, share_of
 
 SIZES = (3, 1, 4)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from course_pp.sizes import ModelConfig, compute_layer_assignment
+from course_pp.base.sizes import ModelConfig, compute_layer_assignment
 
 
 def shards_head(config: ModelConfig, tp: int) -> bool:

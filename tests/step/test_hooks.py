@@ -14,11 +14,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
-from course_pp.module_extras import called_once
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import Pipeline, PipelineError
 from course_pp.schedule import Action, Schedule, build
+from course_pp.step.hooks import called_once
 from tests.processes import no_process_left
 
 WIDTH, M, STEPS, RATE = 4, 4, 2, 0.1

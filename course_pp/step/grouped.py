@@ -14,7 +14,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Args:
         counts: (groups,) int64, how many of the rows each group has, in order; with the sum ``rows``.
     """
-    if has_torch_function((x, weights)):  # somebody's mode, such as course_pp.weight_gradients'
+    if has_torch_function((x, weights)):  # somebody's mode, such as course_pp.step.late_weights'
         product: Tensor = handle_torch_function(grouped_product, (x, weights), x, weights, counts)
         return product
     if torch.is_autocast_enabled(autocasts_as(x)):  # which casts for ordinary products only

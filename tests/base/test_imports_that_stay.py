@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from course_pp.imports import imports_that_stay
+from course_pp.base.imports import imports_that_stay
 
 
 @pytest.fixture(autouse=True)

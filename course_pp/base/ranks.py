@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from course_pp.arguments import WrongArgument, checked, refuse_bad_timeout
+from course_pp.base.arguments import WrongArgument, checked, refuse_bad_timeout
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ product can add to what is there as it goes (Megatron-LM's gradient accumulation
 input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
 "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
 layer's input, which the forward has kept anyway, and in addition the gradient of its output. So it is with packed
-experts (:mod:`course_pp.grouped`). Everything else (norms, embeddings, convolutions, a layer with a hook on its weight
-or bias) gets its gradient at ``I``: it is little work.
+experts (:mod:`course_pp.step.grouped`). Everything else (norms, embeddings, convolutions, a layer with a hook on its
+weight or bias) gets its gradient at ``I``: it is little work.
 """
 
 import sys
@@ -26,7 +26,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from course_pp.grouped import grouped_product, grouped_weight_gradient
+from course_pp.step.grouped import grouped_product, grouped_weight_gradient
 
 # Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
 _LARGE_BYTES = 1 << 20
@@ -39,7 +39,7 @@ _ADDING = Lock()
 
 class LinearMode(TorchFunctionMode):
     """While a forward runs inside, :meth:`linear` computes its linear layers: every ``torch.nn.functional.linear``;
-    and :meth:`grouped` every :func:`course_pp.grouped.grouped_product`.
+    and :meth:`grouped` every :func:`course_pp.step.grouped.grouped_product`.
 
     Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
     sparse and nested tensors, weights of one dimension and biases of two, layers under the transforms of ``torch.func``

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_pp.arguments import WrongArgument, check_arguments, checked, fits, spelled
+from course_pp.base.arguments import WrongArgument, check_arguments, checked, fits, spelled
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, build_stage_module, compute_layer_assignment
 from course_pp.notebook import ScratchFolder, compare_gradients, emulate, reveal

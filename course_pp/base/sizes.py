@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from course_pp.arguments import checked
+from course_pp.base.arguments import checked
 
 FFN_MULTIPLE = 32
 
