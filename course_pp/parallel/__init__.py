@@ -36,7 +36,6 @@ from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_polic
 from course_pp.parallel.mesh import (
     DistributedConfig,
     destroy_distributed,
-    get_device,
     get_dp_mesh,
     get_dp_rank,
     get_dp_size,
@@ -45,11 +44,8 @@ from course_pp.parallel.mesh import (
     get_pp_rank,
     get_pp_size,
     get_tp_mesh,
-    get_world_info,
     has_dp_mesh,
     init_distributed,
-    is_rank_zero,
-    refusals_said_once,
 )
 from course_pp.parallel.pipeline import PipelineSchedule, build_pipeline_schedule
 from course_pp.parallel.post_validation import OptimisticStep
@@ -75,6 +71,7 @@ from course_pp.parallel.traffic_and_memory import (
     predict_unsharded_bytes,
     wire_factor,
 )
+from course_pp.parallel.world import get_device, get_world_info, is_rank_zero, refusals_said_once
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.ties import find_ties

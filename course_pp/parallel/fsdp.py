@@ -25,8 +25,9 @@ from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import on_every_rank
 from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.experts import is_shared_out
-from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, is_rank_zero, size_of
+from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, size_of
 from course_pp.parallel.replaced_forward import check_order
+from course_pp.parallel.world import is_rank_zero
 
 ReshardPolicy = bool | int | Literal["auto"]
 

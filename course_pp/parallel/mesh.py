@@ -1,6 +1,5 @@
-"""Who am I among the ranks, which cores and which GPU are mine, and the process groups as one named mesh.
+"""The process groups as one named mesh.
 
-    ranks    torchrun's variables, else Slurm's, else a single process
     mesh     ``pp`` outermost, then ``dp_replicate``, ``dp_shard``, ``tp``
     experts  the same ranks, with ``dp_shard`` cut into ``efsdp`` × ``ep``: neighbours share the experts out
 
@@ -10,22 +9,14 @@ tensor-parallel ranks, which talk most, are the closest, and the pipeline stages
 
 import os
 import random
-import re
-import signal
 import socket
-import subprocess
-import sys
-import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from itertools import groupby
 from math import prod
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,16 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from course_pp.base.arguments import checked, refuse_bad_timeout
 from course_pp.base.ranks import Ranks
 from course_pp.parallel._torch import set_timeout
+from course_pp.parallel.cores import share_cores
+from course_pp.parallel.world import Backend, get_device, get_world_info, visible_gpus
 
-Backend = Literal["gloo", "nccl"]
-
-_PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
-_SCONTROL_LIMIT_S = 20
-_LEFT_TO_THE_LAUNCHER_S = 5.0
-_INTERRUPTED = 128 + signal.SIGINT  # as a shell counts
-_TOPOLOGY = Path("/sys/devices/system/cpu")
-# Which process has been bound to its cores: a second call finds only its part, and must not divide it again.
-_DONE = "COURSE_PP_PINNED_PID"
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _OF_EXPERTS = "_course_pp_experts"  # under which a mesh keeps the one of experts: torch's has no place for another
 # What others call the same dimensions: a mesh with these would pass for one without any, and nothing would be cut.
@@ -55,263 +39,6 @@ _MISNAMED = frozenset(
         *("model", "ep", "efsdp", "expert"),
     )
 )
-
-
-def get_world_info() -> tuple[int, int, int]:
-    """Return ``(rank, local_rank, world_size)``; ``(0, 0, 1)`` outside any launcher.
-
-    torchrun's RANK, LOCAL_RANK and WORLD_SIZE come first. Without them the SLURM_PROCID, SLURM_LOCALID and
-    SLURM_NTASKS of ``srun`` are read and exported under torchrun's names, with MASTER_ADDR and MASTER_PORT
-    derived from the job, so that ``init_method="env://"`` works under bare ``srun`` too.
-
-    A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for tasks that were never
-    started: start it with ``srun``, also for one task.
-    """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return _read("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    if "SLURM_PROCID" in os.environ:
-        rank, local_rank, world_size = _read("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size))
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(_slurm_local_world_size(world_size)))
-        os.environ.setdefault("MASTER_ADDR", _slurm_master_address())
-        # A port that every task of the step computes alike, and two steps of one job do not share.
-        job, step = (int(re.sub(r"\D", "", os.environ.get(k, "")) or 0) for k in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-        os.environ.setdefault("MASTER_PORT", str(_PORTS[(7919 * job + step) % len(_PORTS)]))
-        return rank, local_rank, world_size
-    return 0, 0, 1
-
-
-def _read(*names: str) -> tuple[int, int, int]:
-    values = []
-    for name in names:
-        text = os.environ.get(name)
-        if text is None or not text.isdigit():
-            raise ValueError(
-                f"environment variable {name} is {text!r}, but {', '.join(names)} must all be whole numbers: "
-                "start the ranks with torchrun or srun, or unset all three to run as one process"
-            )
-        values.append(int(text))
-    rank, local_rank, world_size = values
-    if rank >= world_size:
-        raise ValueError(f"{names[0]}={rank} must be below {names[2]}={world_size}: unset or correct them")
-    return rank, local_rank, world_size
-
-
-def _slurm_local_world_size(world_size: int) -> int:
-    """From a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
-    per_node = []
-    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        per_node += [int(tasks)] * int(repeat or 1)
-    node = int(os.environ.get("SLURM_NODEID", 0))
-    return per_node[node] if node < len(per_node) else world_size
-
-
-def _slurm_master_address() -> str:
-    """The first node's name if it is a host's, else the address at which Slurm itself reaches it (virtual nodes)."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    n_nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if n_nodes == "1" or not nodes:
-        return "127.0.0.1"
-    node = first_host(nodes)
-    try:
-        socket.getaddrinfo(node, None)
-        return node
-    except OSError:
-        pass
-    try:
-        asked = ["scontrol", "show", "node", node]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        answer = ""
-    match = re.search(r"\bNodeAddr=(\S+)", answer)
-    if match is None:
-        raise ValueError(
-            f"Slurm node {node!r} is no host's name and scontrol knows no address: set MASTER_ADDR yourself"
-        )
-    return match[1]
-
-
-def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: ``"gpu[03-05,9],cpu1"`` gives ``"gpu03"``."""
-    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    if match is None:
-        raise ValueError(f"Slurm node list {nodelist!r} names no host: set MASTER_ADDR yourself")
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
-
-
-def is_rank_zero() -> bool:
-    """Return True on global rank 0, by the process group if there is one, else by the launcher's variables."""
-    return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
-
-
-@contextmanager
-def refusals_said_once(program: str) -> Iterator[None]:
-    """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
-
-    An interrupt (Ctrl-C, SIGINT) ends it with exit code 130 and one line of rank 0.
-
-    Rank 0 prints the message. The others wait five seconds, in which the launcher ends them. If they are still there,
-    the problem was theirs alone, and they print it.
-    """
-    try:
-        yield
-    except ValueError as error:
-        rank = get_world_info()[0]
-        if rank > 0:
-            time.sleep(_LEFT_TO_THE_LAUNCHER_S)
-        where = f" (rank {rank})" if rank > 0 else ""
-        print(f"{program}: error{where}: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        if get_world_info()[0] == 0:
-            print(f"{program}: interrupted", file=sys.stderr, flush=True)
-        sys.exit(_INTERRUPTED)
-
-
-# Which cores and how many threads a rank uses, so that the ranks of one node do not fight over them.
-
-
-@dataclass(frozen=True)
-class CoreShare:
-    """The cores a rank may run on, whether `share_cores` bound it to them, and the threads torch uses."""
-
-    cores: tuple[int, ...]
-    pinned: bool
-    threads: int
-
-
-def share_cores() -> CoreShare:
-    """Bind this rank to its part of the node's usable cores, and give it a thread for each; call it before any work.
-
-    Nothing is bound where a node has fewer cores than ranks, where Slurm has bound each task to cores of its own (its
-    task/affinity plugin does), and on systems other than Linux. A rank alone on its node keeps the threads it has.
-    OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank. Safe to call repeatedly.
-    """
-    _, local_rank, world_size = get_world_info()
-    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    usable, done = _usable_cores(), os.environ.get(_DONE) == str(os.getpid())
-    bound = _bound_by_slurm(os.environ, len(usable), n_local)
-    cores = usable if done or bound else cores_of(usable, local_rank, n_local, _places_of_cores(usable))
-    if len(cores) < len(usable) and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-        os.environ[_DONE], done = str(os.getpid()), True
-    if n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = len(cores) if done or bound else max(1, len(cores) // n_local)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-    return CoreShare(tuple(cores), done, torch.get_num_threads())
-
-
-def cores_of(
-    usable: Sequence[int], local_rank: int, n_local: int, places: Mapping[int, tuple[int, int]]
-) -> tuple[int, ...]:
-    """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if there are too few.
-
-    Args:
-        places: (package, core) of a core by its number, where it is known. Numbers with the same place are hardware
-            threads of one core (often i and i + N/2), which stay together unless there are more ranks than cores.
-    """
-
-    def place(core: int) -> tuple[int, int]:
-        return places.get(core, (0, core))
-
-    ordered = sorted(usable, key=lambda core: (place(core), core))
-    whole = [tuple(threads) for _, threads in groupby(ordered, key=place)]
-    units = whole if len(whole) >= n_local else [(core,) for core in ordered]
-    each = len(units) // n_local
-    mine = units[local_rank * each : (local_rank + 1) * each] if each else units
-    return tuple(sorted(core for unit in mine for core in unit))
-
-
-def _usable_cores() -> tuple[int, ...]:
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
-
-
-def _places_of_cores(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[int, tuple[int, int]]:
-    """(package, core) of each usable core; empty where the system does not say it of all."""
-    try:
-        return {
-            core: (
-                int((folder / f"cpu{core}/topology/physical_package_id").read_text()),
-                int((folder / f"cpu{core}/topology/core_id").read_text()),
-            )
-            for core in usable
-        }
-    except (OSError, ValueError):
-        return {}
-
-
-def _bound_by_slurm(environ: Mapping[str, str], n_usable: int, n_local: int) -> bool:
-    """Return whether this rank is a task that srun has bound to no more cores than its part of the node's.
-
-    SLURM_CPU_BIND_TYPE alone does not tell: it repeats the request, even if no plugin has carried it out.
-    """
-    kind = environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":")
-    on_node = int(environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-    return _is_task_of_srun(environ) and kind not in ("", "none") and n_usable <= max(1, on_node // n_local)
-
-
-def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
-    return "SLURM_PROCID" in environ and not any(name.startswith("TORCHELASTIC_") for name in environ)
-
-
-@checked
-def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.device:
-    """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
-
-    Args:
-        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU, and ``"nccl"`` refuses it.
-        share: with fewer GPUs than ranks, neighbouring ranks get one GPU together. `course_pp.runtime` can run them.
-    """
-    n_gpus, n_ranks, rank = _visible_gpus()
-    counted = f"{n_gpus} GPUs for {n_ranks} ranks"
-    if backend == "nccl" and n_gpus < n_ranks:
-        raise ValueError(
-            f"backend='nccl' needs a GPU a rank, but this host has {counted}: start fewer ranks, or use backend='gloo'"
-        )
-    if backend == "gloo" or not n_gpus:
-        return torch.device("cpu")
-    if n_gpus >= n_ranks:
-        return torch.device("cuda", rank)
-    if share:
-        return torch.device("cuda", rank * n_gpus // n_ranks)
-    warnings.warn(
-        f"this host has {counted}: computing on the CPU. Start a rank a GPU, let the runtime's ranks share them "
-        "(share_gpus=True), or say backend='gloo' if that is what you want",
-        stacklevel=3,
-    )
-    return torch.device("cpu")
-
-
-def _visible_gpus() -> tuple[int, int, int]:
-    """How many GPUs this rank sees, how many ranks see these same ones, and this rank's number among them."""
-    _, local_rank, world_size = get_world_info()
-    n, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if n and _has_gpus_of_its_own(os.environ, n, n_local):
-        return n, 1, 0
-    return n, n_local, local_rank
-
-
-def _has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
-    """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks of its node.
-
-    No variable holds what srun was asked for (``--gpus-per-task``, ``--ntasks-per-gpu=1``, ``--gpu-bind=single:1``), so
-    it is inferred from the GPUs that the tasks have got; if Slurm does not count the node's, from what the batch script
-    was asked for.
-    """
-    if not _is_task_of_srun(environ):
-        return False
-    dealt_out = n_visible * n_local <= int(environ.get("SLURM_GPUS_ON_NODE", 0))
-    asked = (
-        "SLURM_GPUS_PER_TASK" in environ
-        or "1" in (environ.get("SLURM_NTASKS_PER_GPU"), environ.get("SLURM_NTASKS_PER_TRES"))
-        or re.search(r"\b(single:1$|per_task:|map_gpu:)", environ.get("SLURM_GPU_BIND", "")) is not None
-    )
-    return dealt_out or (n_visible < n_local and asked)
 
 
 @checked
@@ -420,7 +147,7 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
     if not dist.is_initialized():
         share_cores()
         # Both backends at once: control messages then stay on the CPU and never wait for the GPU.
-        n_gpus, n_ranks, _ = _visible_gpus()
+        n_gpus, n_ranks, _ = visible_gpus()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and n_gpus >= n_ranks else "gloo"
         store = dist.HashStore() if world_size == 1 else None
         rendezvous = {"store": store, "rank": 0, "world_size": 1} if store else {"init_method": "env://"}

@@ -35,7 +35,7 @@ from course_pp.parallel._torch import (
 from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
-from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh, is_rank_zero
+from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh
 from course_pp.parallel.replaced_forward import Recomputed, has_replaced, is_compiled
 from course_pp.parallel.schedules import (
     get_stage_indices,
@@ -48,6 +48,7 @@ from course_pp.parallel.schedules import (
 from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
+from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
 from course_pp.step.batch import ChunkSpec
 from course_pp.step.hooks import called_once, problem_of_hooks, uncompiled

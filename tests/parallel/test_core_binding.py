@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import mesh as mesh_module
-from course_pp.parallel.mesh import CoreShare, cores_of, share_cores
+from course_pp.parallel import cores as cores_module
+from course_pp.parallel.cores import CoreShare, cores_of, share_cores
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux binds processes to cores")
 
@@ -57,12 +57,12 @@ def two_packages_of_two_cores(tmp_path: Path) -> Path:
 def test_hardware_threads_of_a_core_stay_together(
     two_packages_of_two_cores: Path, usable: Sequence[int], parts: list[tuple[int, ...]]
 ) -> None:
-    places = mesh_module._places_of_cores(usable, two_packages_of_two_cores)
+    places = cores_module._places_of_cores(usable, two_packages_of_two_cores)
     assert [cores_of(usable, rank, len(parts), places) for rank in range(len(parts))] == parts
 
 
 def test_a_system_that_does_not_tell_its_cores_apart_is_divided_by_their_numbers(tmp_path: Path) -> None:
-    assert mesh_module._places_of_cores(range(4), tmp_path) == {}
+    assert cores_module._places_of_cores(range(4), tmp_path) == {}
 
 
 def bound_twice(rank: int, environ: dict[str, str], usable: set[int]) -> tuple[CoreShare, CoreShare, set[int]]:
@@ -116,12 +116,12 @@ def test_a_task_keeps_the_cores_that_slurm_has_really_bound_it_to(
     for name, value in (variables | slurm).items():
         monkeypatch.setenv(name, value)
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(mesh_module, "_usable_cores", lambda: tuple(range(n_cores)))
-    monkeypatch.setattr(mesh_module, "_places_of_cores", lambda usable: {core: (0, core % 4) for core in usable})
+    monkeypatch.setattr(cores_module, "_usable_cores", lambda: tuple(range(n_cores)))
+    monkeypatch.setattr(cores_module, "_places_of_cores", lambda usable: {core: (0, core % 4) for core in usable})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: asked.append(cores))
-    monkeypatch.delenv(mesh_module._DONE, raising=False)
+    monkeypatch.delenv(cores_module._DONE, raising=False)
     share = share_cores()
-    os.environ.pop(mesh_module._DONE, None)
+    os.environ.pop(cores_module._DONE, None)
     assert (share.cores, share.pinned, asked) == (
         ((0, 1, 2, 3), False, []) if bound else ((2, 3, 6, 7), True, [(2, 3, 6, 7)])
     )

@@ -34,7 +34,8 @@ from course_pp.parallel import (
     is_rank_zero,
     refusals_said_once,
 )
-from course_pp.parallel.mesh import first_host, lone_group
+from course_pp.parallel.mesh import lone_group
+from course_pp.parallel.world import first_host
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -11,7 +11,7 @@ PRINTS = """
 import os
 from unittest import mock
 from course_pp.parallel import get_device
-from course_pp.parallel.mesh import share_cores
+from course_pp.parallel.cores import share_cores
 shown = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 with mock.patch("torch.cuda.device_count", return_value=len(shown)):
     gpu = shown[get_device("nccl").index]

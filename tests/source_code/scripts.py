@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import mesh
+from course_pp.parallel import world
 from tests.processes import no_process_left
 
 # What train.py imports and a test of it does not: see ``RANKS_IMPORT`` in tests/conftest.py.
@@ -42,7 +42,7 @@ def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 10
 def _run(rank: int, arguments: list[str]) -> Ended:
     sys.argv, code = arguments, 0
     sys.path.insert(0, str(Path(arguments[0]).parent))  # as python does
-    mesh._LEFT_TO_THE_LAUNCHER_S = 0.1  # there is none that would end them first
+    world._LEFT_TO_THE_LAUNCHER_S = 0.1  # there is none that would end them first
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
         try:
             runpy.run_path(arguments[0], run_name="__main__")
