@@ -89,7 +89,7 @@ def test_the_lives_go_through_modules_that_exist(monkeypatch):
 
     for steps in lives.LIVES.values():
         assert all((ROOT / "course_pp" / module).is_file() for module, _ in steps)
-    assert lives.imports()["schedule"] == lives.imports()["model"] == set()
+    assert lives.imports()["schedule"] == lives.imports()["step"] == set()
     assert not any("exercises" in found for found in lives.imports().values())
 
 
