@@ -220,6 +220,8 @@ class Exchanged(Replaced):
             for name, parameter in self._module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
+        # Not torch.func.functional_call, which does the same, but then calls the module: this forward
+        # again, without end, and the module's hooks, such as FSDP2's, which run around us already.
         with patch.dict(self._module._parameters, own):
             yield list(own.values())
 
@@ -239,6 +241,7 @@ class ExchangedChoices(Exchanged):
                 return rows
             here = torch.arange(n_here, device=rows.device)
             expert = here.repeat_interleave(counts, output_size=len(rows))[:, None]
+            # A number, which functional_call would not replace either.
             with patch.dict(vars(self._module), {"num_experts": n_here}):
                 return self.forward(rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype))
 
