@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Schedule, Timeline, Versions, build, ledger
 
 _WIDTH, _HIDDEN, _ROWS = 16, 32, 16
@@ -188,6 +188,6 @@ def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) ->
             if flushes:
                 optimizer.step()
                 optimizer.zero_grad()
-    except PipelineError:
+    except StepFailed:
         return losses
     return losses

@@ -72,6 +72,7 @@ from course_pp.parallel.traffic_and_memory import (
     wire_factor,
 )
 from course_pp.parallel.world import get_device, get_world_info, is_rank_zero, refusals_said_once
+from course_pp.step.failure import StepFailed
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.ties import find_ties
@@ -89,6 +90,7 @@ __all__ = [
     "PipelineStageModule",
     "Plan",
     "ReshardPolicy",
+    "StepFailed",
     "Tally",
     "TokenLoss",
     "VocabParallelCrossEntropy",

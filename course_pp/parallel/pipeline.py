@@ -51,6 +51,7 @@ from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ti
 from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
 from course_pp.step.batch import ChunkSpec
+from course_pp.step.failure import StepFailed
 from course_pp.step.hooks import called_once, problem_of_hooks, uncompiled
 from course_pp.step.loss import (
     LossFn,
@@ -717,25 +718,6 @@ def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -
 # A step that fails on one rank: the others, whose messages from there never come, are told why.
 
 
-class StepFailed(RuntimeError):
-    """A pipeline's step ended here because it failed on another rank. Build another pipeline, and zero the gradients.
-
-    Attributes:
-        rank: where it failed, numbered within all ranks that share the step.
-        what: how, ``"Type: message"``.
-        began_elsewhere: True. Whoever collects the failures of all ranks names that of ``rank`` first.
-    """
-
-    began_elsewhere = True
-
-    def __init__(self, rank: int, what: str) -> None:
-        self.rank, self.what = rank, what
-        super().__init__(f"the step failed on rank {rank}, for which this rank waited: {what}")
-
-    def __reduce__(self) -> tuple[type["StepFailed"], tuple[int, str]]:
-        return type(self), (self.rank, self.what)
-
-
 class _Witness:
     """Keeps in the group's store which rank was the first to fail, of those that share the step; None is this alone."""
 
@@ -762,5 +744,6 @@ class _Witness:
                     told = str(self._group.get_group_store().compare_set(self._key, "", mine).decode())
             rank, what = told.split("\n", 1)
             if int(rank) != self._rank and isinstance(error, RuntimeError):
-                raise StepFailed(int(rank), what) from error
+                message = f"the step failed on rank {rank}, for which this rank waited: {what}"
+                raise StepFailed(message, int(rank), what, began_elsewhere=True) from error
             raise

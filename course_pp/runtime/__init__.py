@@ -19,12 +19,12 @@ from course_pp.runtime.by_hand import (
 )
 from course_pp.runtime.clocks import Alignment, align
 from course_pp.runtime.emulation import EmulatedCluster, EmulatedLink, EmulatedTimeline, Overrun
-from course_pp.runtime.executor import LossNotFinite, PipelineError
 from course_pp.runtime.generating import generate
 from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import profile_layers
+from course_pp.step.failure import LossNotFinite, StepFailed
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
 
@@ -40,9 +40,9 @@ __all__ = [
     "Meter",
     "Overrun",
     "Pipeline",
-    "PipelineError",
     "RankMemory",
     "Recorder",
+    "StepFailed",
     "TokenLoss",
     "align",
     "attach_loss",

@@ -21,40 +21,18 @@ from course_pp.runtime.versions import VersionedStage
 from course_pp.runtime.wire import Wire
 from course_pp.schedule import Action, Overlap, Product, Schedule
 from course_pp.schedule.precedence import round_of
+from course_pp.step.failure import StepFailed
 from course_pp.step.loss import Share
 from course_pp.step.ties import add_up
 
 T = TypeVar("T")
 
 
-class PipelineError(RuntimeError):
-    """A step failed. Raised on every rank, with the same account of where it began.
-
-    After it a pipeline cannot go on: its ranks are at different places of the schedule, and the gradients of the step
-    are incomplete. Build another one, and zero the gradients.
-
-    Attributes:
-        origin: what happened, beginning with rank, stage, microbatch and action.
-        rank, stage, microbatch, action: where it began; all but the rank, in the pipeline's group, are None outside an
-            action. An :class:`Overlap` fails as a whole, and its forward gives stage and microbatch.
-        began_elsewhere: whether this rank was told by another.
-    """
-
-    def __init__(self, origin: Origin, told: str = "") -> None:
-        super().__init__(f"{origin}\n{told}" if told else str(origin))
-        self._given = origin, told
-        self.origin, self.rank, self.began_elsewhere = str(origin), origin.rank, bool(told)
-        self.action = None if isinstance(origin.at, str) else origin.at
-        first = None if self.action is None else self.action.parts[0]
-        self.stage = None if first is None else first.stage
-        self.microbatch = None if first is None else first.microbatch
-
-    def __reduce__(self) -> tuple[type["PipelineError"], tuple[Origin, str]]:
-        return type(self), self._given
-
-
-class LossNotFinite(PipelineError):
-    """A step's loss is infinite or not a number. The step ran to its end: zero the gradients, and go on."""
+def failure(kind: type[StepFailed], origin: Origin, told: str = "") -> StepFailed:
+    """Return the exception of a failure that began at ``origin``; ``told`` says how another rank told this one."""
+    message = f"{origin}\n{told}" if told else str(origin)
+    action = None if isinstance(origin.at, str) else origin.at
+    return kind(message, origin.rank, origin.what, action, bool(told))
 
 
 @dataclass(slots=True)
@@ -130,7 +108,7 @@ class Executor:
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
     def perform(self, step: Callable[[], T]) -> T:
-        """Return what ``step`` returns; raise PipelineError on every rank for whatever it raises on one."""
+        """Return what ``step`` returns; raise StepFailed on every rank for whatever it raises on one."""
         self.current = None
         try:
             self.mailbox.begin()
@@ -138,14 +116,15 @@ class Executor:
             self.mailbox.end()
         except PeerFailed as error:
             self._fail(error.origin, lost=False)
-            raise PipelineError(error.origin, f"(rank {self.plan.rank} was told at {self.current})") from None
+            told = f"(rank {self.plan.rank} was told at {self.current})"
+            raise failure(StepFailed, error.origin, told) from None
         except Exception as error:
             lost = isinstance(error, MessageLost)
             origin = self._origin(str(error) if lost else f"{type(error).__name__}: {error}")
             self._fail(origin, lost)
             if self.current is None:
                 raise
-            raise PipelineError(origin) from error
+            raise failure(StepFailed, origin) from error
         except BaseException:
             self.failed = self._origin("interrupted")
             raise

@@ -19,7 +19,7 @@ from course_pp.base.ranks import Ranks
 from course_pp.runtime.agreement import Options, Stages, agree
 from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means, put_together
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Batch, Executor, LossNotFinite
+from course_pp.runtime.executor import Batch, Executor, failure
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
 from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
@@ -30,6 +30,7 @@ from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 from course_pp.step.batch import ChunkSpec, map_tensors
+from course_pp.step.failure import LossNotFinite
 from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.step.random_streams import RandomStreams, move_on
@@ -190,10 +191,10 @@ class Pipeline:
             With ``versions=`` each microbatch's own mean loss instead.
 
         Raises:
-            PipelineError: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
+            StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
                 rank, stage, microbatch and action it was.
             ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of its stages; the
-                others get a PipelineError.
+                others get a StepFailed.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         self._refuse_after_failure()
@@ -233,7 +234,7 @@ class Pipeline:
                     last = self.schedule.n_stages - 1
                     what = f"the loss is {loss}, and so are gradients: zero them; look at data and learning rate"
                     where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
-                    raise LossNotFinite(Origin(*where, what))
+                    raise failure(LossNotFinite, Origin(*where, what))
         return losses
 
     def evaluate(

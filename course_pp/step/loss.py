@@ -196,7 +196,7 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
         name: used once in a microbatch, in one stage.
 
     Raises:
-        ValueError: for anything else, on every rank (PipelineError in ``runtime``).
+        ValueError: for anything else, on every rank (StepFailed in ``runtime``).
     """
     if not torch.is_grad_enabled():
         return tensor

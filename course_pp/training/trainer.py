@@ -28,7 +28,7 @@ from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
-from course_pp.runtime import LossNotFinite, PipelineError
+from course_pp.runtime import LossNotFinite, StepFailed
 from course_pp.step.hooks import called_once
 from course_pp.step.loss import LossFn, TokenLoss, counted
 from course_pp.step.scaler import MeshGradScaler
@@ -154,7 +154,7 @@ class Trainer:
 
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped.
-            PipelineError: on every rank, if a stage failed; where stages update their own weights, also for what is not
+            StepFailed: on every rank, if a stage failed; where stages update their own weights, also for what is not
                 finite. Some have been updated then.
         """
         begin = time.perf_counter()
@@ -181,7 +181,7 @@ class Trainer:
         """Take a step with stages that update their own weights."""
         try:
             loss = self._engine.step(batch, 1.0)
-        except PipelineError as error:
+        except StepFailed as error:
             error.add_note(f"It was in step {self.step + 1}, which counts its updates from 0: go on from a checkpoint.")
             raise
         loads = self._use_loads(True)

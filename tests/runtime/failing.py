@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Action, Schedule
 from tests.runtime.small import for_rank, stages_of, watch_the_node
 
@@ -128,7 +128,7 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 @dataclass
 class Caught:
     """How a rank's steps ended: those that went well, the class of the exception and of its cause, and a
-    PipelineError's rank, stage, microbatch, action and began_elsewhere; ``seconds`` are those of the last step.
+    StepFailed's rank, stage, microbatch, action and began_elsewhere; ``seconds`` are those of the last step.
     """
 
     steps: int
@@ -149,9 +149,11 @@ def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any, **options:
             took = time.monotonic() - started
             cause = type(error.__cause__).__name__ if error.__cause__ is not None else None
             fields: tuple[Any, ...] = ()
-            if isinstance(error, PipelineError):
+            origin = ""
+            if isinstance(error, StepFailed):
                 fields = error.rank, error.stage, error.microbatch, str(error.action), error.began_elsewhere
-            return Caught(step, type(error).__name__, str(error), getattr(error, "origin", ""), took, cause, fields)
+                origin = str(error).rpartition("\n")[0] if error.began_elsewhere else str(error)
+            return Caught(step, type(error).__name__, str(error), origin, took, cause, fields)
     return Caught(steps)
 
 
@@ -178,11 +180,11 @@ def run(
 
 
 def assert_all_say(found: Sequence[Caught], schedule: Schedule, where: Where, what: str) -> None:
-    """Every rank raised PipelineError in that step with one account of where it began; only its maker has the cause."""
+    """Every rank raised StepFailed in that step with one account of where it began; only its maker has the cause."""
     origin = where.text(schedule) + what
     guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
     for rank, one in enumerate(found):
-        assert one.kind == "PipelineError", f"rank {rank}: {one}"
+        assert one.kind == "StepFailed", f"rank {rank}: {one}"
         assert one.steps == where.step
         assert one.origin == origin, f"rank {rank}"
         assert one.text.startswith(origin)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import EmulatedCluster, EmulatedTimeline, Pipeline, PipelineError, Recorder
+from course_pp.runtime import EmulatedCluster, EmulatedTimeline, Pipeline, Recorder, StepFailed
 from course_pp.schedule import Costs, Ledger, Schedule, Timeline, Versions, build, ledger
 from tests.runtime.small import for_rank, stages_of
 
@@ -327,7 +327,7 @@ def test_what_cannot_update_by_itself_is_refused_on_every_rank(subtests: pytest.
 def diverging(rank: int) -> str:
     module = make_stage(rank)
     pipeline = pipeline_of(PLAIN, {rank: module}, optimizers={rank: torch.optim.SGD(module.parameters(), lr=1e200)})
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises(StepFailed) as caught:
         step(rank, PLAIN, pipeline)
     return str(caught.value)
 
@@ -349,7 +349,7 @@ def overflowing(rank: int) -> tuple[str, bool]:
     """What is said, and whether the weights of this rank are finite."""
     module = make_stage(rank) if rank else Overflows(*make_stage(rank))
     pipeline = pipeline_of(PLAIN, {rank: module})
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises(StepFailed) as caught:
         step(rank, PLAIN, pipeline)
     return str(caught.value), all(bool(p.isfinite().all()) for p in module.parameters())
 

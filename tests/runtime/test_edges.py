@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import EmulatedCluster, Pipeline, PipelineError, Recorder
+from course_pp.runtime import EmulatedCluster, Pipeline, Recorder, StepFailed
 from course_pp.schedule import Costs, Edge, Schedule, Timeline, build
 from tests.equality import GRADIENT_TOLERANCE
 from tests.runtime.graphs import WIDTH, linked_stages, random_graph, schedule_for, through
@@ -162,7 +162,7 @@ def misnamed(rank: int) -> str:
     part = [Part((), ("x",), "y"), Part(), Part(("x",), ())][rank]
     pipeline = Pipeline(build("1f1b", 3, 2), part, nn.functional.mse_loss, timeout_s=20)
     batch = torch.ones(2, WIDTH, dtype=torch.float64)
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises(StepFailed) as caught:
         pipeline.step(batch, batch)
     return str(caught.value)
 

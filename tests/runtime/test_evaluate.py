@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import build
 from tests.grids import crossed
 from tests.processes import no_process_left
@@ -113,7 +113,7 @@ def misused(rank: int) -> list[str]:
         lambda p: p.evaluate(None),
     ):
         pipeline = Pipeline(build("1f1b", 2, M), layer, timeout_s=20)
-        with pytest.raises((ValueError, PipelineError)) as caught:
+        with pytest.raises((ValueError, StepFailed)) as caught:
             call(pipeline)
         said.append(str(caught.value))
     return said

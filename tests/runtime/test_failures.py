@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Schedule, build
 from tests.grids import crossed
 from tests.processes import no_process_left
@@ -53,7 +53,7 @@ def _nothing_left() -> Iterator[None]:
 
 def assert_failed(one: Caught, steps: int = 0) -> None:
     """With the pipeline's own error, in that step, and soon."""
-    assert (one.kind, one.steps) == ("PipelineError", steps), one
+    assert (one.kind, one.steps) == ("StepFailed", steps), one
     assert one.seconds < 10
 
 
@@ -335,7 +335,7 @@ def test_messages_that_nobody_takes_any_more_delay_no_rank_and_leave_the_group_i
 
 
 def test_the_launcher_shows_the_traceback_of_the_rank_where_it_began() -> None:
-    with pytest.raises(PipelineError, match="rank 1, stage 1") as caught_here:
+    with pytest.raises(StepFailed, match="rank 1, stage 1") as caught_here:
         on_ranks(2, fails_on_rank_one, timeout_s=20.0)
     assert "Raised first on rank 1 of 2" in str(caught_here.value.__notes__)
     assert 'raise Trouble("the cable is loose")' in str(caught_here.value.__cause__)

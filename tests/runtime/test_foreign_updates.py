@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.runtime.versions import settings_of
 from tests.runtime.small import parse
 
@@ -71,7 +71,7 @@ class FromAList(nn.Linear):
 
 
 def test_a_stage_that_keeps_its_parameters_in_a_list_is_named() -> None:
-    with pytest.raises(PipelineError, match="stage 0 uses 'weight' past its attribute"):
+    with pytest.raises(StepFailed, match="stage 0 uses 'weight' past its attribute"):
         pipeline(FromAList()).step(*data())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
-from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, PipelineError, Recorder, generate
+from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, Recorder, StepFailed, generate
 from course_pp.schedule import Costs, Timeline, build, check, generation, simulate
 from tests.processes import no_process_left
 
@@ -167,7 +167,7 @@ def refused(rank: int, given: list[dict[str, Any]]) -> str:
     arguments = {"stages": stages_on(rank, (0, 1)), "prompts": [[1, 2]], "n_tokens": 2, **given[rank]}
     try:
         generate(timeout_s=20, **arguments)
-    except (ValueError, PipelineError) as error:
+    except (ValueError, StepFailed) as error:
         return str(error)
     return "taken"
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy
 from course_pp.parallel import find_ties
-from course_pp.runtime import Pipeline, PipelineError, Recorder, run_step
+from course_pp.runtime import Pipeline, Recorder, StepFailed, run_step
 from course_pp.schedule import Schedule, build
 from course_pp.step.batch import cut_keywords
 from tests import packed
@@ -275,7 +275,7 @@ def said(rank: int, given: Sequence[dict[str, Any]]) -> str:
     pipeline = Pipeline(build("1f1b", 3, M), keyed_stages()[rank], F.mse_loss, timeout_s=20)
     try:
         pipeline.step(**given[min(rank, len(given) - 1)])
-    except (ValueError, PipelineError) as error:
+    except (ValueError, StepFailed) as error:
         return str(error)
     return "nothing"
 

@@ -67,7 +67,7 @@ def test_a_step_with_bad_arguments_says_so_on_the_rank_and_is_over_on_the_others
             assert first.kind in ("ValueError", "TypeError")
             assert first.text.startswith(says), first.text
         else:
-            assert first.kind == "PipelineError"
+            assert first.kind == "StepFailed"
             assert f"rank {guilty}, before the first action: " in first.origin, first.origin
             assert says[:60] in first.origin
         assert first.seconds < 10

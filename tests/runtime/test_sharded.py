@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import build
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of
@@ -249,7 +249,7 @@ def after_others(rank: int) -> list[tuple[float, float]]:
             raise KeyError("my bug")
 
     hook = modules[pp_rank].register_forward_hook(fail)
-    with pytest.raises(PipelineError, match="my bug"):
+    with pytest.raises(StepFailed, match="my bug"):
         pipe.step(*arguments)
     hook.remove()
     torch.testing.assert_close(own_gradients(modules), earlier, rtol=0, atol=0)
@@ -305,7 +305,7 @@ def refused_on_one_data_rank(rank: int, bare: bool) -> list[str]:
         call = partial(pipe.evaluate, given[0]) if name == "on" else partial(pipe.step, *given)
         if (pp_rank, replica) == (guilty, 1):
             call = partial(wrong, pipe, x, y)
-        with pytest.raises((ValueError, PipelineError)) as refusal:
+        with pytest.raises((ValueError, StepFailed)) as refusal:
             call()
         said.append(getattr(refusal.value, "origin", str(refusal.value)).rpartition("ValueError: ")[2])
     return said

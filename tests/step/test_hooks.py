@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
 from course_pp.parallel.mesh import limit_waiting
-from course_pp.runtime import Pipeline, PipelineError
+from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Action, Schedule, build
 from course_pp.step.hooks import called_once
 from tests.processes import no_process_left
@@ -136,7 +136,7 @@ def refused(rank: int) -> list[str]:
         step = engine(rank, "1f1b", module)
         if rank == 1:
             _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": RATE})
-        with pytest.raises((ValueError, PipelineError)) as caught:
+        with pytest.raises((ValueError, StepFailed)) as caught:
             step()
         said.append(str(caught.value))
     return said

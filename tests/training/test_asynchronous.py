@@ -14,7 +14,7 @@ from torch.func import functional_call
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer
 from course_pp.parallel import DistributedConfig
-from course_pp.runtime import PipelineError
+from course_pp.runtime import StepFailed
 from course_pp.training import TrainConfig
 from course_pp.training.checkpoint import diff
 from course_pp.training.checkpointer import Checkpointer
@@ -165,7 +165,7 @@ def diverging(rank: int) -> tuple[str, list[str]]:
     run = trainer(replace(STASH, lr=1e300, optimizer="SGD", warmup_steps=0))
     try:
         run.train_step()
-    except PipelineError as error:
+    except StepFailed as error:
         return str(error), error.__notes__
     return "nothing", []
 
