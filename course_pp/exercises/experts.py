@@ -226,6 +226,8 @@ _WRONG_SPLITS = (
      f"The first expert of each rank is missing. {_EXCLUDED}"),
     (("len(counts[0]) // n", "n"),
      "A rank has E / n experts, not n of them: `len(counts[0]) // len(counts)`."),
+    (("len(counts[0]) // n", "2"),
+     "A rank has E / n experts, `len(counts[0]) // len(counts)`; your answer takes it to have 2."),
     (("sum(row[rank * each : (rank + 1) * each])", "sum(row)"),
      "What it gets from rank s is what that rank has for *its* experts, not all that rank s has."),
     (("row[rank * each", "counts[rank][rank * each"),
@@ -306,6 +308,9 @@ def balance(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]
 
 _LOSS, _GRADIENT = "loss = n_experts * sum", "n_experts * f / n_tokens"
 _PRODUCTS = "f * p for f, p in zip(fractions, means"
+_SCORE_TWICE = (_PRODUCTS, "p * p for f, p in zip(fractions, means")
+_F_IS_A_COUNT = "f is a count of choices, as a fraction of all; your answer takes the mean score, P, in its place."
+_NO_SOFTMAX = "The rows are scores already, which sum to 1: no softmax is left to take."
 _BOTH = "The loss comes first, one number; then its gradient, rows like `scores`: a number for each token and expert."
 _THROUGH_P = "f is a count and stays as it is: the gradient of scores[t][e] comes through P and is N · f[e] / T."
 
@@ -383,8 +388,10 @@ _WRONG_BALANCES = (
      "The gradient is transposed: rows like `scores`, a row for each token."),
     (lambda scores, k: (balance(scores, k)[0], balance(scores, k)[1][:1]),
      "The gradient has one row, and there is one for each token, all alike."),
-    ((_PRODUCTS, "p * p for f, p in zip(fractions, means"),
+    (_SCORE_TWICE,
      "The loss is N times the sum of f · P: the fraction of choices and the mean score, not the score twice."),
+    (_SCORE_TWICE, ("for f in fractions]", "for f in means]"), _F_IS_A_COUNT),
+    (_SCORE_TWICE, ("for f in fractions]", "for f in [2 * p for p in means]]"), _F_IS_A_COUNT),
     ((_PRODUCTS, "f * f for f, p in zip(fractions, means"),
      "f alone has no gradient: a count does not change a little. The loss is N times the sum of f · P."),
     (_of_the_chosen,
@@ -404,8 +411,10 @@ _WRONG_BALANCES = (
      "Each token chooses k experts; yours has k + 1."),
     (("-row[e])[:k]", "-row[e])[: k + 1]"), "Each token chooses k experts; yours has k + 1."),
     (lambda scores, k: balance([_softmax(row) for row in scores], k),
-     "The rows are scores already, which sum to 1: no softmax is left to take."),
+     _NO_SOFTMAX),
+    (lambda scores, k: _through_softmax([_softmax(row) for row in scores], k), _NO_SOFTMAX),
     (lambda scores, k: balance(scores, 1), "`k` makes no difference in your answer."),
+    (lambda scores, k: balance(scores, 2), "`k` makes no difference in your answer."),
     (lambda scores, k: (balance(scores, k)[0] - 1, balance(scores, k)[1]),
      "Nothing is subtracted: a balanced layer's loss is α, here 1."),
 )  # fmt: skip
@@ -490,10 +499,21 @@ def _centred(bias: list[float], counts: list[list[int]], step: float) -> list[fl
     return [b - sum(after) / len(after) for b in after]
 
 
+def _first_of_each_end(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+    """The biases after a step of one fullest and one emptiest expert alone."""
+    tokens = [sum(column) for column in zip(*counts, strict=True)]
+    after = list(bias)
+    after[tokens.index(max(tokens))] -= step
+    after[tokens.index(min(tokens))] += step
+    return after
+
+
 _SIGN = "((n < mean) - (n > mean))"
+_MEAN = "sum(tokens) / len(tokens)"
 _ONLY_SIGN = "By `step`, up or down, however far the count is off: only the sign of the difference counts."
 _NEAR = "However near the mean a count is: only one that has just the mean stays where it is."
 _NOT_ROUNDED = "The mean need not be a whole number: divide with `/`, and do not round."
+_NOT_ENDS_ALONE = "Only the fullest and the emptiest move in your answer: compare every expert with the mean."
 _ONE_EACH = "One bias for each expert is asked for, in a list: the counts of all rows are added up for each expert."
 
 _WRONG_MOVES = (
@@ -506,6 +526,8 @@ _WRONG_MOVES = (
      "compare once."),
     (lambda bias, counts, step: moved(bias, counts[-1:], step), "Only the last microbatch counts in your answer."),
     (lambda bias, counts, step: moved(bias, counts[:1], step), "Only the first microbatch counts in your answer."),
+    (lambda bias, counts, step: moved(bias, [*dict.fromkeys(map(tuple, counts))], step),
+     "Two rows may be equal, and a set keeps one of them: add up the counts of all rows."),
     (lambda bias, counts, step: moved(bias, counts, -step),
      "The wrong way: an expert with too many tokens must be chosen less."),
     ((_SIGN, "(mean - n)"), _ONLY_SIGN),
@@ -519,6 +541,8 @@ _WRONG_MOVES = (
      "An expert that has just the mean stays where it is."),
     ((_SIGN, "(-1 if n > mean else 1)"),
      "An expert that has just the mean stays where it is."),
+    ((_SIGN, "(n > 0) * ((n < mean) - (n > mean))"),
+     "An expert that no token chose has fewer than the mean, too: it goes up."),
     ((_SIGN, "-(n > mean)"),
      "An expert with fewer tokens than the mean goes up; yours moves only the full ones."),
     ((_SIGN, "(n < mean)"),
@@ -527,27 +551,32 @@ _WRONG_MOVES = (
      "Only the fullest one moves in your answer: every expert with more than the mean goes down, "
      "with fewer up."),
     ((_SIGN, "((n == min(tokens)) - (n == max(tokens)))"),
-     "Only the fullest and the emptiest move in your answer: compare every expert with the mean."),
+     _NOT_ENDS_ALONE),
+    (_first_of_each_end, _NOT_ENDS_ALONE),
     ((_SIGN, "((n < mean) - (n >= max(tokens)))"),
      "Every expert with more than the mean goes down, not only the fullest."),
-    (("sum(tokens) / len(tokens)", "sorted(tokens)[len(tokens) // 2]"),
+    ((_MEAN, "sorted(tokens)[len(tokens) // 2]"),
      "The mean is asked for, not the median."),
-    (("sum(tokens) / len(tokens)",
+    ((_MEAN,
      "(sorted(tokens)[(len(tokens) - 1) // 2] + sorted(tokens)[len(tokens) // 2]) / 2"),
      "The mean is asked for, not the median."),
-    (("sum(tokens) / len(tokens)", "sum(tokens) // len(tokens)"), _NOT_ROUNDED),
-    (("sum(tokens) / len(tokens)", "round(sum(tokens) / len(tokens))"), _NOT_ROUNDED),
-    (("sum(tokens) / len(tokens)", "math.ceil(sum(tokens) / len(tokens))"), _NOT_ROUNDED),
+    ((_MEAN, "sum(tokens) // len(tokens)"), _NOT_ROUNDED),
+    ((_MEAN, "round(sum(tokens) / len(tokens))"), _NOT_ROUNDED),
+    ((_MEAN, "math.ceil(sum(tokens) / len(tokens))"), _NOT_ROUNDED),
     ((_SIGN, "((n - mean <= -1) - (n - mean >= 1))"), _NEAR),
+    ((_SIGN, "((n - mean < -0.5) - (n - mean > 0.5))"), _NEAR),
+    ((_SIGN, "((n - mean <= -0.5) - (n - mean >= 0.5))"), _NEAR),
     ((_SIGN, "((n < 0.99 * mean) - (n > 1.01 * mean))"), _NEAR),
     ((_SIGN, "((n < 0.9 * mean) - (n > 1.1 * mean))"), _NEAR),
     ((_SIGN, "((n < 0.95 * mean) - (n > 1.05 * mean))"), _NEAR),
     ((_SIGN, "(0 if math.isclose(n, mean, rel_tol=1e-3) else (n < mean) - (n > mean))"), _NEAR),
-    (("sum(tokens) / len(tokens)", "sum(tokens) / len(tokens) / len(counts)"),
+    ((_MEAN, "sum(tokens) / len(tokens) / len(counts)"),
      "The counts are of all rows, and the mean is of one: compare sums with the mean of the sums."),
-    (("sum(tokens) / len(tokens)", "sum(tokens) / len(counts)"),
+    ((_MEAN, "sum(tokens) / len(counts)"),
      "The mean is over the experts, not over the rows: divide by the number of experts."),
-    (("sum(tokens) / len(tokens)", "max(tokens)"),
+    ((_MEAN, "sum(tokens) / max(1, sum(n > 0 for n in tokens))"),
+     "The mean is over all experts, also those that no token chose: divide by the number of all."),
+    ((_MEAN, "max(tokens)"),
      "Compare with the mean over the experts, not with the fullest one."),
     (("b + step * ", "step * "), "The bias is kept from step to step: add to it."),
     (("b + step * ", "b + "), "By `step`: multiply the sign by it."),
@@ -568,6 +597,10 @@ _MOVES = [
     # Counts so near the mean that a tolerance, or a mean without its fraction, takes them for it.
     ([0.25, 0.0, -0.5, 0.125], [[500, 501, 500, 500], [500, 500, 500, 500]], 0.25),
     ([0.25, 0.0, -0.5, 0.125], [[500, 499, 500, 500], [500, 500, 500, 500]], 0.25),
+    # The mean lies in the middle between two counts: rounding takes it for one of them, a tolerance for both.
+    ([0.0, 0.0], [[2, 3]], 0.125),
+    # No token chose expert 2, and two rows are equal.
+    ([0.0, 0.0, 0.0], [[0, 3, 0], [0, 3, 0], [6, 0, 0]], 0.25),
     # Two rows go up with expert 0, and one so far down that all together do.
     ([1.0, 2.0, 3.0], [[1, 2, 3], [2, 3, 4], [30, 9, 0]], 0.5),
 ]
@@ -772,6 +805,7 @@ _NOT_BACK = "The rows are not in the order of the tokens: row i of what was comp
 _WEIGHTED = " * weights[..., None]"
 _DROPS = "An expert takes {} rows and drops the rest, as over a capacity: let it have all of its rows."
 _ALREADY = "The weights are used as they are: each token's sum to 1 already."
+_NO_MEAN = "Add the k rows of a token up, and do not divide by k: the weights make a mean of them already."
 
 _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
     ((_PUT_BACK, "computed"), _NOT_BACK),
@@ -781,7 +815,7 @@ _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
     ((_PUT_BACK, "computed"), (_WEIGHTED, _SORTED_WEIGHTS), _NOT_BACK),
     ((_WEIGHTED, ""), "The weights are not in it."),
     ((_WEIGHTED, " / k"), "The weights are not in it: the mean counts each choice alike."),
-    ((_WEIGHTED, " * weights[..., None] / k"), _ALREADY),
+    ((_WEIGHTED, " * weights[..., None] / k"), _NO_MEAN),
     ((_WEIGHTED, " * weights.softmax(-1)[..., None]"), _ALREADY),
     ((_WEIGHTED, " * weights.square()[..., None]"), "The weights are in it twice."),
     ((_WEIGHTED, " * weights.flip(-1)[..., None]"),
@@ -799,8 +833,7 @@ _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
     (("x[order // k]", "x.repeat(k, 1)[order]"),
      "Pair i belongs to token `i // k`: each token has k pairs, one after another, "
      "`repeat_interleave`."),
-    ((".sum(1)", ".mean(1)"),
-     "Add the k rows of a token up; the weights make a mean of them already."),
+    ((".sum(1)", ".mean(1)"), _NO_MEAN),
     ((".sum(1)", "[:, 0]"), "Only each token's first choice counts in your answer."),
     ((".sum(1)", "[:, -1]"), "Only each token's last choice counts in your answer."),
     ((".sum(1)", ".amax(1)"), "Add the k rows of a token up."),
@@ -808,6 +841,10 @@ _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
      "Only each token's first choice counts in your answer."),
     (lambda x, experts, chosen, weights: mixture(x, experts, chosen[:, :1], weights[:, :1] ** 0),
      "Only each token's first choice counts in your answer, and its weight is not in it."),
+    (lambda x, experts, chosen, weights: mixture(x, experts, chosen[:, :2], weights[:, :2]),
+     "Only each token's first two choices count in your answer: `chosen` has k of them."),
+    (lambda x, experts, chosen, w: mixture(x, experts, chosen, w * (chosen != len(experts) - 1)),
+     "The rows of the last expert are missing in your answer."),
     (lambda x, experts, chosen, w: mixture(x, experts, chosen, w * (chosen == chosen.amax(1, True))),
      "Only the last expert of each token is in it: add, `+=` or `index_add`, where yours "
      "overwrites."),

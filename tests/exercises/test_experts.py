@@ -136,6 +136,12 @@ def test_a_wrong_route_is_told_why(answer: Answer, words: str) -> None:
     refuses("route", answer, words)
 
 
+def splits_of_pairs(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
+    first, second = 2 * rank, 2 * rank + 2
+    sends = [sum(counts[rank][2 * other : 2 * other + 2]) for other in range(len(counts))]
+    return sends, [sum(row[first:second]) for row in counts]
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
@@ -146,11 +152,34 @@ def test_a_wrong_route_is_told_why(answer: Answer, words: str) -> None:
         (lambda counts, rank: ([0] * len(counts), splits_by_dictionary(counts, rank)[1]), "What it gets is right"),
         (lambda counts, rank: splits_by_dictionary(counts, rank)[0], "Two lists"),
         (lambda counts, rank: splits_by_dictionary(counts, 0), "`rank` makes no difference"),
+        (splits_of_pairs, "takes it to have 2"),
         (lambda counts, rank: ([float(n) for n in splits_by_dictionary(counts, rank)[0]], []), "a whole number"),
     ],
 )
 def test_wrong_splits_are_told_why(answer: Answer, words: str) -> None:
     refuses("splits", answer, words)
+
+
+def balance_of_means_alone(power: int) -> Answer:
+    """The mean scores in the place of f, as a constant (power 1) or with a gradient of their own (2)."""
+
+    def answer(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
+        given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+        means = given.mean(0)
+        loss = given.shape[1] * (means * (means if power == 2 else means.detach())).sum()
+        loss.backward()
+        return loss.item(), given.grad.tolist()
+
+    return answer
+
+
+def balance_of_a_softmax(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
+    given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    again = given.softmax(1)
+    chosen = torch.zeros_like(given).scatter(1, again.topk(k).indices, 1.0)
+    loss = given.shape[1] * (chosen.mean(0) / k * again.mean(0)).sum()
+    loss.backward()
+    return loss.item(), given.grad.tolist()
 
 
 def with_gradient(factor: Callable[[list[list[float]], int], float]) -> Answer:
@@ -167,10 +196,14 @@ def with_gradient(factor: Callable[[list[list[float]], int], float]) -> Answer:
         (with_gradient(lambda scores, k: len(scores)), "each score enters with 1/T"),
         (with_gradient(lambda scores, k: 1 / len(scores[0])), "has the factor N"),
         (lambda scores, k: balance_by_autograd(scores, 1), "`k` makes no difference"),
+        (lambda scores, k: balance_by_autograd(scores, 2), "`k` makes no difference"),
         (lambda scores, k: balance_by_autograd(scores, k)[0], "a list is asked for"),
         (lambda scores, k: balance_by_autograd(scores, k)[::-1], "The loss comes first"),
         (lambda scores, k: (1.0, balance_by_autograd(scores, k)[1]), "The gradient is right"),
         (with_gradient(lambda scores, k: 3), "3 times"),
+        (balance_of_means_alone(1), "f is a count"),
+        (balance_of_means_alone(2), "f is a count"),
+        (balance_of_a_softmax, "no softmax is left"),
         (
             lambda scores, k: (k * balance_by_autograd(scores, k)[0], with_gradient(lambda s, k: k)(scores, k)[1]),
             "a fraction of all choices",
@@ -187,10 +220,39 @@ def moved_for_each(bias: list[float], counts: list[list[int]], step: float) -> l
     return bias
 
 
+def moved_by(sign: Callable[[int, list[int]], float]) -> Answer:
+    """A move whose sign is made of an expert's tokens and those of all."""
+
+    def answer(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+        tokens = np.sum(counts, 0).tolist()
+        return [b + step * sign(n, tokens) for b, n in zip(bias, tokens, strict=True)]
+
+    return answer
+
+
+def toward_mean(tokens: list[int], n: int, within: float = 0.0) -> int:
+    mean = sum(tokens) / len(tokens)
+    return (n < mean - within) - (n > mean + within)
+
+
+def one_fullest_and_one_emptiest(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+    tokens = np.sum(counts, 0)
+    after = np.array(bias)
+    after[tokens.argmin()] += step
+    after[tokens.argmax()] -= step
+    return after.tolist()
+
+
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
         (moved_for_each, "after every microbatch"),
+        (moved_by(lambda n, all_: toward_mean(all_, n) if n else 0), "that no token chose"),
+        (moved_by(lambda n, all_: toward_mean([m for m in all_ if m], n)), "number of all"),
+        (lambda bias, counts, step: moved_by_sign(bias, [*set(map(tuple, counts))], step), "a set"),
+        (one_fullest_and_one_emptiest, "Only the fullest and the emptiest"),
+        (moved_by(lambda n, all_: toward_mean(all_, n, within=0.5)), "However near the mean"),
+        (moved_by(lambda n, all_: toward_mean(all_, n, within=0.49)), "However near the mean"),
         (lambda bias, counts, step: moved_by_sign(bias, counts, -step), "The wrong way"),
         (lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step), "kept from step to step"),
         (lambda bias, counts, step: bias, "Nothing moves"),
@@ -252,6 +314,10 @@ def overwritten(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Te
     return out
 
 
+def mean_over_k(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+    return mixture_by_mask(x, experts, chosen, weights) / chosen.shape[1]
+
+
 def with_idle_experts_beside(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
     out = [torch.zeros(x.shape[1]) for _ in x]
     for i, expert in enumerate(experts):
@@ -286,6 +352,9 @@ def ill_as_given(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: T
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).tolist(), "a tensor is asked for"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)), "The weights are not in it"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]), "Only each token's first choice"),
+        (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :2], w[:, :2]), "first two choices"),
+        (lambda x, e, c, w: mixture_by_mask(x, e[:-1], c, w), "rows of the last expert"),
+        (mean_over_k, "do not divide by k"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).detach(), "has no gradient"),
         (lambda x, e, c, w: mixture_by_mask(x.detach(), e, c, w), "Something is detached from x"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w.detach()), "Something is detached from weights"),
