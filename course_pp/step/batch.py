@@ -92,13 +92,17 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
     map_tensors(tensors.append, value)
     if word is None:
         raise ValueError(_nobody_says(name, value, tensors, rows))
+    if not tensors:
+        raise ValueError(
+            f"keyword argument {name} is of class {type(value).__name__}, which kwargs_chunk_spec cannot cut by rows: "
+            f"say 'same' to give it whole to every microbatch, or {_READY}"
+        )
     if not _has_rows(tensors, rows):
-        wrong = next((tuple(t.shape) for t in tensors if not _has_rows([t], rows)), None)
-        what = f"a {type(value).__name__} without a tensor" if wrong is None else f"a tensor of shape {wrong}"
+        wrong = next(tuple(t.shape) for t in tensors if not _has_rows([t], rows))
         size = f", {rows}" if rows else ""
         raise ValueError(
-            f"keyword argument {name} is, or holds, {what}, and kwargs_chunk_spec cuts it by rows: its first "
-            f"dimension must be the whole batch{size}; or say 'same', or {_READY}"
+            f"keyword argument {name} is, or holds, a tensor of shape {wrong}, and kwargs_chunk_spec cuts it by rows: "
+            f"its first dimension must be the whole batch{size}; or say 'same', or {_READY}"
         )
     return cut_rows(value, tensors, n)
 
@@ -113,16 +117,18 @@ def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) ->
     """Return the refusal of an argument that may be cut or not, offering only ways that can be gone."""
     can_be_cut = _has_rows(tensors, rows)
     if not isinstance(value, Tensor):
-        what = f"a {type(value).__name__}"
+        what = f"of class {type(value).__name__}"
     elif can_be_cut:
         what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
     else:
         size = f", {rows}" if rows else ""
         what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
     whole = "to give it whole to every microbatch"
-    said = (
-        f"{{{name!r}: 'rows'}} to cut it by rows, or 'same' {whole}" if can_be_cut else f"{{{name!r}: 'same'}} {whole}"
-    )
+    said = f"{{{name!r}: 'same'}} {whole}"
+    if can_be_cut:
+        # A rank that sees no batch does not know its rows.
+        if_it_fits = "" if rows else " if its first dimension is the whole batch"
+        said = f"{{{name!r}: 'rows'}} to cut it by rows{if_it_fits}, or 'same' {whole}"
     return f"keyword argument {name} is {what}: say kwargs_chunk_spec={said}; or {_READY}"
 
 
