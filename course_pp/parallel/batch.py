@@ -243,6 +243,7 @@ class Told:
         named: by microbatch, the keyword arguments that it was given, other than None.
         lacking: by microbatch, those that its stages take and that it was not given.
         kinds: by microbatch, its part of the kind; see :mod:`course_pp.parallel.crossing`.
+        draws: whether its stages drew random numbers in a step since ranks agreed that no stage does.
     """
 
     pipeline: int
@@ -254,6 +255,7 @@ class Told:
     named: list[set[str]]
     lacking: list[set[str]]
     kinds: list[bytes]
+    draws: bool
 
 
 def problem_between(told: Sequence[Told]) -> str | None:

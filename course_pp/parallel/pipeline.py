@@ -182,6 +182,7 @@ class PipelineSchedule:
         self._attaches: bool | None = None  # whether anybody attaches losses; None before the first step
         self._streams = RandomStreams(stages[0].device, get_dp_rank(mesh))
         self._draws: bool | None = None  # whether any stage draws random numbers; None before the first step
+        self._draws_unknown_to_others = False  # whether this rank drew first when ``_draws`` was False
         for stage in self.stages:
             stage.streams = self._streams
         self.attached: dict[str, float] = {}
@@ -398,7 +399,7 @@ class PipelineSchedule:
             unfit = Ranks.sentence(error)
         # Most batches are whole and fit, with the keywords of the last, which ranks tell one another by one number.
         names = {name: value is None for name, value in given.kwargs.items()}
-        news = problem or unfit or given.lists or names != self._names
+        news = problem or unfit or given.lists or names != self._names or self._draws_unknown_to_others
         if not self._everyone.largest(int(bool(news))):
             return mine
         told = self._everyone.gather(
@@ -412,11 +413,16 @@ class PipelineSchedule:
                 [{name for name, value in each.items() if value is not None} for each in mine.keywords],
                 [{name for stage in self.stages for name in stage.lacking(each)} for each in mine.keywords],
                 [] if problem or unfit or given.whole else kinds_of(mine),
+                self._draws_unknown_to_others,
             )
         )
         if (refusal := problem_between(told)) is not None:
             raise ValueError(refusal)
         self._names = names
+        if any(each.draws for each in told):
+            self._draws = True
+            self._draws_unknown_to_others = False
+            move_on()
         if any(each.lists for each in told):
             mine = mine if mine.ready else self._batch.nothing()
             self._crossings.agree(told, self._pipeline, mine)
@@ -456,11 +462,17 @@ class PipelineSchedule:
             stage.weights = None
 
     def _move_streams_on(self) -> None:
-        """Take every rank to the next step's random numbers, if any stage draws some."""
+        """Take every rank to the next step's random numbers, if any stage draws some.
+
+        Ranks agree on that once. A rank that draws later, as when dropout is switched on, must not move on alone: it
+        tells the others at the next call, and all move on there.
+        """
         if self._draws is None:
             self._draws = bool(self._everyone.largest(int(self._streams.drew)))
-        if self._draws or self._streams.drew:
+        if self._draws:
             move_on()
+        elif self._streams.drew:
+            self._draws_unknown_to_others = True
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)

@@ -220,7 +220,7 @@ class Pipeline:
             shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
             if self.schedule.n_stages - 1 in self._stages:
                 average_over(self._agreement.data_groups, shares)
-            mine = shares, self._attached_here(), form, self._streams.drew
+            mine = shares, self._attached_here(), form, self._data_ranks_drew()
             losses, sums, _, drew = self._executor.tell_everyone(mine, _total)
             if drew:
                 move_on()
@@ -343,6 +343,13 @@ class Pipeline:
                 mean = sum(theirs[name] for theirs in everyone) / len(everyone)
                 sums[name] = stage, torch.tensor(mean, dtype=torch.float64)
         return sums
+
+    def _data_ranks_drew(self) -> bool:
+        """Return whether a stage of this rank, or of its data ranks in other pipelines, drew a random number."""
+        drew = int(self._streams.drew)
+        for group in self._agreement.data_groups:
+            drew = Ranks(group, limit_s=self._options.timeout_s).largest(drew)
+        return bool(drew)
 
     def _ignore(self, batch: Cut) -> None:
         """Do not count the batch, which its owner keeps."""

@@ -58,6 +58,7 @@ class Case:
     layout: DistributedConfig = field(default_factory=lambda: DistributedConfig(pp=2))
     recompute: bool = False
     n_noisy: int = 99  # stages that have dropout, from the first on
+    n_quiet_steps: int = 0  # steps before the dropout begins, which then is on data rank 0 alone
 
 
 @dataclass
@@ -79,7 +80,11 @@ def steps_on_rank(rank: int, case: Case) -> Seen:
         apply_fsdp2(module, mesh, default_mp_policy(torch.float32), blocks=())
     drawn = []
     pipeline = pipeline_of(case, noisy, mesh, pp)
-    for _ in range(STEPS):
+    for step in range(case.n_quiet_steps + STEPS):
+        if case.n_quiet_steps:
+            for stage, module in noisy.items():
+                is_noisy = stage < case.n_noisy and get_dp_rank(mesh) == 0
+                module.drops = is_noisy and step >= case.n_quiet_steps
         pipeline(torch.ones(2 * M, WIDTH))
         drawn.append(torch.rand(()).item())
     masks = {(stage, get_dp_rank(mesh)): module.masks for stage, module in noisy.items()}
@@ -144,3 +149,19 @@ def test_ranks_draw_the_same_batches_though_one_stage_alone_drops(engine: str) -
     torch.manual_seed(0)
     Noisy()
     assert silent.drawn == [torch.rand(()).item() for _ in range(STEPS)], "who draws nothing changes nothing"
+
+
+@pytest.mark.parametrize("engine", ["parallel", "runtime"])
+@pytest.mark.parametrize(
+    ("n_ranks", "layout"),
+    [(2, DistributedConfig(pp=2)), (4, DistributedConfig(pp=2, dp_shard=2))],
+    ids=["pipeline", "data"],
+)
+def test_ranks_draw_the_same_batches_though_a_stage_begins_to_drop_late(
+    n_ranks: int, layout: DistributedConfig, engine: str
+) -> None:
+    case = Case(engine, layout=layout, n_noisy=1, n_quiet_steps=1)
+    ranks = on_ranks(n_ranks, steps_on_rank, case, timeout_s=60)
+    assert len({tuple(rank.drawn) for rank in ranks}) == 1
+    masks = [mask for rank in ranks for drawn in rank.masks.values() for mask in drawn]
+    assert len(set(masks)) == len(masks) == M * STEPS
