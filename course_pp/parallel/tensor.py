@@ -21,7 +21,7 @@ arXiv:2205.05198, section 4.2.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -525,7 +525,13 @@ def _join(*names: str) -> str:
 
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
-    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on every rank."""
+    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on every rank.
+
+    Attributes:
+        takes_cut_logits: the mark of such a loss: a step then passes on its errors as they are.
+    """
+
+    takes_cut_logits: ClassVar[bool] = True
 
     def total(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the sum over the counted tokens; a scalar, in float32 at least.

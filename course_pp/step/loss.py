@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.base.arguments import checked
+from course_pp.step.batch import map_tensors
 from course_pp.step.hooks import is_dtensor
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -124,13 +125,13 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
     Args:
         divisor: the sum of ``loss.count`` over all microbatches whose gradients add up, at least 1.
     """
-    with _naming_the_loss_of_cut_logits(output):
+    with _naming_the_loss_of_cut_logits(loss, output):
         return _scalar(loss.total(output, target)) / divisor
 
 
 def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Share:
     """As :func:`loss_share`, with the division left to backward and to :meth:`Share.product`."""
-    with _naming_the_loss_of_cut_logits(output):
+    with _naming_the_loss_of_cut_logits(loss, output):
         if isinstance(loss, _OverSamples):
             value, counts = loss.mean(output, target), loss.count(target)
         else:
@@ -143,13 +144,17 @@ def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float)
 
 
 @contextmanager
-def _naming_the_loss_of_cut_logits(output: Any) -> Iterator[None]:
-    """Say which loss takes logits that tensor parallelism has cut, if a loss function fails on them."""
+def _naming_the_loss_of_cut_logits(loss: TokenLoss, output: Any) -> Iterator[None]:
+    """Say which loss takes logits that tensor parallelism has cut, if another loss fails on them."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        parts = list(output.values()) if isinstance(output, Mapping) else [output]
-        if not any(is_dtensor(part) for part in parts):
+        # DTensor raises these two themselves. Subclasses say something else, as OutOfMemoryError does.
+        may_be_dtensor = type(error) in (RuntimeError, NotImplementedError)
+        found: list[Tensor] = []
+        map_tensors(found.append, output)
+        is_cut = any(is_dtensor(part) for part in found)
+        if not is_cut or not may_be_dtensor or getattr(loss, "takes_cut_logits", False):
             raise
         raise ValueError(
             "the loss function failed on logits of which each tensor rank holds a part, in a DTensor "

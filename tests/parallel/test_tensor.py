@@ -170,12 +170,28 @@ def ordinary_loss_on_rank(rank: int) -> None:
     target = torch.tensor([0, 1, 2, 11])
     mean: Any = nn.CrossEntropyLoss()
     of_dict: Any = lambda output, target: mean(output["logits"], target)  # noqa: E731
-    for loss, output in ((mean, logits), (CrossEntropy(), logits), (of_dict, {"logits": logits})):
+    of_tuple: Any = lambda output, target: mean(output[0], target)  # noqa: E731
+    given = ((mean, logits), (CrossEntropy(), logits), (of_dict, {"logits": logits}), (of_tuple, (logits, 1)))
+    for loss, output in given:
         for share in (loss_share, share_of):
             with pytest.raises(ValueError, match="VocabParallelCrossEntropy"):
                 share(counted(loss), output, target, 1.0)
     for share in (loss_share, share_of):
         share(counted(VocabParallelCrossEntropy()), logits, target, 1.0)
+        for loss, kind in ((_OutOfMemory(), torch.OutOfMemoryError), (_Parts(), RuntimeError)):
+            with pytest.raises(kind, match="its own words") as own:
+                share(counted(loss), logits, target, 1.0)
+            assert type(own.value) is kind
+
+
+class _OutOfMemory(CrossEntropy):
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("its own words")
+
+
+class _Parts(VocabParallelCrossEntropy):
+    def total(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("its own words")
 
 
 def test_an_ordinary_loss_on_logits_left_in_parts_is_told_which_loss_takes_them() -> None:
