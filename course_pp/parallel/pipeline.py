@@ -96,8 +96,9 @@ def build_pipeline_schedule(
         tied: weights that several stages share: for each the parameter's name by stage,
             ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
             them. This package's model knows its ties. For others, None refuses stages whose values look tied,
-            with a list of all such weights; layers that are copied or seeded alike pass. ``[]`` says that nothing is
-            tied. Two further weights that look like one, or like a declared tie, are refused too.
+            with a list of all such weights. Layers that are copied or seeded alike pass if a stage holds two of
+            them, or if both stages begin with them. ``[]`` says that nothing is tied. Two further weights that
+            look like one, or like a declared tie, are refused too.
         scaler: scales the loss and attached losses in the backward, for float16; the loss returned is not scaled.
         timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
 

@@ -57,8 +57,9 @@ class Pipeline:
             its buffers (BatchNorm's statistics) it then does twice.
         tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
             Their gradients are summed; give them equal values. None refuses stages that look tied, with a list of all
-            such weights; layers that are copied or seeded alike pass. ``[]`` says that nothing is tied. Two further
-            weights that look like one, or like a declared tie, are refused too.
+            such weights. Layers that are copied or seeded alike pass if a stage holds two of them, or if both
+            stages begin with them. ``[]`` says that nothing is tied. Two further weights that look like one, or
+            like a declared tie, are refused too.
         recorder: records every action and every wait.
         cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device

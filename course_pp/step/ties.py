@@ -170,14 +170,68 @@ def problem_of_forgotten_ties(looks: Looks, known: Sequence[Mapping[int, str]] |
     suspects = _look_tied(looks) if known is None else list(known)
     if not suspects:
         return _problem_inside(looks, "if they are two, tied=[]") if known is None else None
-    (stage, name), (other, again), *_ = sorted(suspects[0].items())
     ends = [looks[stage][name] for tie in suspects for stage, name in tie.items() if name in looks.get(stage, ())]
     before = "" if all(end.is_trained for end in ends) else "freeze or train both, and "
+    if known is None and (layers := _problem_of_copied_layers(suspects, looks, before)):
+        return layers
+    # A matrix is a better name for a tie than a bias is.
+    matrices = [tie for tie in suspects if _dimensions(tie, looks) > 1]
+    (stage, name), (other, again), *_ = sorted((matrices or suspects)[0].items())
     return (
         f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
         f"nothing says whether they are one weight: if so, {before}give tied={_spelled(suspects)}, so that they stay "
         "equal; if not, tied=[]"
     )
+
+
+def _problem_of_copied_layers(suspects: Sequence[Mapping[int, str]], looks: Looks, before: str) -> str | None:
+    """Ask first whether whole layers of equal values are copies: to tie them by mistake shows nowhere.
+
+    Args:
+        before: what has to be done before they can be tied.
+    """
+    single = [tie for tie in suspects if _same_layer(tie, looks) is None]
+    layer = next(filter(None, (_same_layer(tie, looks) for tie in suspects)), None)
+    if layer is None:
+        return None
+    copies = "give tied=[]"
+    if single:
+        copies = f"give them other values until this call is done, and tied={_spelled(single)}"
+    (stage, name), (other, again) = layer
+    return (
+        f"layer {name!r} of stage {stage} and layer {again!r} of stage {other} hold the same values, and nothing says "
+        f"whether they are one layer: if they are copies of one another, {copies}; if they are one, {before}give "
+        f"tied={_spelled(suspects)}, so that they stay equal"
+    )
+
+
+def _same_layer(tie: Mapping[int, str], looks: Looks) -> tuple[tuple[int, str], tuple[int, str]] | None:
+    """Return the largest layers around a weight that agree in all of two or more weights, by stage.
+
+    The name of a layer that is a whole stage is empty.
+    """
+    (stage, name), (other, again), *_ = sorted(tie.items())
+    here, there = name.split("."), again.split(".")
+    found = None
+    while here and there and here.pop() == there.pop():
+        one, two = ".".join(here), ".".join(there)
+        ours = _values_within(one, looks[stage])
+        if len(ours) > 1 and ours == _values_within(two, looks[other]):
+            found = (stage, one), (other, two)
+    return found
+
+
+def _values_within(layer: str, looks: Mapping[str, Look]) -> dict[str, Values]:
+    """Return the values of a layer's weights by their names within it."""
+    start = f"{layer}." if layer else ""
+    within = {name: look for name, look in looks.items() if name.startswith(start)}
+    return {name.removeprefix(start): look.values for name, look in within.items()}
+
+
+def _dimensions(tie: Mapping[int, str], looks: Looks) -> int:
+    """Return how many dimensions a weight has; 0 where its values were not looked at."""
+    shapes = [looks[stage][name].values[0] for stage, name in tie.items() if name in looks.get(stage, ())]
+    return len(shapes[0]) if shapes else 0
 
 
 def problem_of_left_out_copies(

@@ -186,6 +186,29 @@ LOOK_TIED: dict[str, tuple[Mapping[int, nn.Module], str]] = {
 }  # fmt: skip
 
 
+ONE_BLOCK_A_STAGE = {
+    0: nn.Sequential(*embedding(), *encoder()[:1]),
+    1: nn.Sequential(*encoder()[1:2], *head()),
+}
+
+
+def test_one_copied_block_a_stage_is_asked_about_as_a_layer_and_may_be_a_copy() -> None:
+    said = str(problem_of_forgotten_ties(looks_of(ONE_BLOCK_A_STAGE)))
+    assert "layer '1' of stage 0 and layer '0' of stage 1" in said
+    assert said.index("tied=[]") < said.index("tied=[{")
+    assert problem_of_left_out_copies(looks_of(ONE_BLOCK_A_STAGE), []) is None
+
+
+def test_of_several_weights_that_look_tied_a_matrix_is_named_and_no_bias() -> None:
+    first, second = (seeded(6, (WIDTH, WIDTH)) for _ in range(2))
+    stages = {
+        0: nn.ModuleList([nn.Linear(2, 3), nn.ParameterList([first[0].bias, first[0].weight])]),
+        1: nn.ModuleList([nn.Linear(3, 2), nn.ParameterDict({"b": second[0].bias, "w": second[0].weight})]),
+    }
+    said = str(problem_of_forgotten_ties(looks_of(stages)))
+    assert said.startswith("'1.1' of stage 0 and '1.w' of stage 1")
+
+
 @pytest.mark.parametrize("what", LOOK_TIED)
 def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> None:
     stages, remedy = LOOK_TIED[what]
