@@ -78,6 +78,7 @@ def _without_annotations(source: str) -> str:
     return re.sub(r" +# type: ignore.*", "", b"\n".join(lines).decode())
 
 
+# The folder of each notebook: its `exercises.py`, and a `lab.py` where its cells need one.
 MODULES = {
     "00": "ranks_and_messages",
     "01": "naive_split",
@@ -101,7 +102,7 @@ def exercises_of(notebook: str) -> tuple[Exercise, ...]:
     """The exercises of a notebook in their order, ``()`` if it has none."""
     if notebook not in MODULES:
         return ()
-    found: tuple[Exercise, ...] = import_module(f"{__package__}.{MODULES[notebook]}").EXERCISES
+    found: tuple[Exercise, ...] = import_module(f"{__package__}.{MODULES[notebook]}.exercises").EXERCISES
     return found
 
 
@@ -119,7 +120,7 @@ def named(name: str) -> Exercise | None:
     """The exercise called ``name``, None if there is none. Modules that define such a function are loaded first."""
 
     def defines_it(notebook: str) -> bool:
-        source = files(__package__).joinpath(f"{MODULES[notebook]}.py")
+        source = files(__package__).joinpath(MODULES[notebook], "exercises.py")
         return source.is_file() and f"def {name}(" in source.read_text(encoding="utf-8")
 
     likely_first = sorted(MODULES, key=lambda notebook: not defines_it(notebook))

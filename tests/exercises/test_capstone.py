@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises import capstone
-from course_pp.exercises.capstone import (
+from course_pp.exercises.capstone import exercises as capstone
+from course_pp.exercises.capstone.exercises import (
     PUBLISHED,
     beside_data,
     bottleneck,

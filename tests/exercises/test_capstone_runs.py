@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from course_pp.exercises.capstone import (
+from course_pp.exercises.capstone.exercises import (
     BATCH,
     MODEL,
     SEQ_LEN,

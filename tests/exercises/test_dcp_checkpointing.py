@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises import dcp_checkpointing_lab as lab
-from course_pp.exercises.dcp_checkpointing import overlaps, rectangle
+from course_pp.exercises.dcp_checkpointing import lab
+from course_pp.exercises.dcp_checkpointing.exercises import overlaps, rectangle
 from course_pp.launch import RankDied, on_ranks
 from course_pp.parallel import DistributedConfig
 from course_pp.training.checkpoint import Piece, contents, find_latest, resume, save

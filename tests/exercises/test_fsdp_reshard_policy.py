@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.exercises import fsdp_reshard_policy_lab as lab
+from course_pp.exercises.fsdp_reshard_policy import lab
 from course_pp.launch import on_ranks
 from course_pp.model import build_stage_module
 from course_pp.parallel import DistributedConfig, apply_fsdp2, init_distributed

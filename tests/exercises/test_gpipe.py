@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.gpipe import PATIENTS, accumulate, examine, mended_step, time_cuts
+from course_pp.exercises.gpipe.exercises import PATIENTS, accumulate, examine, mended_step, time_cuts
 from course_pp.schedule import Action
 from tests.exercises.grading import accepts, refuses
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.interleaved import (
+from course_pp.exercises.interleaved.exercises import (
     PATIENTS,
     best_chunks,
     examine,

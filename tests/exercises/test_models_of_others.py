@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch.nn.functional import cross_entropy
 
-from course_pp.exercises import models_of_others_lab
-from course_pp.exercises.models_of_others import (
+from course_pp.exercises.models_of_others import lab
+from course_pp.exercises.models_of_others.exercises import (
     PATIENTS,
     _grade_skip_bytes,
     carries,
@@ -18,7 +18,7 @@ from course_pp.exercises.models_of_others import (
     skip_bytes,
     tied_across,
 )
-from course_pp.exercises.models_of_others_lab import ARTICLE, ends_apart, generate_text, skip_step
+from course_pp.exercises.models_of_others.lab import ARTICLE, ends_apart, generate_text, skip_step
 from course_pp.model import layer_costs, partition_by_cost
 from course_pp.schedule import Action, Span, Timeline
 from tests.exercises.grading import accepts, refuses
@@ -203,7 +203,7 @@ def test_prompts_are_written_at_a_slower_pace_where_the_machine_is_too_busy(
     def measured_in(seconds: float) -> Timeline:
         return Timeline(1, (Span(0, Action(0, "F", 0), 0.0, seconds),), unit="s")
 
-    monkeypatch.setattr(models_of_others_lab, "on_ranks", on_ranks)
+    monkeypatch.setattr(lab, "on_ranks", on_ranks)
     written = generate_text((1, 4, 8), n_tokens=6)
     assert paces == tried
     assert written[4][1].makespan == pytest.approx((1.2 if tried[-1] in late else 1) * 27 * tried[-1])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from course_pp.exercises.exercise import find
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.naive_split import (
+from course_pp.exercises.naive_split.exercises import (
     empty_activation,
     loss_fn,
     recv_activation,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.one_f_one_b import (
+from course_pp.exercises.one_f_one_b.exercises import (
     PATIENTS,
     choose,
     examine,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from course_pp import show
-from course_pp.exercises.own_schedule import (
+from course_pp.exercises.own_schedule.exercises import (
     _CHANGES,
     drawn,
     hanging,

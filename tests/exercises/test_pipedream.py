@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.pipedream import (
+from course_pp.exercises.pipedream.exercises import (
     PATIENTS,
     examine,
     healed_versions_step,
@@ -17,7 +17,7 @@ from course_pp.exercises.pipedream import (
     stashed_step,
     version_used,
 )
-from course_pp.exercises.pipedream_lab import angles, steady, train
+from course_pp.exercises.pipedream.lab import angles, steady, train
 from course_pp.schedule import Action, Costs, LayerCost, build, ledger, partition, simulate
 from tests.exercises.grading import accepts, refuses
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.ranks_and_messages import (
+from course_pp.exercises.ranks_and_messages.exercises import (
     added_up,
     all_gather,
     contributions,

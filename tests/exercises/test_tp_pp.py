@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 
-from course_pp.exercises import tp_pp_lab as lab
-from course_pp.exercises.tp_pp import whole_norm
+from course_pp.exercises.tp_pp import lab
+from course_pp.exercises.tp_pp.exercises import whole_norm
 from tests.exercises.grading import accepts, refuses
 
 Answer = Callable[..., Any]

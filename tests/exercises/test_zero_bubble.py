@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from course_pp.exercises import zero_bubble
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.zero_bubble import (
+from course_pp.exercises.zero_bubble import exercises as zero_bubble
+from course_pp.exercises.zero_bubble.exercises import (
     PATIENTS,
     choose_schedule,
     examine,

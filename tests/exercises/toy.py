@@ -37,7 +37,7 @@ EXERCISE = Exercise(double, grade, "98", "twice as much", 1, 3, ("Think.", "Use 
 @contextmanager
 def only_the_toy(monkeypatch: pytest.MonkeyPatch, exercise: Exercise = EXERCISE) -> Iterator[Exercise]:
     """Within, the course has one notebook, 98, with one exercise."""
-    module: Any = ModuleType("course_pp.exercises.toy")
+    module: Any = ModuleType("course_pp.exercises.toy.exercises")
     module.EXERCISES = (exercise,)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(catalogue, "MODULES", {"98": "toy"})

@@ -399,11 +399,11 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
 @pytest.mark.usefixtures("_own_server")
 def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> None:
     def threads_and_what_was_there(rank: int) -> tuple[int, bool]:
-        names = {f"course_pp.exercises.{name}_lab" for name in ("fsdp_reshard_policy", "dcp_checkpointing")}
+        names = {f"course_pp.exercises.{name}.lab" for name in ("fsdp_reshard_policy", "dcp_checkpointing")}
         inherited = names <= sys.modules.keys()
         # Together they take longer to import than most steps of the course: tokenizers and xxhash come along.
-        import course_pp.exercises.dcp_checkpointing_lab
-        import course_pp.exercises.fsdp_reshard_policy_lab  # noqa: F401
+        import course_pp.exercises.dcp_checkpointing.lab
+        import course_pp.exercises.fsdp_reshard_policy.lab  # noqa: F401
 
         tasks = f"/proc/{os.getppid()}/task"
         return len(os.listdir(tasks)) if sys.platform.startswith("linux") else 1, inherited

@@ -526,7 +526,7 @@ _WRONG_MOVES = (
      "compare once."),
     (lambda bias, counts, step: moved(bias, counts[-1:], step), "Only the last microbatch counts in your answer."),
     (lambda bias, counts, step: moved(bias, counts[:1], step), "Only the first microbatch counts in your answer."),
-    (lambda bias, counts, step: moved(bias, [*dict.fromkeys(map(tuple, counts))], step),
+    (lambda bias, counts, step: moved(bias, [[*row] for row in {*map(tuple, counts)}], step),
      "Two rows may be equal, and a set keeps one of them: add up the counts of all rows."),
     (lambda bias, counts, step: moved(bias, counts, -step),
      "The wrong way: an expert with too many tokens must be chosen less."),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu, linear, mse_loss, pad
 
-from course_pp.exercises.tp_pp import enter
+from course_pp.exercises.tp_pp.exercises import enter
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, layer_costs
 from course_pp.parallel import CollectiveCounter, DistributedConfig, count_collectives, predict_collectives, wire_factor

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.fsdp_reshard_policy import accumulate_sharded
+from course_pp.exercises.fsdp_reshard_policy.exercises import accumulate_sharded
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
 from course_pp.parallel import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_pp.exercises.experts import mixture
+from course_pp.exercises.experts.exercises import mixture
 from course_pp.exercises.formula import flawed
 from course_pp.launch import RanksHung, on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, MoE, Transformer, build_stage_module

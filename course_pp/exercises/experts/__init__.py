@@ -1,0 +1,1 @@
+"""Notebook 12: its exercises, and the lab that its cells import."""
