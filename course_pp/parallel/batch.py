@@ -10,9 +10,9 @@ from torch import Tensor
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_flatten, tree_unflatten
 from course_pp.parallel.stage import ModelStage, check_microbatch
-from course_pp.parallel.stage_values import ValueMeta
 from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords
 from course_pp.step.loss import TokenLoss
+from course_pp.step.values import ValueMeta
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from course_pp.parallel._torch import tree_map
 from course_pp.parallel.batch import Microbatches, Told
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.stage import ModelStage, find_outputs
-from course_pp.parallel.stage_values import ValueMeta, as_value, call, meta_of
+from course_pp.step.values import ValueMeta, as_value, call, meta_of
 
 Kind = tuple[bytes, ...]
 """A digest of what each rank of a pipeline is given for a microbatch."""

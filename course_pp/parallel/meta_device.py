@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.replaced_forward import replaced_forwards
-from course_pp.parallel.stage_values import meta_of
 from course_pp.step.hooks import uncompiled
+from course_pp.step.values import meta_of
 
 _MOST_QUESTIONS = 1000
 

@@ -46,7 +46,6 @@ from course_pp.parallel.schedules import (
     torch_schedule,
 )
 from course_pp.parallel.stage import ModelStage, find_outputs
-from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
 from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
@@ -67,6 +66,7 @@ from course_pp.step.loss import (
 )
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
 

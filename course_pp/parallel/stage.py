@@ -34,11 +34,11 @@ from course_pp.parallel.replaced_forward import (
     spelled,
 )
 from course_pp.parallel.split import SplitStage
-from course_pp.parallel.stage_values import TensorMeta, ValueMeta, as_value, call
 from course_pp.step.hooks import problem_of_wrappers, uncompiled
 from course_pp.step.late_weights import Deferring, WeightGradients
 from course_pp.step.loss import Attached
 from course_pp.step.random_streams import RandomStreams
+from course_pp.step.values import TensorMeta, ValueMeta, as_value, call
 
 _TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
 

@@ -1,4 +1,4 @@
-"""A batch as microbatches: cut, its loss as shares of their losses, and their outputs put together."""
+"""A batch as microbatches: cut, and its loss as shares of their losses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.runtime.payload import describe, map_tensors, tensors_of
+from course_pp.runtime.payload import map_plain, plain_tensors
 from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
 from course_pp.step.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
 
@@ -60,11 +60,11 @@ def cut(
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
             if is_needed and lists[name] is None:
                 raise ValueError(f"{name} is missing on a rank that needs it: give a list of {n} microbatches")
-        # A dict alone gives the first stage's keyword arguments, as one of a whole batch does.
-        inputs = [x[0] if len(x) == 1 and isinstance(x[0], dict) else x for x in lists["arg_mbs"]] if is_first else ()
+        # Plain tuples: a stage takes a named tuple as one argument.
+        inputs = [tuple(arguments) for arguments in lists["arg_mbs"]] if is_first else ()
         return Cut(inputs, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0))
     parts = split("inputs", inputs, n) if is_first else (), split("targets", targets, n) if is_last else ()
-    rows = len(tensors_of(inputs)[0]) if is_first else 0
+    rows = len(plain_tensors(inputs)[0]) if is_first else 0
     if not kwargs and not kwargs_chunk_spec:
         return Cut(*parts, (), ("whole" if named else "", rows))
     rows = rows or rows_to_cut(kwargs, kwargs_chunk_spec)
@@ -78,7 +78,7 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     if isinstance(batch, list):
         raise ValueError(f"{name} is a list: give a batch in one piece, or {n} ready-made microbatches as {ready}")
     try:
-        tensors = tensors_of(batch)
+        tensors = plain_tensors(batch)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     if not tensors:
@@ -90,7 +90,7 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
             f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into {n} microbatches: "
             f"give tensors of the same first dimension, at least {n}, or {n} microbatches as {ready}"
         )
-    return cut_rows(batch, tensors, n, map_tensors)
+    return cut_rows(batch, tensors, n, map_plain)
 
 
 class Counted(NamedTuple):
@@ -156,27 +156,5 @@ def own_means(given: Counted, divisor: float | None, groups: Sequence[Sequence[i
 
 
 def _samples(target: Any) -> int:
-    tensors = tensors_of(target)
+    tensors = plain_tensors(target)
     return len(tensors[0]) if tensors and tensors[0].dim() else 1
-
-
-def put_together(outputs: Mapping[int, Any]) -> Any:
-    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
-
-    If microbatches differ in more than their first dimension, return a list with one output for each.
-    """
-    values = [outputs[i] for i in sorted(outputs)]
-    rows = [tensors_of(value) for value in values]
-    alike = {
-        (repr(describe(value)[0].skeleton), tuple((t.dtype, t.dim(), tuple(t.shape[1:])) for t in row))
-        for value, row in zip(values, rows, strict=True)
-    }
-    if len(alike) > 1:
-        return values
-    columns = iter(list(zip(*rows, strict=True)))
-
-    def whole(tensor: torch.Tensor) -> torch.Tensor:
-        parts = next(columns)
-        return torch.cat(parts) if tensor.dim() else torch.stack(parts)
-
-    return map_tensors(whole, values[0])

@@ -20,7 +20,7 @@ import torch
 
 from course_pp.base.arguments import checked
 from course_pp.runtime.messages import Message
-from course_pp.runtime.payload import tensors_of
+from course_pp.runtime.payload import plain_tensors
 from course_pp.schedule import Action, Costs, Overlap, Product, Schedule, Time, Timeline, simulate
 from course_pp.schedule.action import format_time
 from course_pp.schedule.costs import refuse_impossible_number
@@ -271,7 +271,7 @@ class Emulator:
         """Return the value in what was received, and note when it arrives."""
         value, product = stamped["value"], message.content
         assert isinstance(product, Product)
-        nbytes = sum(tensor.nbytes for tensor in tensors_of(value))
+        nbytes = sum(tensor.nbytes for tensor in plain_tensors(value))
         on_its_way = self._cluster.transfer(product, message.source, message.target, nbytes, self._schedule)
         self._arrivals.append((product, int(stamped["ready"]) + round(on_its_way * _NANOSECONDS)))
         return value

@@ -15,7 +15,7 @@ from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox, MessageLost, Origin, PeerFailed
 from course_pp.runtime.memory import Hold
 from course_pp.runtime.messages import Content, Message, RankPlan, Read, Step, reads_of, writes_of
-from course_pp.runtime.payload import map_tensors, tensors_of
+from course_pp.runtime.payload import map_plain, plain_tensors
 from course_pp.runtime.stage import Gradients, Stage
 from course_pp.runtime.versions import VersionedStage
 from course_pp.runtime.wire import Wire
@@ -259,19 +259,19 @@ class Executor:
             else:
                 output, values = worker.evaluate(value, loss, read, given)
             for write in writes:
-                batch.products[write.value] = map_tensors(kept[write.value], values[write.name])
+                batch.products[write.value] = map_plain(kept[write.value], values[write.name])
             self._count(batch, read_later)
             for value in done:
                 for hold in batch.held.pop(value, ()):
                     hold.release()
             if is_last and loss is None:
-                batch.outputs[microbatch] = map_tensors(Tensor.detach, output)
+                batch.outputs[microbatch] = map_plain(Tensor.detach, output)
                 return
             if is_last:
                 batch.shares[microbatch] = output.product()
                 return
             if not leaves:
-                output = map_tensors(_as_if_received, output)
+                output = map_plain(_as_if_received, output)
             batch.products[product] = output
 
         return forward
@@ -283,7 +283,7 @@ class Executor:
             return
         for value in values:
             if value not in batch.held:
-                batch.held[value] = [meter.hold(tensor) for tensor in tensors_of(batch.products[value])]
+                batch.held[value] = [meter.hold(tensor) for tensor in plain_tensors(batch.products[value])]
 
     def _backward(self, action: Action) -> _Call:
         of_input, of_weights = self._backward_input(action), self._backward_weight(action)
@@ -347,8 +347,8 @@ class Executor:
 def _taken(products: dict[Content, Any], read: Read) -> Any:
     """Return a value for one of its readers: leaves of its own, as each goes backward by itself."""
     if read.is_last:
-        return map_tensors(_as_if_received, products.pop(read.value))
-    return map_tensors(_as_if_copied, products[read.value])
+        return map_plain(_as_if_received, products.pop(read.value))
+    return map_plain(_as_if_copied, products[read.value])
 
 
 def _added_up(several: Sequence[Gradients]) -> Gradients:

@@ -1,4 +1,4 @@
-"""What crosses a stage boundary, as bytes: tensors, and tuples, lists and dicts of them.
+"""A value between stages as the bytes of a message: tensors, and tuples, lists and dicts of them.
 
 A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`. Skeleton, shapes and
 dtypes are the :class:`Spec` that the receiver needs to read the bytes; it is sent only when it changes.
@@ -67,28 +67,33 @@ NOTHING = Spec(None, ())
 
 
 def flatten(value: Any) -> tuple[object, list[Tensor]]:
-    """Return the skeleton and the tensors of ``value``; raise TypeError as :func:`map_tensors` does."""
+    """Return the skeleton and the tensors of ``value``; raise TypeError as :func:`map_plain` does."""
     tensors: list[Tensor] = []
 
     def slot(tensor: Tensor) -> Slot:
         tensors.append(tensor)
         return Slot(len(tensors) - 1)
 
-    return map_tensors(slot, value), tensors
+    return map_plain(slot, value), tensors
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def plain_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of ``value``, in order; raise TypeError as :func:`map_plain` does."""
     return [value] if isinstance(value, Tensor) else flatten(value)[1]
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to each tensor in ``value``; dicts of any class become plain ones, named tuples tuples."""
+def map_plain(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply ``function`` to each tensor in a value that crosses a boundary; refuse what cannot cross.
+
+    Containers become plain, as a receiver may not have their classes: a mapping a dict, a named tuple a tuple. So it is
+    for a stage of the same rank, too. :mod:`course_pp.step.values` has the other rules.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, each) for key, each in value.items()}
+        return {key: map_plain(function, each) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        each_mapped = (map_tensors(function, each) for each in value)
+        each_mapped = (map_plain(function, each) for each in value)
         return list(each_mapped) if isinstance(value, list) else tuple(each_mapped)
     if value is None or isinstance(value, bool | int | float | str):
         return value

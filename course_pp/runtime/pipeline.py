@@ -17,24 +17,24 @@ import torch.distributed as dist
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks
 from course_pp.runtime.agreement import Options, Stages, agree
-from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means, put_together
+from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, failure
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
 from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
-from course_pp.runtime.payload import tensors_of
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
-from course_pp.step.batch import ChunkSpec, map_tensors
+from course_pp.step.batch import ChunkSpec
 from course_pp.step.failure import LossNotFinite
 from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.values import merge, tensors_of
 
 T = TypeVar("T")
 
@@ -292,7 +292,9 @@ class Pipeline:
             return everyone if travels else batch.outputs
 
         outputs = evaluator.perform(step)
-        return put_together(outputs) if on == "all" or self._agreement.rank in holders else None
+        if on == "last" and self._agreement.rank not in holders:
+            return None
+        return merge([outputs[microbatch] for microbatch in sorted(outputs)])
 
     def _refuse_after_failure(self) -> None:
         failed = self._executor.failed or (self._evaluator and self._evaluator.failed)
@@ -355,10 +357,7 @@ class Pipeline:
     def _ignore(self, batch: Cut) -> None:
         """Do not count the batch, which its owner keeps."""
         if self._options.meter is not None:
-            self._options.meter.ignore(tensors_of([batch.inputs, batch.targets]))
-            found: list[torch.Tensor] = []
-            map_tensors(found.append, list(batch.kwargs))
-            self._options.meter.ignore(found)
+            self._options.meter.ignore(tensors_of([batch.inputs, batch.targets, batch.kwargs]))
 
     def _loss_of(self, counts: Counted, divisor: float | None) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
         planned = self._agreement.planned

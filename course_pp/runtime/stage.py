@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from course_pp.base.arguments import checked, refuse_below
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.memory import Hold, Meter
-from course_pp.runtime.payload import map_tensors, tensors_of
+from course_pp.runtime.payload import map_plain, plain_tensors
 from course_pp.runtime.versions import VersionedStage
 from course_pp.schedule import LayerCost
 from course_pp.schedule.edges import taken_apart
@@ -27,6 +27,7 @@ from course_pp.step.random_streams import (
     random_state_kept,
     set_random_state,
 )
+from course_pp.step.values import call
 
 Loss = Callable[[Any], Share]
 Gradients = tuple[Tensor | None, ...]
@@ -123,7 +124,7 @@ class Stage:
         if self.streams is not None:
             self.streams.begin(self.index, microbatch)
         kept = self._kept[microbatch] = _Kept()
-        kept.leaves = [[t for t in tensors_of(each) if t.requires_grad] for each in (value, *read.values())]
+        kept.leaves = [[t for t in plain_tensors(each) if t.requires_grad] for each in (value, *read.values())]
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
@@ -133,7 +134,7 @@ class Stage:
             # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
             # says what of it can be differentiated.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
-                copies = map_tensors(_copy, value), map_tensors(_copy, read)
+                copies = map_plain(_copy, value), map_plain(_copy, read)
                 return self._compute(*copies, given, loss, self._module_for(microbatch))
         return self._compute_and_keep(microbatch, value, read, given, loss, kept)
 
@@ -222,7 +223,7 @@ class Stage:
         if attached.values:
             self.attached[microbatch] = attached
         made, kept.weight = (output, None) if loss is None else output
-        differentiable = [t for each in (made, *values.values()) for t in tensors_of(each) if t.requires_grad]
+        differentiable = [t for each in (made, *values.values()) for t in plain_tensors(each) if t.requires_grad]
         kept.roots = [get_gradient_edge(tensor) for tensor in differentiable]
         return output, values
 
@@ -234,14 +235,9 @@ class Stage:
         loss: Loss | None,
         module: Callable[..., Any] | None,
     ) -> tuple[Any, dict[str, Any]]:
-        if module is None:
-            output = value
-        elif isinstance(value, tuple | list):
-            output = module(*value, **read, **given)
-        elif isinstance(value, Mapping):
-            output = module(**value, **read, **given)
-        else:
-            output = module(value, **read, **given)
+        output = value
+        if module is not None:
+            output = call(module, value, dict(**read, **given))  # a TypeError for a name in both
         values: dict[str, Any] = {}
         if self._writes:
             output, written = taken_apart(self.index, self._writes, output)
@@ -300,23 +296,23 @@ def profile_layers(
                 error.add_note(f"in layer {number} of {len(layers)}, a {type(layer).__name__}")
                 raise
             weights = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
-            costs.append(LayerCost(seconds, sum(tensor.nbytes for tensor in tensors_of(value)), weights))
+            costs.append(LayerCost(seconds, sum(tensor.nbytes for tensor in plain_tensors(value)), weights))
     return tuple(costs)
 
 
 def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> tuple[float, Any]:
     stage, shortest, output = Stage(0, layer, device, False, None), float("inf"), None
     for repeat in range(1 + repeats):
-        received = map_tensors(_received, value)
+        received = map_plain(_received, value)
         wait_for(device)
         begun = time.perf_counter()
         output, _ = stage.forward(0, received, None, False)
-        gradients = tuple(torch.ones_like(tensor) for tensor in tensors_of(output) if tensor.requires_grad)
+        gradients = tuple(torch.ones_like(tensor) for tensor in plain_tensors(output) if tensor.requires_grad)
         stage.backward(0, gradients)
         wait_for(device)
         if repeat:
             shortest = min(shortest, time.perf_counter() - begun)
-    return shortest, map_tensors(_received, output)
+    return shortest, map_plain(_received, output)
 
 
 def _received(tensor: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from course_pp.step.values import map_tensors, tensors_of
+
 ChunkSpec = Mapping[str, Literal["rows", "same"]]
 """By keyword argument: whether its tensors are cut by rows, or it goes untouched to every microbatch."""
 
@@ -77,7 +79,7 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
     for name, value in kwargs.items():
         word = (spec or {}).get(name)
         if word == "rows":
-            map_tensors(lambda tensor: found.append(len(tensor) if tensor.dim() else 0), value)
+            found.extend(len(tensor) if tensor.dim() else 0 for tensor in tensors_of(value))
         elif word is None and isinstance(value, Tensor) and value.dim() > 1:
             found.append(len(value))
     return found[0] if found else 0
@@ -88,8 +90,7 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
         return [value] * n
     if word is None and isinstance(value, Tensor) and value.dim() > 1 and _has_rows([value], rows):
         return list(value.tensor_split(n))
-    tensors: list[Tensor] = []
-    map_tensors(tensors.append, value)
+    tensors = tensors_of(value)
     if word is None:
         raise ValueError(_nobody_says(name, value, tensors, rows))
     if not tensors:
@@ -145,15 +146,3 @@ def cut_rows(value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..
         return (mapping or map_tensors)(lambda _: next(numbered)[i], value)
 
     return [microbatch(i) for i in range(n)]
-
-
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``change`` to each tensor in tuples, lists and dicts; anything else stays what it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(change, each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        changed = [map_tensors(change, each) for each in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    return value

@@ -7,7 +7,7 @@ import torch
 
 from course_pp.parallel import get_stage_indices
 from course_pp.parallel import pipeline as module
-from course_pp.parallel.stage_values import ValueMeta
+from course_pp.step.values import ValueMeta
 
 N_MICROBATCHES = 3
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from course_pp.runtime.payload import describe, flatten, map_tensors, pack, tensors_of, unpack
+from course_pp.runtime.payload import describe, flatten, map_plain, pack, plain_tensors, unpack
 from tests.grids import examples, folded
 
 DTYPES = [
@@ -212,7 +212,7 @@ def test_values_have_equal_specs_if_they_are_read_alike() -> None:
 def test_flattening_and_mapping_go_through_tensors_in_one_order() -> None:
     value = {"b": (torch.zeros(1), [torch.ones(1)]), "a": torch.full((1,), 2.0), "n": 3}
     seen: list[float] = []
-    assert map_tensors(lambda t: seen.append(t.item()), value) == {"b": (None, [None]), "a": None, "n": 3}
+    assert map_plain(lambda t: seen.append(t.item()), value) == {"b": (None, [None]), "a": None, "n": 3}
     assert seen == [0, 1, 2]
-    assert [t.item() for t in tensors_of(value)] == seen
+    assert [t.item() for t in plain_tensors(value)] == seen
     assert [t.item() for t in flatten(value)[1]] == seen
