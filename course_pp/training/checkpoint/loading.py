@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.base.arguments import check_arguments
@@ -161,7 +161,10 @@ def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> N
         if entry.shape != tensor.shape:
             shapes = f"{name} is {entry.shape} there and {tuple(tensor.shape)} here"
             raise CheckpointError(f"{opened.path} is of another model: {shapes}")
-        if entry.dtype != tensor.dtype:
+        # Loading widens buffers: a router's bias stays float32 here, and older checkpoints may have it in bfloat16.
+        is_float_buffer = entry.dtype.is_floating_point and not isinstance(tensor, nn.Parameter)
+        is_widened = is_float_buffer and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype
+        if entry.dtype != tensor.dtype and not is_widened:
             how = "convert the modules first, and again after loading"
             raise CheckpointError(f"{opened.path} holds {name} as {entry.dtype}, here it is {tensor.dtype}: {how}")
 

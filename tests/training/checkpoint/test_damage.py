@@ -337,6 +337,25 @@ def test_a_module_without_a_configuration_is_told_apart_by_keys_shapes_and_dtype
         load(path, other, device_mesh=None)
 
 
+class Counting(torch.nn.Linear):
+    """A layer with a buffer, as the bias of an experts' router is one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("count", torch.arange(3).to(dtype))
+
+
+def test_a_buffer_is_widened_but_not_narrowed_on_loading(tmp_path: Path) -> None:
+    narrow, wide = Counting(torch.bfloat16), Counting(torch.float32)
+    wide.count.zero_()
+    load(save(tmp_path / "narrow", 1, narrow, device_mesh=None).path, wide, device_mesh=None)
+    assert wide.count.dtype == torch.float32
+    assert wide.count.tolist() == [0.0, 1.0, 2.0]
+    path = save(tmp_path / "wide", 1, wide, device_mesh=None).path
+    with pytest.raises(CheckpointError, match="count"):
+        load(path, narrow, device_mesh=None)
+
+
 def test_every_rank_says_the_same_sentence(tmp_path: Path) -> None:
     path = Small().saved(tmp_path, 1)
     flip_byte(path / SHARD)
