@@ -7,6 +7,8 @@ settled by all of them before the next message, and either all go on or all rais
     data = ranks.collectively(lambda: load(path))      # fails on one: all raise
     ranks.require_equal({"n_microbatches": 8})         # differs anywhere: all raise
     ranks.refuse(None if fits else "batch of 7 …")     # one has a problem: all raise
+    with ranks.refusing_together():                    # raises on one: all raise
+        check_arguments(save, locals())
     sizes = ranks.gather(len(data))                    # everyone's value, by rank
     most = ranks.largest(len(data))                    # the largest of them, for less
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
+from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -155,6 +158,10 @@ class Ranks:
             raise refusal from failure
         return result[0]
 
+    def refusing_together(self) -> "RefusingTogether":
+        """Return a block that raises on every rank if it raises on any; see :class:`RefusingTogether`."""
+        return RefusingTogether([self])
+
     def _travels(self, error: Exception) -> bool:
         """Whether ``error`` can be raised on all ranks as it is, with its fields."""
         try:
@@ -246,28 +253,57 @@ def _difference_of_calls(calls: Sequence[str]) -> str:
     return f"rank 0 is in {here}, rank {rank} in {there}: make the same calls on every rank, in the same order"
 
 
-def on_every_rank(device_mesh: DeviceMesh | None, look: Callable[[], T]) -> T:
-    """Check this rank's arguments; if any rank of ``device_mesh`` refuses its own, all refuse. A collective.
+class RefusingTogether:
+    """A ``with`` block in which each rank checks what it was given. Its end is a collective: all raise, or all go on.
+
+        with refusing_together(device_mesh):
+            check_arguments(apply_fsdp2, locals())
+            found = find_blocks(model, blocks)
+
+    Send nothing inside. If several ranks raise, all raise what the lowest one does.
+
+    Args:
+        groups: this rank's groups, asked one after another, which together reach every rank. If there are none, this
+            rank is alone.
+    """
+
+    def __init__(self, groups: Sequence[Ranks]) -> None:
+        self._groups = groups
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._groups or not isinstance(error, Exception | None):
+            return  # alone; or an interrupt, which is no refusal
+
+        def end() -> None:
+            # Whoever expects a TypeError is to catch it on the other ranks, too.
+            if isinstance(error, TypeError) and not isinstance(error, ValueError):
+                raise WrongArgument(str(error)) from error
+            if error is not None:
+                raise error
+
+        told: Callable[[], None] = end
+        for ranks in self._groups:
+            told = partial(ranks.collectively, told)
+        told()
+
+
+def refusing_together(device_mesh: DeviceMesh | None) -> RefusingTogether:
+    """Return a block that raises on every rank of a mesh if it raises on any, as :class:`RefusingTogether`.
 
     Args:
         device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of all ranks.
-        look: checks the arguments and returns a result; sends nothing.
     """
     if device_mesh is None or not dist.is_initialized():
-        return look()
-
-    def looked() -> T:
-        try:
-            return look()
-        except TypeError as error:  # on the other ranks, too, whoever expects a TypeError is to catch it
-            raise error if isinstance(error, ValueError) else WrongArgument(str(error)) from error
-
+        return RefusingTogether([])
     if not isinstance(device_mesh, DeviceMesh) or device_mesh.size() == dist.get_world_size():
-        return Ranks().collectively(looked)
-    told: Callable[[], T] = looked
-    for dimension in range(device_mesh.ndim):  # each row of ranks tells the next: after the last, all know
-        told = partial(Ranks(device_mesh.get_group(dimension)).collectively, told)
-    return told()
+        return RefusingTogether([Ranks()])
+    # Each row of ranks tells the next: after the last, all know.
+    return RefusingTogether([Ranks(device_mesh.get_group(dimension)) for dimension in range(device_mesh.ndim)])
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.base.arguments import check_arguments
-from course_pp.base.ranks import Ranks, on_every_rank, rank_by_stage
+from course_pp.base.ranks import Ranks, rank_by_stage, refusing_together
 from course_pp.model import PipelineStageModule
 from course_pp.parallel._torch import tree_map
 from course_pp.parallel.mesh import get_pp_mesh
@@ -88,21 +88,20 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
         ValueError: on every rank, for a value that no stage or two stages write, or that goes backwards; or for a stage
             that carries already, whose forward was replaced, or that is of this package's model.
     """
-    asked = locals()
-
-    def declare() -> dict[int, Declared]:
-        check_arguments(carry_along, asked)
+    with refusing_together(device_mesh):
+        check_arguments(carry_along, locals())
         for stage, module in modules.items():
             if has_replaced(module, _Carrying):
                 raise ValueError(
                     f"stage {stage} carries already: call carry_along once, with the modules as you made them"
                 )
-        return {stage: declared_by(stage, module) for stage, module in modules.items()}
+        declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
 
-    declared = on_every_rank(device_mesh, declare)
     pp_mesh = get_pp_mesh(device_mesh)
     everyone = [declared] if pp_mesh is None else Ranks(pp_mesh.get_group()).gather(declared)
-    loads = on_every_rank(device_mesh, lambda: _loads(modules, everyone))
+    with refusing_together(device_mesh):
+        loads = _loads(modules, everyone)
+
     for stage, module in modules.items():
         load = loads[stage]
         if load.arrives or load.leaves or load.declared.writes:

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from course_pp.base.arguments import check_arguments, refuse_below, shown
-from course_pp.base.ranks import Ranks, difference, on_every_rank
+from course_pp.base.ranks import Ranks, difference, refusing_together
 from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import multiply, norms_of
@@ -80,8 +80,7 @@ def clip_grad_norm_(
             for a foreign model, if tied weights have different gradients or data-parallel ranks different norms.
     """
     given = {n: value for n, value in locals().items() if n not in ("model_or_stages", "tied")}  # looked at by _held
-
-    def look() -> _Held:
+    with refusing_together(device_mesh):
         check_arguments(clip_grad_norm_, given)
         refuse_below(1, "clip_grad_norm_", copies=copies)
         if not norm_type > 0:
@@ -102,9 +101,7 @@ def clip_grad_norm_(
                 f"this rank holds the whole model, but the mesh has pp={get_pp_size(device_mesh)} ranks of stages, "
                 "whose norms would be added up: pass this rank's stages, or build the mesh with pp=1"
             )
-        return held
 
-    held = on_every_rank(device_mesh, look)
     norm_type, max_norm = float(norm_type), float(max_norm)
     everyone = None if held.are_ours else _agree(held, device_mesh, copies)
     uncounted = held.uncounted()

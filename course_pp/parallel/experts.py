@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.base.arguments import check_arguments
-from course_pp.base.ranks import Ranks, on_every_rank
+from course_pp.base.ranks import Ranks, refusing_together
 from course_pp.model import Transformer
 from course_pp.model.experts import Experts
 from course_pp.parallel._torch import all_to_all
@@ -61,19 +61,18 @@ def apply_expert_parallel(
         ValueError: on every rank of the mesh, if there are none in any stage, or some cannot be shared out; or after
             checkpointing, compilation or FSDP2.
     """
-    given = locals()
-
-    def look() -> tuple[DeviceMesh | None, list[dict[str, nn.Module]]]:
-        check_arguments(apply_expert_parallel, given)
-        for each in _listed(model):
+    with refusing_together(device_mesh):
+        check_arguments(apply_expert_parallel, locals())
+        models = _listed(model)
+        for each in models:
             check_order(each, "expert parallel")
         mesh = get_ep_mesh(device_mesh)
-        return mesh, [_experts_of(each, experts, mesh.size()) for each in _listed(model)] if mesh is not None else []
+        found: list[dict[str, nn.Module]] = []
+        if mesh is not None:
+            found = [_experts_of(each, experts, mesh.size()) for each in models]
 
-    mesh, found = on_every_rank(device_mesh, look)
     if mesh is None:
         return ()
-    models = _listed(model)
     _refuse_unmatched(models, _wanted(experts))
     # Of this package's model, stages may have none of its experts.
     ours = experts is None and any(isinstance(each, Transformer) and each.config.n_experts for each in models)

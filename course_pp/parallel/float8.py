@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.base.arguments import check_arguments
 from course_pp.base.imports import imports_that_warn
-from course_pp.base.ranks import on_every_rank
+from course_pp.base.ranks import refusing_together
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
 
@@ -59,10 +59,8 @@ def apply_float8(
         ValueError: on every rank of the mesh, for a wrong order, a model without such layers, another dtype, a size
             that is no multiple of 16, or a GPU without float8.
     """
-    given = locals()
-
-    def look() -> tuple[dict[str, nn.Linear], Any]:
-        check_arguments(apply_float8, given)
+    with refusing_together(device_mesh):
+        check_arguments(apply_float8, locals())
         check_order(model, "float8")
         skipped = {*_SKIPPED, *skip}
         layers = {
@@ -77,9 +75,8 @@ def apply_float8(
             )
         for name, layer in layers.items():
             _check_layer(name, layer)
-        return layers, _config_of(recipe, next(iter(layers.values())).weight.device)
+        config = _config_of(recipe, next(iter(layers.values())).weight.device)
 
-    layers, config = on_every_rank(device_mesh, look)
     for layer in layers.values():
         EightBits(layer, config).put_on(layer)
     return tuple(layers)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from course_pp.base.arguments import check_arguments
-from course_pp.base.ranks import on_every_rank
+from course_pp.base.ranks import refusing_together
 from course_pp.parallel.blocks import Blocks, find_blocks, listed
 from course_pp.parallel.experts import is_shared_out
 from course_pp.parallel.mesh import get_dp_mesh, get_efsdp_mesh, get_ep_mesh, has_dp_mesh, size_of
@@ -112,19 +112,16 @@ def apply_fsdp2(
     Raises:
         ValueError: on every rank of the mesh, also for a parameter that two groups share.
     """
-    given = locals()
-
-    def look() -> tuple[bool | int, dict[str, nn.Module]]:
-        check_arguments(apply_fsdp2, given)
+    with refusing_together(device_mesh):
+        check_arguments(apply_fsdp2, locals())
         check_order(model, "FSDP2")
         found = find_blocks(model, blocks)
         _check_sharing(model, found)
         sizes = {name: size_of(device_mesh, name) for name in ("pp", "dp_shard", "tp")}
         ep_mesh = get_ep_mesh(device_mesh)
         sizes["ep"] = 1 if ep_mesh is None else ep_mesh.size()
-        return resolve_reshard_after_forward(reshard_after_forward, **sizes), found
+        policy = resolve_reshard_after_forward(reshard_after_forward, **sizes)
 
-    policy, found = on_every_rank(device_mesh, look)
     if not has_dp_mesh(device_mesh):
         return ()
     mesh = get_dp_mesh(device_mesh)

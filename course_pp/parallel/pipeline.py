@@ -107,9 +107,8 @@ def build_pipeline_schedule(
         ValueError: on every rank, for stages that do not fit the schedule or one another, or ranks that were given
             different pipelines.
     """
-    given = locals()
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
-    problem = _problem_of_arguments(stages, given)
+    problem = _problem_of_arguments(stages, locals())
     group = _everyone_of(stages[0]) if stages and isinstance(stages[0], ModelStage) else None
     Ranks(group, limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
     stages.sort(key=lambda s: s.stage_index)

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from course_pp.base.arguments import check_arguments, checked
-from course_pp.base.ranks import on_every_rank
+from course_pp.base.ranks import refusing_together
 from course_pp.model import MoE
 from course_pp.parallel._torch import is_compiled_in_place, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
@@ -274,17 +274,15 @@ def apply_ac(
     Returns:
         The names of the modules that are recomputed.
     """
-    given = locals()
+    found: dict[str, nn.Module] = {}
+    with refusing_together(device_mesh):
+        check_arguments(apply_ac, locals())
+        if mode != "none":
+            check_order(model, "activation checkpointing")
+            found = find_blocks(model, blocks)
+        if mode == "selective":
+            found = dict(_attention_of(name, block) for name, block in found.items())
 
-    def look() -> dict[str, nn.Module]:
-        check_arguments(apply_ac, given)
-        if mode == "none":
-            return {}
-        check_order(model, "activation checkpointing")
-        found = find_blocks(model, blocks)
-        return found if mode == "full" else dict(_attention_of(name, block) for name, block in found.items())
-
-    found = on_every_rank(device_mesh, look)
     for module in found.values():
         Recomputed(module.forward).put_on(module)
     return tuple(found)

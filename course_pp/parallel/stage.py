@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from course_pp.base.arguments import check_arguments
-from course_pp.base.ranks import on_every_rank
+from course_pp.base.ranks import refusing_together
 from course_pp.model import ModelConfig, PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
 from course_pp.parallel._torch import (
@@ -88,18 +88,15 @@ def build_pipeline_stage(
     """
     if not dist.is_initialized():
         raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
-    asked = locals()
-
-    def look() -> tuple[int, int, ValueMeta | None, ValueMeta | None]:
-        check_arguments(build_pipeline_stage, asked)
+    with refusing_together(device_mesh):
+        check_arguments(build_pipeline_stage, locals())
         index, n = _place(stage_module, device_mesh, stage, n_stages)
         _check_mesh(index, n, device_mesh, torch.device(device))
         wrapped = problem_of_wrappers(stage_module, f"stage {index}")
         if wrapped is not None:
             raise ValueError(wrapped)
-        return index, n, *_values(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
+        taken, given = _values(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
 
-    index, n, taken, given = on_every_rank(device_mesh, look)
     group = None
     if (pp_mesh := get_pp_mesh(device_mesh)) is not None:
         group = pp_mesh.get_group()

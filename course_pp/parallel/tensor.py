@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_pp.base.arguments import check_arguments, checked, refuse_below
-from course_pp.base.ranks import Ranks, on_every_rank
+from course_pp.base.ranks import Ranks, refusing_together
 from course_pp.base.shapes import cut_by_tp, shards_head
 from course_pp.model import CrossEntropy, ModelConfig, Transformer
 from course_pp.parallel.blocks import listed, modules_matching, nearest
@@ -80,17 +80,16 @@ def apply_tensor_parallel(
     Raises:
         ValueError: on every rank of the mesh, for a plan that cannot be carried out, or after checkpointing or FSDP2.
     """
-    given = locals()
-
-    def look() -> tuple[DeviceMesh | None, list[tuple[nn.Module, _Found]]]:
-        check_arguments(apply_tensor_parallel, given)
+    with refusing_together(device_mesh):
+        check_arguments(apply_tensor_parallel, locals())
         models = [model] if isinstance(model, nn.Module) else list(model)
         for each in models:
             check_order(each, "tensor parallel")
         mesh = get_tp_mesh(device_mesh)
-        return mesh, [(m, _styles_of(m, plan, mesh.size(), gather_logits)) for m in models] if mesh is not None else []
+        found: list[tuple[nn.Module, _Found]] = []
+        if mesh is not None:
+            found = [(each, _styles_of(each, plan, mesh.size(), gather_logits)) for each in models]
 
-    mesh, found = on_every_rank(device_mesh, look)
     if mesh is None:
         return ()
     pp_mesh = get_pp_mesh(device_mesh)

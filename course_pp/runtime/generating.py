@@ -63,11 +63,10 @@ def generate(
     Returns:
         The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode they are in.
     """
-    given = locals()
     ranks = ranks_of(group)
     problem, here = None, [ranks.rank]
     try:
-        check_arguments(generate, given)
+        check_arguments(generate, locals())
         refuse_below(1, "generate", n_tokens=n_tokens)
         refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
         for number, prompt in enumerate(prompts):

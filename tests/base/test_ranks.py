@@ -24,6 +24,13 @@ def what_ranks_say(rank: int) -> dict[str, Any]:
             call()
         return str(refused.value)
 
+    def block(failing_rank: int, error: Exception) -> Any:
+        with ranks.refusing_together():
+            done = work(failing_rank, error)
+        return done
+
+    with pytest.raises(TypeError, match="integer"):  # a ValueError, too, as the next one is
+        block(0, TypeError("no integer"))
     said = {
         "gather": ranks.gather("x" * rank),
         "largest": ranks.largest(-rank),
@@ -31,11 +38,13 @@ def what_ranks_say(rank: int) -> dict[str, Any]:
         "problems of two": refusal_of(lambda: ranks.refuse(f"rank {rank} is ill" if rank else None)),
         "different facts": refusal_of(lambda: ranks.require_equal({"m": 8, "seq_len": 4 + (rank == 2)})),
         "failed work": refusal_of(lambda: ranks.collectively(lambda: work(2, OSError("disk full")))),
+        "a failed block": refusal_of(lambda: block(1, TypeError("no integer"))),
         "a bug": refusal_of(lambda: ranks.collectively(lambda: work(1, RuntimeError("empty shard")))),
     }
     ranks.refuse(None)
     ranks.require_equal({"m": 8})
     said["done work"] = ranks.collectively(lambda: work(-1, OSError()))() == rank
+    said["done block"] = block(-1, OSError())() == rank
     if rank:  # rank 0 does not come, and the others wait no longer than the limit
         with pytest.raises(RankMissing) as error:
             Ranks(limit_s=0.5).collectively(lambda: ranks)
@@ -56,8 +65,10 @@ def test_all_ranks_go_on_or_all_refuse_with_one_sentence() -> None:
             "problems of two": "rank 1 is ill",
             "different facts": "rank 2 was given seq_len=5, rank 0 4: give every rank the same",
             "failed work": "disk full",
+            "a failed block": "no integer",
             "a bug": "RuntimeError: empty shard",
             "done work": True,
+            "done block": True,
         }
 
 

@@ -75,10 +75,10 @@ def auto_split(
     Raises:
         ValueError: also for a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
     """
-    given, on_all = locals(), isinstance(by, str) and by == "time" and at is None
-
-    def look() -> tuple[int, Recording]:
-        check_arguments(auto_split, given)
+    on_all = isinstance(by, str) and by == "time" and at is None
+    ranks = Ranks(alone=not on_all, limit_s=_LIMIT_S)  # who measures must not wait for one that has refused
+    with ranks.refusing_together():
+        check_arguments(auto_split, locals())
         refuse_below(1, "auto_split", n_stages=n_stages)
         count = n_stages if at is None else len(at) + 1
         refuse_unless(count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at=")
@@ -94,10 +94,7 @@ def auto_split(
         remedy = "nothing is computed on the meta device: give by='parameters', or a model with weights"
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         refuse_unless(not (measures and on_meta), "auto_split", "by", by, remedy)
-        return count, recording
 
-    ranks = Ranks(alone=not on_all, limit_s=_LIMIT_S)  # who measures must not wait for one that has refused
-    count, recording = ranks.collectively(look)
     cuts = _partition(model, recording, count, by) if at is None else _partition_at(model, recording, at)
     stages = [carve(model, recording, first, end) for first, end in cuts]
     places: dict[int, dict[int, str]] = {}  # of each parameter its name in each stage that holds it

@@ -360,8 +360,9 @@ def load_stage(
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing or does not fit, a file is
             damaged, or what files do not hold has lost its values, as under ``torch.device("meta")``.
     """
-    given, ranks = locals(), Ranks(limit_s=_LIMIT_S)
-    ranks.collectively(lambda: check_arguments(load_stage, given))
+    ranks = Ranks(limit_s=_LIMIT_S)
+    with ranks.refusing_together():
+        check_arguments(load_stage, locals())
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     where = torch.device(device)
     states = ranks.collectively(lambda: [(each, each.state_dict(keep_vars=True)) for each in stages])

@@ -88,9 +88,9 @@ def resume(
     tied: Ties | None = None,
 ) -> Loaded | None:
     """Load as :func:`load` does; return None if ``path`` does not exist or holds no checkpoint."""
-    given = locals()
     ranks = Ranks()
-    ranks.each(lambda: check_arguments(resume, given))
+    with ranks.refusing_together():
+        check_arguments(resume, locals())
     opened = open_together(named(path), ranks)
     if opened is None:
         return None

@@ -126,9 +126,9 @@ def save(
             hold different tensors under one name or were given different ties, if another rank is in another call, or
             if it cannot be written; nothing new is left in ``root`` then.
     """
-    given = locals()
     begin, ranks = time.perf_counter(), Ranks()
-    ranks.each(lambda: check_arguments(save, given))
+    with ranks.refusing_together():
+        check_arguments(save, locals())
     retention = Retention(keep_last, keep_every)
     snapshot = take(step, modules, optimizer, device_mesh, extra, attachments, tied, ranks)
     path, n_bytes, write_s = _write(named(root), snapshot, retention, ranks)
@@ -215,8 +215,8 @@ class AsyncSaver:
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
-        given = locals()
-        Ranks().each(lambda: check_arguments(AsyncSaver, given))
+        with Ranks().refusing_together():
+            check_arguments(AsyncSaver, locals())
         self._root, self._device_mesh = named(root), device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
@@ -238,10 +238,10 @@ class AsyncSaver:
 
         Arguments and refusals are those of :func:`save`; also refuse if the save before failed.
         """
-        given = locals()
         begin = time.perf_counter()
         self.wait()
-        Ranks().each(lambda: check_arguments(AsyncSaver.save, given))
+        with Ranks().refusing_together():
+            check_arguments(AsyncSaver.save, locals())
         snapshot = take(step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks())
         staged = Snapshot(step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
