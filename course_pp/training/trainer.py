@@ -106,12 +106,15 @@ class Trainer:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("no process group: call init_distributed(config) before Trainer")
-        everyone, self.step = Ranks(), 0
-        self._mesh, self._tokenizer_digest = device_mesh, tokenizer_digest
-        self.held = everyone.collectively(lambda: held_stages(config, modules, tied, device_mesh))
-        self.modules = list(self.held.modules.values())
+        everyone = Ranks()
+        self.step = 0
+        self._mesh = device_mesh
+        self._tokenizer_digest = tokenizer_digest
         loss_fn = CrossEntropy() if loss_fn is None else loss_fn
-        self._loss = everyone.collectively(lambda: counted(loss_fn))
+        with everyone.refusing_together():
+            self.held = held_stages(config, modules, tied, device_mesh)
+            self._loss = counted(loss_fn)
+        self.modules = list(self.held.modules.values())
         self._data_digest = train.digest
         everyone.require_equal(
             {
@@ -122,19 +125,25 @@ class Trainer:
                 "validation": None if validation is None else validation.digest,
             }
         )
-        self._feed = everyone.collectively(lambda: Feed(config, train))
-        self.config = config = self._feed.config
-        self._held_out = everyone.collectively(
-            lambda: () if validation is None else validation_batches(validation, config.batch, config.eval_batches)
-        )
+
+        # The data only now: batches of different configurations would be refused with other words.
+        self._held_out: Sequence[Sequences] = ()
+        with everyone.refusing_together():
+            self._feed = Feed(config, train)
+            self.config = config = self._feed.config
+            if validation is not None:
+                self._held_out = validation_batches(validation, config.batch, config.eval_batches)
+
+        # A stage without parameters learns its dtype from the other ranks.
         self.device, self._dtype = device_and_dtype(self.modules)
         if config.precision == "auto":
-            precision = precision_of(self._dtype)
-            self.config = config = everyone.collectively(lambda: replace(self.config, precision=precision))
+            with everyone.refusing_together():
+                self.config = config = replace(config, precision=precision_of(self._dtype))
             everyone.require_equal({"precision": config.precision})
-        everyone.collectively(lambda: check_precision(config.precision, self.modules))
+        with everyone.refusing_together():
+            check_precision(config.precision, self.modules)
+            self.optimizer = build_optimizer(self.modules, config, self.held.tied)
         self._scaler = MeshGradScaler(init_scale=config.loss_scale, enabled=config.precision == "fp16")
-        self.optimizer = everyone.collectively(lambda: build_optimizer(self.modules, config, self.held.tied))
         what, where = (config, self.held, loss_fn, self._scaler), (device_mesh, self.device)
         self._engine: PipelineEngine
         if config.engine == "parallel":
