@@ -13,6 +13,8 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from numbers import Real
 from typing import Any, Literal
@@ -148,6 +150,56 @@ def _problem_of_arguments(stages: Sequence[object], given: dict[str, Any]) -> Ty
     return None
 
 
+class _Habit(Enum):
+    """Whether any stage does something in its steps. The first step shows it.
+
+    HERE: this rank's stages began later, and the other ranks do not know yet.
+    """
+
+    UNKNOWN = "no step yet"
+    NO = "no"
+    HERE = "here"
+    YES = "yes"
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """The ranks that this rank shares a step with.
+
+    Attributes:
+        everyone: all ranks of the mesh, which refuse together.
+        pipeline: the group of its pipeline; None is the default group.
+        data: the groups over which losses are averaged; none without data parallelism.
+        owner: the rank within the pipeline, by stage.
+        number: the lowest rank of the pipeline, which tells it from the others.
+    """
+
+    everyone: Ranks
+    pipeline: dist.ProcessGroup | None
+    data: tuple[dist.ProcessGroup, ...]
+    owner: Mapping[int, int]
+    number: int
+
+    @classmethod
+    def of(cls, stage: ModelStage) -> "_Peers":
+        mesh = stage.device_mesh
+        data = []
+        if mesh is not None and has_dp_mesh(mesh):
+            data = [mesh.get_group(name) for name in mesh.mesh_dim_names or () if name.startswith("dp_")]
+        return cls(
+            everyone=Ranks(_everyone_of(stage)),
+            pipeline=stage.group,
+            data=tuple(data),
+            owner=stage.stage_index_to_group_rank,
+            number=min(dist.get_process_group_ranks(stage.group)),
+        )
+
+    @property
+    def last_rank(self) -> int:
+        """The rank within the pipeline that holds the last stage."""
+        return self.owner[max(self.owner)]
+
+
 class PipelineSchedule:
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
@@ -170,36 +222,31 @@ class PipelineSchedule:
         self.n_microbatches = n_microbatches
         self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
         self._batch = Batch(self.stages, n_microbatches, rows, self._loss, self._counts_tokens)
-        self._group = stages[0].group
-        self._everyone = Ranks(_everyone_of(stages[0]))
-        mesh, self._dp_groups = stages[0].device_mesh, []
-        if mesh is not None and has_dp_mesh(mesh):
-            self._dp_groups = [mesh.get_group(n) for n in mesh.mesh_dim_names or () if n.startswith("dp_")]
         self._divisor: torch.Tensor | float = 1.0
         self._scaler = scaler
         if scaler is not None:
             scaler.in_pipeline = True
-        self._attaches: bool | None = None  # whether anybody attaches losses; None before the first step
-        self._streams = RandomStreams(stages[0].device, get_dp_rank(mesh))
-        self._draws: bool | None = None  # whether any stage draws random numbers; None before the first step
-        self._draws_unknown_to_others = False  # whether this rank drew first when ``_draws`` was False
+
+        self.attached: dict[str, float] = {}
+        self._attaching = _Habit.UNKNOWN  # of attaching losses
+        self._drawing = _Habit.UNKNOWN  # of drawing random numbers
+        self._streams = RandomStreams(stages[0].device, get_dp_rank(stages[0].device_mesh))
         for stage in self.stages:
             stage.streams = self._streams
-        self.attached: dict[str, float] = {}
-        for each in self.stages:
-            each.unused = self.stages[0].unused
+            stage.unused = self.stages[0].unused
+
         self._schedule = torch_schedule(schedule, self.stages, n_microbatches, self._share_of_loss)
-        self._owner = self.stages[0].stage_index_to_group_rank
-        self._last_rank = self._owner[stages[0].num_stages - 1]
+        self._peers = _Peers.of(self.stages[0])  # torch's schedule says which rank holds a stage
+
         modules = {stage.stage_index: stage.submod for stage in self.stages}
         self.ties = self.stages[0].ties
-        self._tied = TiedWeights(self.ties, modules, self._owner, Ranks(self._group))
-        self._everyone.refuse(self._tied.problem(values=False))
+        self._tied = TiedWeights(self.ties, modules, self._peers.owner, Ranks(self._peers.pipeline))
+        self._peers.everyone.refuse(self._tied.problem(values=False))
         self._starts_equal = not self.ties
-        self._witness = _Witness(_everyone_of(stages[0]))
-        self._crossings = Crossings(self.stages, self._everyone)
+
+        self._witness = _Witness(self._peers.everyone.group)
+        self._crossings = Crossings(self.stages, self._peers.everyone)
         self._names: dict[str, bool] = {}  # of keyword arguments that ranks have compared, and whether they were None
-        self._pipeline = min(dist.get_process_group_ranks(self._group))
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -273,7 +320,7 @@ class PipelineSchedule:
         given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
         microbatches = self._prepare(given, divisor, problem=problem)
         if not self._starts_equal:
-            self._everyone.refuse(self._tied.problem(values=True))
+            self._peers.everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         if scale != 1.0 and microbatches.targets is not None:
@@ -339,7 +386,7 @@ class PipelineSchedule:
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
         given = Given(inputs, None, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, None)
         microbatches = self._prepare(given, problem=problem, needs_target=False)
-        self._everyone.require_equal({"on": on})
+        self._peers.everyone.require_equal({"on": on})
         outputs: list[Any] = []
         with self._witness.watching():
             self._forward(microbatches, lambda _, output: outputs.append(output))
@@ -355,13 +402,13 @@ class PipelineSchedule:
     def _from_last(self, output: Any) -> Any:
         """Return the last stage's ``output``, on every rank of the pipeline."""
         is_last = self.stages[-1].is_last
-        told = Ranks(self._group).gather((tree_map(meta_of, output),) if is_last else None)
+        told = Ranks(self._peers.pipeline).gather((tree_map(meta_of, output),) if is_last else None)
         (tree,) = next(one for one in told if one is not None)
         mine, spec = tree_flatten(output if is_last else tree)
         whole = [leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf for leaf in mine]
         for leaf in whole:
             if isinstance(leaf, torch.Tensor):
-                dist.broadcast(leaf, group=self._group, group_src=self._last_rank)
+                dist.broadcast(leaf, group=self._peers.pipeline, group_src=self._peers.last_rank)
         return tree_unflatten(whole, spec)
 
     def _share_of_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -384,7 +431,7 @@ class PipelineSchedule:
         mine = self._agreed(given, problem, needs_target)
         if mine.targets is not None:
             # Data-parallel ranks have equally many samples of a whole batch, and need not ask one another.
-            groups = self._dp_groups if self._counts_tokens or mine.ready or divisor is not None else []
+            groups = self._peers.data if self._counts_tokens or mine.ready or divisor is not None else ()
             self._divisor = divisor_of(mine.counts, divisor, groups, self.stages[0].device)
         return mine
 
@@ -399,12 +446,13 @@ class PipelineSchedule:
             unfit = Ranks.sentence(error)
         # Most batches are whole and fit, with the keywords of the last, which ranks tell one another by one number.
         names = {name: value is None for name, value in given.kwargs.items()}
-        news = problem or unfit or given.lists or names != self._names or self._draws_unknown_to_others
-        if not self._everyone.largest(int(bool(news))):
+        draws_here = self._drawing is _Habit.HERE
+        news = problem or unfit or given.lists or names != self._names or draws_here
+        if not self._peers.everyone.largest(int(bool(news))):
             return mine
-        told = self._everyone.gather(
+        told = self._peers.everyone.gather(
             Told(
-                self._pipeline,
+                self._peers.number,
                 given.lists,
                 given.whole,
                 problem,
@@ -413,38 +461,37 @@ class PipelineSchedule:
                 [{name for name, value in each.items() if value is not None} for each in mine.keywords],
                 [{name for stage in self.stages for name in stage.lacking(each)} for each in mine.keywords],
                 [] if problem or unfit or given.whole else kinds_of(mine),
-                self._draws_unknown_to_others,
+                draws_here,
             )
         )
         if (refusal := problem_between(told)) is not None:
             raise ValueError(refusal)
         self._names = names
         if any(each.draws for each in told):
-            self._draws = True
-            self._draws_unknown_to_others = False
+            self._drawing = _Habit.YES
             move_on()
         if any(each.lists for each in told):
             mine = mine if mine.ready else self._batch.nothing()
-            self._crossings.agree(told, self._pipeline, mine)
-            self._everyone.refuse(self._batch.problem_of_sizes(mine))
+            self._crossings.agree(told, self._peers.number, mine)
+            self._peers.everyone.refuse(self._batch.problem_of_sizes(mine))
         return mine
 
     def _weigh(self, microbatches: Microbatches) -> None:
         """Tell every rank of the pipeline the weights of microbatches, which the last stage's targets make."""
         for stage in self.stages:
             stage.attached.clear()
-        if self._attaches is False:
+        if self._attaching is _Habit.NO:
             return
         weights = torch.empty(self.n_microbatches, dtype=torch.float64, device=self.stages[0].device)
         if microbatches.targets is not None:
             weights = weights_of(microbatches.counts, self._divisor, weights.device)
-        dist.broadcast(weights, group=self._group, group_src=self._last_rank)
+        dist.broadcast(weights, group=self._peers.pipeline, group_src=self._peers.last_rank)
         for stage in self.stages:
             stage.weights = weights
 
     def _tell_attached(self, scale: float) -> None:
         """Tell all ranks what is attached, the mean over data ranks; or refuse together what was wrong with it."""
-        if self._attaches is False:
+        if self._attaching is _Habit.NO:
             return
 
         def mine() -> Sums:
@@ -452,14 +499,17 @@ class PipelineSchedule:
             return {name: (index, value.item()) for name, (index, value) in found.items()}
 
         total: Sums = {}
-        everyone = self._everyone.gather(self._everyone.collectively(mine))
+        everyone = self._peers.everyone.gather(self._peers.everyone.collectively(mine))
         for theirs in everyone:
             total = added_sums(total, theirs)
-        pipelines = len(everyone) / len(set(self._owner.values()))
+        pipelines = len(everyone) / len(set(self._peers.owner.values()))
         self.attached = {name: value / pipelines / scale for name, (_, value) in total.items()}
-        self._attaches = bool(self._attaches or total)
-        for stage in () if self._attaches else self.stages:
-            stage.weights = None
+        if total:
+            self._attaching = _Habit.YES
+        elif self._attaching is _Habit.UNKNOWN:
+            self._attaching = _Habit.NO
+            for stage in self.stages:
+                stage.weights = None
 
     def _move_streams_on(self) -> None:
         """Take every rank to the next step's random numbers, if any stage draws some.
@@ -467,20 +517,21 @@ class PipelineSchedule:
         Ranks agree on that once. A rank that draws later, as when dropout is switched on, must not move on alone: it
         tells the others at the next call, and all move on there.
         """
-        if self._draws is None:
-            self._draws = bool(self._everyone.largest(int(self._streams.drew)))
-        if self._draws:
+        if self._drawing is _Habit.UNKNOWN:
+            drew = self._peers.everyone.largest(int(self._streams.drew))
+            self._drawing = _Habit.YES if drew else _Habit.NO
+        if self._drawing is _Habit.YES:
             move_on()
         elif self._streams.drew:
-            self._draws_unknown_to_others = True
+            self._drawing = _Habit.HERE
 
     def _tell_everyone(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=self.stages[0].device)
         if losses:
             loss = torch.stack([share.detach() for share in losses]).sum(dtype=torch.float64)
-            average_over(self._dp_groups, loss)
+            average_over(self._peers.data, loss)
         # A sum with zeros and not a broadcast, which some ranks may leave while others fail in their last backward.
-        dist.all_reduce(loss, group=self._group)
+        dist.all_reduce(loss, group=self._peers.pipeline)
         return loss
 
 
