@@ -22,6 +22,7 @@ from course_pp.parallel._torch import (
     mixed_precision,
     tree_flatten,
 )
+from course_pp.parallel.experts import is_shared_out
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
 from course_pp.parallel.replaced_forward import (
@@ -289,7 +290,6 @@ class ModelStage(LocalNeighboursStage):
         self.streams: RandomStreams | None = None
         self.unused: dict[tuple[int, int], list[bool]] = {}
         self._telling: list[dist.Work] = []
-        self._is_sharded = any(isinstance(part, FSDPModule) for part in module.modules())
 
     def settled(self) -> "ModelStage":
         """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
@@ -455,9 +455,17 @@ class ModelStage(LocalNeighboursStage):
             told = torch.zeros(len(self.returned_for(microbatch).metas), dtype=torch.uint8)
             dist.recv(told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch))
             unused = told.bool().tolist()
-        if self._is_sharded:
-            return  # data ranks reduce together: one may have used what another has not
-        leave_out_of_backward(self, microbatch, unused)
+        if any(unused) and not self._data_ranks_meet_in_backward():
+            leave_out_of_backward(self, microbatch, unused)
+
+    def _data_ranks_meet_in_backward(self) -> bool:
+        """Return whether data ranks wait for one another in this stage's backward, as all of them must go through it.
+
+        FSDP2 reduces there, and experts shared out exchange rows. One data rank may use an output that another leaves
+        unused.
+        """
+        parts = list(self.submod.modules())
+        return any(isinstance(part, FSDPModule) or is_shared_out(part) for part in parts)
 
     def _tag(self, sender: int, microbatch: int) -> int:
         """Return a number of its own for the note to stage ``sender``; torch's own messages have 0."""

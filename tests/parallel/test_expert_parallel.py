@@ -21,6 +21,8 @@ from course_pp.parallel import (
     apply_expert_parallel,
     apply_fsdp2,
     apply_tensor_parallel,
+    build_pipeline_schedule,
+    build_pipeline_stage,
     get_dp_rank,
     get_ep_mesh,
     get_pp_rank,
@@ -265,6 +267,68 @@ def test_experts_that_skip_what_has_no_rows_equal_one_process(subtests: Any) -> 
         with subtests.test(f"{used} experts, sharded={sharded}"):
             for each in found:
                 torch.testing.assert_close(each, snapshot_gradients([model]), rtol=0, atol=1e-12)
+
+
+class Beside(nn.Module):
+    """A first stage that returns what experts make beside what a layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixture = Mixture(4)
+        self.plain = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.plain(x), self.mixture(x)
+
+
+class Choosing(nn.Module):
+    """A last stage, which uses the experts' output or not."""
+
+    def __init__(self, uses_experts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.uses_experts = uses_experts
+        self.layer = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, plain: Tensor, mixed: Tensor) -> Tensor:
+        return self.layer(plain + mixed if self.uses_experts else plain)
+
+
+def rows_of_choosing(data_rank: int) -> Tensor:
+    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(data_rank))
+
+
+def experts_used_by_one_data_rank(rank: int) -> Tensor | None:
+    """Return the gradient of this rank's experts, where the first stage is."""
+    mesh = init_distributed(PIPED, seed=0)
+    data_rank = get_dp_rank(mesh)
+    is_first = get_pp_rank(mesh) == 0
+    module: Any = Beside() if is_first else Choosing(data_rank == 0)
+    apply_expert_parallel([module], mesh, experts=Skipping)
+    rows = torch.empty(4, 6, dtype=torch.float64)
+    outputs = (rows, rows) if is_first else ()
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=rows, outputs=outputs)
+    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss())
+    x = rows_of_choosing(data_rank)
+    pipeline.step(x, target=x.cos())
+    return module.mixture.experts.weight.grad.full_tensor() if is_first else None
+
+
+def test_experts_whose_output_one_data_rank_leaves_unused_equal_one_process() -> None:
+    found = on_ranks(4, experts_used_by_one_data_rank, timeout_s=40)
+    torch.manual_seed(0)
+    first = Beside()
+    x = rows_of_choosing(0)
+    (nn.MSELoss()(Choosing(True)(*in_parts(first, x)), x.cos()) / 2).backward()  # data rank 1 adds zeros
+    gradients = [gradient for gradient in found if gradient is not None]
+    assert len(gradients) == 2
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, first.mixture.experts.weight.grad, rtol=0, atol=1e-12)
+
+
+def in_parts(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return what a stage returns for the two microbatches of ``x``, put together."""
+    return [torch.cat(parts) for parts in zip(*map(module, x.chunk(2)), strict=True)]
 
 
 class Foreign(nn.Module):
