@@ -324,7 +324,7 @@ class PipelineSchedule:
             self._starts_equal = True
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         if scale != 1.0 and microbatches.targets is not None:
-            # Over so much less, the loss and attached ones are larger by the scale.
+            # A smaller divisor scales the loss and the attached losses up by the same factor.
             self._divisor = torch.as_tensor(self._divisor, dtype=torch.float64) / scale
         self._weigh(microbatches)
         for stage in self.stages:

@@ -385,7 +385,7 @@ class ModelStage(LocalNeighboursStage):
         no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail. A
         loss attached inside may put any parameter at two depths.
         """
-        if self._learns_unused(self.is_last):
+        if not self.is_last and self._learns_unused():
             self._leave_unused(bwd_chunk_id)
         if self.can_split and bwd_chunk_id not in self.attached and bwd_chunk_id not in self._queues:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -415,7 +415,7 @@ class ModelStage(LocalNeighboursStage):
         """
         if self.is_first:
             return tuple(gradients)
-        if self._learns_unused(self.is_first):
+        if self._learns_unused():
             self._tell_unused(microbatch, [gradient is None for gradient in gradients])
 
         def sent(gradient: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor | None:
@@ -426,14 +426,14 @@ class ModelStage(LocalNeighboursStage):
         metas = self.taken_by(microbatch).metas
         return tuple(sent(gradient, meta) for gradient, meta in zip(gradients, metas, strict=True))
 
-    def _learns_unused(self, at_an_end: bool) -> bool:
-        """Return whether stages tell one another what they leave unused; not ``at_an_end``, where there is no other.
+    def _learns_unused(self) -> bool:
+        """Return whether this stage and its neighbours tell one another which tensors they leave unused.
 
         A stage of this package's model sends one tensor, which the next always uses. Where the group has no way over
         the CPU, every backward would wait for the GPU, and zeros remain.
         """
         is_ours = isinstance(self.submod, PipelineStageModule)
-        return not (at_an_end or is_ours) and "cpu" in dist.get_backend_config(self.group)
+        return not is_ours and "cpu" in dist.get_backend_config(self.group)
 
     def _tell_unused(self, microbatch: int, unused: list[bool]) -> None:
         before = self.stage_index - 1
