@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.base.arguments import checked
-from course_pp.step.batch import map_tensors
 from course_pp.step.hooks import is_dtensor
+from course_pp.step.values import map_tensors
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
