@@ -51,7 +51,7 @@ def emulate(rank: int, schedule: Schedule, cluster: EmulatedCluster) -> Emulated
     batch = torch.randn(4 * N_MICROBATCHES, WIDTH)
     for _ in range(2):
         recorder.clear()
-        pipeline.step(batch, batch)
+        pipeline.step(batch, target=batch)
     return recorder.timeline()
 
 

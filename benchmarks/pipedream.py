@@ -71,7 +71,7 @@ def step(rank: int, schedule: Schedule, costs: Costs, versions: Versions | None)
     batch = torch.randn(4 * schedule.n_microbatches, WIDTH)
     for _ in range(2):
         recorder.clear()
-        pipeline.step(batch, batch)
+        pipeline.step(batch, target=batch)
     run = recorder.timeline()
     return float(run.makespan), len(run.overruns)
 
@@ -138,7 +138,7 @@ def pace(rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage],
     batch = torch.randn(ROWS * LONG, 256)
     for _ in range(2):
         recorder.clear()
-        pipeline.step(batch, batch)
+        pipeline.step(batch, target=batch)
     run = recorder.timeline()
     ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
     return float(ends[2 * SHORT] - ends[SHORT]) / SHORT, len(run.overruns)

@@ -69,7 +69,7 @@ def measure(rank: int, repeats: int) -> dict[str, Cost]:
         schedule = build("1f1b", 2, N_MICROBATCHES)
         recorder = Recorder(memory=True)
         recorded = Pipeline(schedule, module, CrossEntropy(), device=device, recorder=recorder)
-        recorded.step(inputs, target)
+        recorded.step(inputs, target=target)
         optimizer.step()
         moments = sum(v.nbytes for state in optimizer.state.values() for v in state.values())
         state = sum(2 * p.nbytes for p in module.parameters()) + moments
@@ -77,7 +77,7 @@ def measure(rank: int, repeats: int) -> dict[str, Cost]:
         plain = Pipeline(schedule, module, CrossEntropy(), device=device)
         steps[name] = [
             lambda p=pipeline: p.step(inputs, target=target),
-            lambda p=plain: p.step(inputs, target),
+            lambda p=plain: p.step(inputs, target=target),
         ]
         for step in steps[name]:
             step()

@@ -76,8 +76,8 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
     recorded = Pipeline(schedule, modules, nn.functional.mse_loss, recorder=recorder)
     steps: list[Callable[[], object]] = [
         lambda: theirs.step(*(() if inputs is None else (inputs,)), **({} if target is None else {"target": target})),
-        lambda: ours.step(inputs, target),
-        lambda: recorded.step(inputs, target),
+        lambda: ours.step(inputs, target=target),
+        lambda: recorded.step(inputs, target=target),
     ]
     seconds: list[list[float]] = [[], [], []]
     for repeat in range(repeats + 2):

@@ -88,7 +88,7 @@ def take_turns(rank: int, size: Size, repeats: int) -> dict[str, list[float]]:
 
     steps = {
         "one": alone,
-        "ours": lambda: ours.step(batch, batch),
+        "ours": lambda: ours.step(batch, target=batch),
         "torch": lambda: theirs.step(*arguments[0], **arguments[1]),
         "apart": apart,
     }

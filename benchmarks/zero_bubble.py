@@ -68,7 +68,7 @@ def take_turns(rank: int, orders: list[Schedule], repeats: int) -> list[list[flo
     for repeat in range(repeats + 2):
         for pipeline, row in in_turn(list(zip(pipelines, seconds, strict=True)), repeat):
             module.zero_grad()
-            lasted = time_of(partial(pipeline.step, inputs, targets))
+            lasted = time_of(partial(pipeline.step, inputs, target=targets))
             if repeat >= 2:
                 row.append(lasted)
     return seconds

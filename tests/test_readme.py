@@ -120,14 +120,15 @@ def run_measured(rank, source, folder):
     os.chdir(folder)
     names = {}
     exec(source, names)
-    return names["shares"], names["timeline"]
+    return names["loss"].item(), names["pipeline"].shares, names["timeline"]
 
 
 def test_the_measured_example_gives_both_ranks_the_same_and_draws_it(tmp_path):
     first, second = on_ranks(2, run_measured, script("measured.py"), tmp_path, backend=None)
     assert first == second
-    shares, timeline = first
+    loss, shares, timeline = first
     assert len(shares) == 8
+    assert loss == pytest.approx(sum(shares))
     assert len(timeline.actions) >= 64
     assert (tmp_path / "measured.svg").stat().st_size
 
@@ -160,7 +161,7 @@ def run_residuals(rank, source):
     expected = {stage: [p.grad for p in alone[stage].parameters()] for stage in mine}
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
     plan = names["pipeline"]._executor.plan
-    return loss.item() - sum(names["shares"]), sum("'block" in str(m) for row in plan.outgoing.values() for m in row)
+    return loss.item() - names["loss"].item(), sum("'block" in str(m) for row in plan.outgoing.values() for m in row)
 
 
 def test_the_example_of_attention_residuals_equals_one_process_and_sends_each_value_once():

@@ -10,6 +10,7 @@ from torch import Tensor
 from course_pp.runtime.payload import map_plain, plain_tensors
 from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
 from course_pp.step.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
+from course_pp.step.values import as_value
 
 Form = tuple[str, int]
 """``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and how many rows were cut, 0 if unknown."""
@@ -44,8 +45,8 @@ def cut(
     n: int,
     is_first: bool,
     is_last: bool,
-    inputs: Any,
-    targets: Any,
+    inputs: tuple[Any, ...],
+    target: Any,
     kwargs: Mapping[str, Any],
     kwargs_chunk_spec: ChunkSpec | None,
     **lists: Any,
@@ -54,17 +55,20 @@ def cut(
 
     The others are what :meth:`course_pp.runtime.Pipeline.step` takes.
     """
-    whole = {"inputs": inputs, "targets": targets, "kwargs_chunk_spec": kwargs_chunk_spec}
-    named = [*(name for name, value in whole.items() if value is not None), *kwargs]
+    value = None if all(each is None for each in inputs) else as_value(inputs)
+    whole = {"inputs": value, "target": target, "kwargs_chunk_spec": kwargs_chunk_spec}
+    named = [*(name for name, each in whole.items() if each is not None), *kwargs]
     if are_ready(n, named, **lists):
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
             if is_needed and lists[name] is None:
                 raise ValueError(f"{name} is missing on a rank that needs it: give a list of {n} microbatches")
         # Plain tuples: a stage takes a named tuple as one argument.
-        inputs = [tuple(arguments) for arguments in lists["arg_mbs"]] if is_first else ()
-        return Cut(inputs, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0))
-    parts = split("inputs", inputs, n) if is_first else (), split("targets", targets, n) if is_last else ()
-    rows = len(plain_tensors(inputs)[0]) if is_first else 0
+        values = [tuple(arguments) for arguments in lists["arg_mbs"]] if is_first else ()
+        return Cut(values, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0))
+    if is_first and value is None and "inputs" in kwargs:
+        raise ValueError("inputs= is no argument of a step: give the first stage's arguments by position")
+    parts = split("inputs", value, n) if is_first else (), split("target", target, n) if is_last else ()
+    rows = len(plain_tensors(value)[0]) if is_first else 0
     if not kwargs and not kwargs_chunk_spec:
         return Cut(*parts, (), ("whole" if named else "", rows))
     rows = rows or rows_to_cut(kwargs, kwargs_chunk_spec)
@@ -73,6 +77,11 @@ def cut(
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     """Cut the tensors of ``batch``, alone or in tuples and dicts, along their first dimension, as evenly as can be."""
+    if name == "target" and batch is None:
+        raise ValueError(
+            "target is missing where the last stage is: give target=, a batch (arguments by position are all the "
+            f"first stage's), or {n} microbatches as arg_mbs=[(x,), …] and target_mbs=[y, …]"
+        )
     # Both, as one alone would not go with a whole batch.
     ready = "arg_mbs=[(x,), …] and, in a step, target_mbs=[y, …]"
     if isinstance(batch, list):
@@ -134,6 +143,11 @@ def loss_shares(
     loss, targets, counts = given
     over = divisor_of(counts, divisor, groups, device)
     return lambda i, output: share_of(loss, output, targets[i], over), weights_of(counts, over, device)
+
+
+def weights_of_means(given: Counted) -> Tensor:
+    """Return what each microbatch's own mean loss weighs in the mean loss of the batch, (n,) float64."""
+    return weights_of(given.counts, max(1.0, float(sum(given.counts))))
 
 
 def own_means(given: Counted, divisor: float | None, groups: Sequence[Sequence[int]]) -> Callable[[int, Any], Share]:

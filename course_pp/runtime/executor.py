@@ -44,6 +44,8 @@ class Batch:
         kwargs: of each microbatch the keyword arguments of this rank's stages; empty if there are none.
         loss: where the last stage is: a microbatch's share of the loss, from its number and output.
         weights: where the last stage is: of each microbatch in the batch, (n,) float64.
+        means: where the last stage is, if ``shares`` are microbatches' own means: the weight of each in the
+            mean loss of the batch, (n,) float64.
         products: what actions have left for other actions, whether they are on this rank or on others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
@@ -53,6 +55,7 @@ class Batch:
     inputs: Sequence[Any]
     loss: Callable[[int, Any], Share] | None
     weights: Tensor | None = None
+    means: Tensor | None = None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Run any legal schedule on real ranks.
 
     pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
-    losses = pipeline.step(inputs, targets)                              # gradients are in .grad
+    loss = pipeline.step(inputs, target=target)                          # gradients are in .grad
 
 What is received and sent between the actions is settled beforehand, in :mod:`course_pp.runtime.messages`.
 """
@@ -17,7 +17,17 @@ import torch.distributed as dist
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks
 from course_pp.runtime.agreement import Options, Stages, agree
-from course_pp.runtime.batch import Counted, Cut, Form, count_targets, cut, joined, loss_shares, own_means
+from course_pp.runtime.batch import (
+    Counted,
+    Cut,
+    Form,
+    count_targets,
+    cut,
+    joined,
+    loss_shares,
+    own_means,
+    weights_of_means,
+)
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, failure
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
@@ -49,8 +59,8 @@ class Pipeline:
             one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
             writes them. ``pipeline.schedule`` then has the edges.
         loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
-            needs it. The loss is divided before the backward: divide a gradient that your own autograd function adds,
-            too, or use :func:`attach_loss`.
+            and :meth:`eval` need it. The loss is divided before the backward: divide a gradient that your own autograd
+            function adds, too, or use :func:`attach_loss`.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
         device: where the stages compute; None is where their parameters are.
         recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
@@ -77,6 +87,9 @@ class Pipeline:
 
     Attributes:
         attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
+        shares: each microbatch's share of the last step's loss, on every rank: they add up to the loss. With
+            ``versions=`` each microbatch's own mean loss.
+        ties: for each declared tie the parameter's name by stage.
 
     Raises:
         ValueError: on every rank, for a schedule that cannot run here, stages that are not those it places here, ranks
@@ -136,21 +149,22 @@ class Pipeline:
         self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
         self._evaluator: Executor | None = None
         self.attached: dict[str, float] = {}
+        self.shares: tuple[float, ...] = ()
+        self.ties = tuple(dict(tie) for tie in tied or ())
         if scaler is not None:
             scaler.in_pipeline = True
 
     def step(
         self,
-        inputs: Any = None,
-        targets: Any = None,
-        *,
+        *inputs: Any,
+        target: Any = None,
         divisor: float | None = None,
         arg_mbs: list[tuple[Any, ...]] | None = None,
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
-    ) -> tuple[float, ...]:
+    ) -> torch.Tensor:
         """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
         With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
@@ -164,13 +178,14 @@ class Pipeline:
         Give a whole batch, or ready-made microbatches in three lists with an entry for each. These may differ in
         shape, from each other and from step to step, and what stands in ``kwarg_mbs`` reaches the stages untouched::
 
-            pipeline.step(tokens, targets, attention_mask=mask)
+            pipeline.step(tokens, target=target, attention_mask=mask)
             pipeline.step(arg_mbs=[(x,) for x in xs], kwarg_mbs=[{"offsets": o} for o in offsets], target_mbs=ys)
 
         Args:
-            inputs: the whole batch, where the first stage is: tensors (alone, in a tuple or a dict), each of which is
-                cut along its first dimension.
-            targets: the same, where the last stage is.
+            inputs: the arguments of the first stage for the whole batch: tensors, alone or in tuples and dicts, each of
+                which is cut along its first dimension. A dict alone gives keyword arguments. Needed where the first
+                stage is, ignored elsewhere.
+            target: tensors that are cut in the same way; needed where the last stage is, ignored elsewhere.
             divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over.
                 None counts them, over FSDP2's data ranks too; a microbatch without any token adds nothing, and a batch
                 of such has loss 0. A loss that counts samples needs at least one in each microbatch. If the gradients
@@ -180,16 +195,15 @@ class Pipeline:
                 in it gives keyword arguments.
             kwarg_mbs: of each microbatch the keyword arguments of this rank's stages, of any class. All of them get
                 these; a stage on another rank gets what that rank was given, a replicated one its own rank's.
-            target_mbs: of each microbatch the targets, where the last stage is.
+            target_mbs: of each microbatch the target, where the last stage is.
             kwargs_chunk_spec: for a whole batch, by keyword argument: ``"rows"`` cuts its tensors, also those in
                 tuples and dicts; ``"same"`` gives it to every microbatch untouched. To be said of a tensor of one
                 dimension or whose first is not the batch, and of anything but tensors, numbers, strings and None.
             kwargs: for a whole batch, the keyword arguments of this rank's stages.
 
         Returns:
-            Each microbatch's share of the loss, on every rank; the loss of the batch is their sum. Microbatches weigh
-            by samples, or by counted tokens for a :class:`TokenLoss`. FSDP2's data ranks get the mean of their shares.
-            With ``versions=`` each microbatch's own mean loss instead.
+            The mean loss of the global batch, a float64 scalar without gradient, the same on every rank. Microbatches
+            weigh by samples, or by counted tokens for a :class:`TokenLoss`; :attr:`shares` has what each adds.
 
         Raises:
             StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
@@ -198,50 +212,68 @@ class Pipeline:
                 others get a StepFailed.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
-        self._refuse_after_failure()
-        if self._options.loss_fn is None:
-            raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
-
+        self._refuse_without_a_loss()
         scaler = self._options.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
 
-        def step() -> tuple[float, ...]:
+        def step() -> tuple[torch.Tensor, tuple[float, ...]]:
             for weights in self._weights.values():
                 weights.begin()
             for stage in self._stages.values():
                 stage.attached.clear()
                 stage.scale = scale
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-            batch, form = self._batch(divisor, inputs, targets, kwargs, kwargs_chunk_spec, **lists)
+            trains, planned = self._executor.trains, self._agreement.planned
+            batch, form = self._batch(trains, planned, divisor, inputs, target, kwargs, kwargs_chunk_spec, **lists)
             with self._shared.apart():
-                with self._sharded.reduced_once(self._executor.trains), self._streams.step():
+                with self._sharded.reduced_once(trains), self._streams.step():
                     self._executor.run(batch)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
-            elsewhere = torch.zeros((), device=self._agreement.device)
-            shares = torch.stack([batch.shares.get(i, elsewhere) for i in range(self.schedule.n_microbatches)]).double()
-            if self.schedule.n_stages - 1 in self._stages:
-                average_over(self._agreement.data_groups, shares)
-            mine = shares, self._attached_here(), form, self._data_ranks_drew()
+            mine = self._losses_here(batch), self._attached_here(), form, self._data_ranks_drew()
             losses, sums, _, drew = self._executor.tell_everyone(mine, _total)
             if drew:
                 move_on()
             self.attached = {name: value.item() / scale for name, (_, value) in sums.items()}
-            return tuple(losses.tolist())
+            return _loss_and_shares(losses)
 
         with called_once(self._agreement.modules.values()):
-            losses = self._executor.perform(step)
-            for microbatch, loss in enumerate(losses):
-                if not math.isfinite(loss) and (scaler is None or not scaler.is_enabled()):
-                    last = self.schedule.n_stages - 1
-                    what = f"the loss is {loss}, and so are gradients: zero them; look at data and learning rate"
-                    where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
-                    raise failure(LossNotFinite, Origin(*where, what))
-        return losses
+            loss, self.shares = self._executor.perform(step)
+            if scaler is None or not scaler.is_enabled():
+                self._refuse_not_finite(self.shares, "and so are gradients: zero them; ")
+        return loss
+
+    def eval(
+        self,
+        *inputs: Any,
+        target: Any = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        kwargs_chunk_spec: ChunkSpec | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the loss as :meth:`step` does, without gradients: the schedule's forwards alone, between any steps.
+
+        Modules stay in the mode they are in: call ``module.eval()`` first if they have dropout.
+        """
+        self._refuse_without_a_loss()
+        evaluator = self._forwards()
+
+        def step() -> tuple[torch.Tensor, tuple[float, ...]]:
+            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+            batch, form = self._batch(False, None, None, inputs, target, kwargs, kwargs_chunk_spec, **lists)
+            with self._sharded.reduced_once(trains=False):
+                evaluator.run(batch)
+            losses, *_ = evaluator.tell_everyone((self._losses_here(batch), {}, form, False), _total)
+            return _loss_and_shares(losses)
+
+        loss, shares = evaluator.perform(step)
+        self._refuse_not_finite(shares)
+        return loss
 
     def evaluate(
         self,
-        inputs: Any = None,
-        *,
+        *inputs: Any,
         on: Literal["last", "all"] = "last",
         arg_mbs: list[tuple[Any, ...]] | None = None,
         kwarg_mbs: list[dict[str, Any]] | None = None,
@@ -264,12 +296,7 @@ class Pipeline:
             on a rank that gets none.
         """
         self._refuse_after_failure()
-        if self._evaluator is None:
-            forwards = self.schedule.forward_only()
-            self._evaluator = Executor(
-                self._agreement, forwards, plan_messages(forwards), self._wire, self._stages, self._weights
-            )
-        evaluator = self._evaluator
+        evaluator = self._forwards()
         holders = self.schedule.placement[-1]
 
         def look() -> Cut:
@@ -296,29 +323,86 @@ class Pipeline:
             return None
         return merge([outputs[microbatch] for microbatch in sorted(outputs)])
 
+    def _forwards(self) -> Executor:
+        """Return the executor of the schedule's forwards, made once."""
+        if self._evaluator is None:
+            forwards = self.schedule.forward_only()
+            self._evaluator = Executor(
+                self._agreement, forwards, plan_messages(forwards), self._wire, self._stages, self._weights
+            )
+        return self._evaluator
+
+    def _losses_here(self, batch: Batch) -> torch.Tensor:
+        """Return the shares of this rank's microbatches, 0 for others; if these are means, also what each adds."""
+        elsewhere = torch.zeros((), device=self._agreement.device)
+        every = range(self.schedule.n_microbatches)
+        shares = torch.stack([batch.shares.get(i, elsewhere) for i in every]).double()
+        if self.schedule.n_stages - 1 in self._stages:
+            average_over(self._agreement.data_groups, shares)
+        if batch.means is None:
+            return shares
+        return torch.stack((shares, shares * batch.means.to(shares.device)))
+
+    def _refuse_not_finite(self, shares: Sequence[float], advice: str = "") -> None:
+        for microbatch, share in enumerate(shares):
+            if not math.isfinite(share):
+                last = self.schedule.n_stages - 1
+                what = f"the loss is {share}: {advice}look at data and learning rate"
+                where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
+                raise failure(LossNotFinite, Origin(*where, what))
+
+    def _refuse_without_a_loss(self) -> None:
+        self._refuse_after_failure()
+        if self._options.loss_fn is None:
+            raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
+
     def _refuse_after_failure(self) -> None:
         failed = self._executor.failed or (self._evaluator and self._evaluator.failed)
         if failed:
             raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
 
-    def _batch(self, divisor: float | None, *given: Any, **lists: Any) -> tuple[Batch, Form]:
-        parts, counts = self._with_data_ranks(lambda: self._checked(divisor, *given, **lists))
+    def _batch(
+        self, trains: bool, planned: Ledger | None, divisor: float | None, *given: Any, **lists: Any
+    ) -> tuple[Batch, Form]:
+        """Return the batch of a step; ``planned`` says which versions its updates make, if it has any."""
+        parts, counts = self._with_data_ranks(lambda: self._checked(trains, divisor, *given, **lists))
         self._ignore(parts)
-        loss, weights = (None, None) if counts is None else self._loss_of(counts, divisor)
-        return Batch(parts.inputs, loss, weights, kwargs=parts.kwargs), parts.form
+        batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
+        if counts is None:
+            return batch, parts.form
+        if planned is None:
+            groups, device = self._agreement.data_groups, self._agreement.device
+            batch.loss, batch.weights = loss_shares(counts, divisor, groups, device)
+            return batch, parts.form
+        last = self.schedule.n_stages - 1
+        updates = [group for stage in range(last + 1) for group in planned.updates(stage)]
+        batch.loss = partial(_finite, own_means(counts, divisor, updates), planned, last)
+        batch.weights = torch.ones(len(counts.targets), dtype=torch.float64)
+        batch.means = weights_of_means(counts)
+        return batch, parts.form
 
-    def _checked(self, divisor: float | None, *given: Any, **lists: Any) -> tuple[Cut, Counted | None]:
+    def _checked(
+        self,
+        trains: bool,
+        divisor: float | None,
+        inputs: tuple[Any, ...],
+        target: Any,
+        kwargs: Mapping[str, Any],
+        kwargs_chunk_spec: ChunkSpec | None,
+        **lists: Any,
+    ) -> tuple[Cut, Counted | None]:
         """Return this rank's microbatches, and its targets where the last stage is; refuse what cannot be used."""
-        if self._executor.trains and not torch.is_grad_enabled():
-            raise RuntimeError(
-                "a training step under no_grad: step outside it, or evaluate with a forward-only schedule"
-            )
+        if trains and not torch.is_grad_enabled():
+            raise RuntimeError("a training step under no_grad: step outside it, or call eval")
+        if "targets" in kwargs and target is None and lists["target_mbs"] is None:
+            raise ValueError("targets= would reach the stages as a keyword argument: give target=")
         check_arguments(Pipeline.step, {"divisor": divisor})
         if divisor is not None and not 0 < divisor < math.inf:
             raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
-        if problem := problem_of_hooks(self._agreement.modules):
+        if trains and (problem := problem_of_hooks(self._agreement.modules)):
             raise ValueError(problem)
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
+        given = inputs, target, kwargs, kwargs_chunk_spec
         parts = cut(self.schedule.n_microbatches, first, last, *given, **lists)
         loss_fn = self._options.loss_fn
         assert loss_fn is not None  # or step has refused
@@ -359,15 +443,6 @@ class Pipeline:
         if self._options.meter is not None:
             self._options.meter.ignore(tensors_of([batch.inputs, batch.targets, batch.kwargs]))
 
-    def _loss_of(self, counts: Counted, divisor: float | None) -> tuple[Callable[[int, Any], Share], torch.Tensor]:
-        planned = self._agreement.planned
-        last = self.schedule.n_stages - 1
-        if planned is not None:
-            groups = [group for stage in range(last + 1) for group in planned.updates(stage)]
-            means = own_means(counts, divisor, groups)
-            return partial(_finite, means, planned, last), torch.ones(len(counts.targets), dtype=torch.float64)
-        return loss_shares(counts, divisor, self._agreement.data_groups, self._agreement.device)
-
     @property
     def ledger(self) -> Ledger:
         """Which version each action of this rank used in the last step, and which update each gradient entered."""
@@ -381,25 +456,27 @@ def run_step(
     schedule: Schedule,
     stages: Stages,
     inputs: Any,
-    targets: Any,
+    target: Any,
     loss_fn: LossFn | TokenLoss,
     *,
     recorder: Recorder | None = None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
-) -> tuple[tuple[float, ...], Timeline]:
+) -> tuple[torch.Tensor, Timeline]:
     """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
 
     Takes what these take, of keyword arguments for stages those by microbatch. For more steps keep a pipeline: its
     first step settles shapes, the others find them settled.
 
     Returns:
-        Each microbatch's share of the loss, and when each rank did what, in seconds; the same on every rank.
+        The mean loss, and when each rank did what, in seconds; the same on every rank.
     """
     recorder = Recorder() if recorder is None else recorder
     of_step = {name: options.pop(name) for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs") if name in options}
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
-    return pipeline.step(inputs, targets, **of_step), recorder.timeline(group, name=schedule.name)
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    loss = pipeline.step(*arguments, target=target, **of_step)
+    return loss, recorder.timeline(group, name=schedule.name)
 
 
 def _data_rank(groups: Sequence[dist.ProcessGroup]) -> int:
@@ -423,6 +500,12 @@ def _both(one: _Evaluated, other: _Evaluated) -> _Evaluated:
     if one[0] != other[0]:
         raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
     return one[0], {**one[1], **other[1]}, joined(one[2], other[2])
+
+
+def _loss_and_shares(losses: torch.Tensor) -> tuple[torch.Tensor, tuple[float, ...]]:
+    """Return the mean loss and the shares: (n,), or with versions (2, n), whose second row adds up to the loss."""
+    shares, parts = (losses, losses) if losses.dim() == 1 else losses
+    return parts.sum(), tuple(shares.tolist())
 
 
 def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:

@@ -5,7 +5,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -29,9 +28,8 @@ from course_pp.parallel.replaced_forward import compute_dtypes
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage import ModelStage
 from course_pp.runtime import Pipeline
-from course_pp.runtime.batch import split
 from course_pp.schedule import Schedule, build
-from course_pp.step.loss import LossFn, TokenLoss, counted
+from course_pp.step.loss import LossFn, TokenLoss
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Sequences
@@ -228,7 +226,7 @@ class ParallelEngine:
 
 
 class RuntimeEngine:
-    """`course_pp.runtime`: pipeline ranks alone; a second, forward-only schedule evaluates."""
+    """`course_pp.runtime`: pipeline ranks alone."""
 
     def __init__(
         self,
@@ -253,7 +251,7 @@ class RuntimeEngine:
         self._device = device
         schedule = Ranks().collectively(schedule_here)
         self.copies = len(schedule.placement[0])
-        self._updates, self._loss = config.versions is not None, counted(loss_fn)
+        self._updates = config.versions is not None
         optimizers = dict.fromkeys(held.modules, optimizer) if self._updates else None
         self._pipeline = Pipeline(
             schedule,
@@ -265,20 +263,15 @@ class RuntimeEngine:
             versions=config.versions,
             scaler=scaler,
         )
-        self._forward = Pipeline(schedule.forward_only(), held.modules, loss_fn, device=device)
 
     def step(self, batch: Sequences, divisor: float) -> float:
-        if not self._updates:
-            return sum(self._pipeline.step(**self._arguments(batch), divisor=divisor))
-        losses = self._pipeline.step(**self._arguments(batch))
-        counts = [float(self._loss.count(each)) for each in split("targets", batch.targets, len(losses))]
-        return sum(map(mul, losses, counts)) / max(1.0, sum(counts))
+        over = None if self._updates else divisor
+        return self._pipeline.step(batch.inputs.to(self._device), **self._named(batch), divisor=over).item()
 
     def evaluate(self, batch: Sequences) -> float:
-        with torch.no_grad():
-            return sum(self._forward.step(**self._arguments(batch)))
+        return self._pipeline.eval(batch.inputs.to(self._device), **self._named(batch)).item()
 
-    def _arguments(self, batch: Sequences) -> dict[str, Any]:
-        """Return the whole batch by name; every stage gets the mask of padded sequences."""
-        named = {"inputs": batch.inputs, "targets": batch.targets, "attention_mask": batch.attention_mask}
+    def _named(self, batch: Sequences) -> dict[str, Any]:
+        """Return the whole batch's target; every stage gets the mask of padded sequences."""
+        named = {"target": batch.targets, "attention_mask": batch.attention_mask}
         return {name: value.to(self._device) for name, value in named.items() if value is not None}

@@ -36,10 +36,11 @@ if __name__ == "__main__":
     for step in range(5):
         recorder.clear()
         optimizer.zero_grad()
-        losses = pipeline.step(*batch(step, None))
+        inputs, target = batch(step, None)
+        loss = pipeline.step(inputs, target=target)
         optimizer.step()
         if rank == 0:
-            print(f"step {step + 1}: loss {sum(losses):.4f}")
+            print(f"step {step + 1}: loss {loss.item():.4f}")
     timeline = recorder.timeline()  # on every rank at once
     if rank == 0:
         print(f"bubble: predicted {simulate(schedule).bubble_fraction:.0%}, measured {timeline.bubble_fraction:.0%}")

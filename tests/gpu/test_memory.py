@@ -18,12 +18,12 @@ def peak_bytes(n_microbatches: int, schedule: str) -> tuple[int, int]:
     recorder = Recorder(memory=True)
     pipeline = Pipeline(build(schedule, 1, n_microbatches), stage, mse_loss, recorder=recorder)
     x = torch.randn(n_microbatches * ROWS, WIDTH, device="cuda")
-    pipeline.step(x, x)  # gradients and workspaces are there now
+    pipeline.step(x, target=x)  # gradients and workspaces are there now
     torch.cuda.synchronize()
     recorder.clear()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    pipeline.step(x, x)
+    pipeline.step(x, target=x)
     torch.cuda.synchronize()
     [memory] = recorder.memory()
     return torch.cuda.max_memory_allocated() - before, memory.peaks["activation"]

@@ -28,7 +28,7 @@ def _train(rank: int, n_ranks: int, name: str) -> Trained:
     trained = Trained([], {}, {})
     for inputs, target in DATA:
         optimizer.zero_grad()
-        trained.losses.append(sum(pipeline.step(inputs.to(device), target.to(device))))
+        trained.losses.append(pipeline.step(inputs.to(device), target=target.to(device)).item())
         named = [pair for module in modules.values() for pair in module.named_parameters()]
         trained.gradients = trained.gradients or {name: full(p.grad).cpu() for name, p in named}
         optimizer.step()

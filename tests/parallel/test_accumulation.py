@@ -53,7 +53,7 @@ def accumulate(rank: int, engine: str) -> dict[str, Any]:
     for number in range(3):
         module.set_requires_all_reduce(number == 2)
         x, target = batch(number, replica)
-        one_step = partial(step, x, target=target) if engine == "parallel" else partial(step, x, target)
+        one_step = partial(step, x, target=target)
         counts.append(count_collectives(one_step, mesh)["dp_replicate", "all_reduce"].number)
     return {f"{stage}.{name}": full(p.grad) for name, p in module.named_parameters()} | {"counts": counts}
 

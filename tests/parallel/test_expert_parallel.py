@@ -35,7 +35,7 @@ from course_pp.step.loss import average_over
 from tests.equality import LEARNING_RATE, assert_same_training, batches, sharded_adamw, snapshot_gradients
 from tests.parallel import layouts, stack
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stage_modules
+from tests.runtime.small import for_rank, stage_modules, take_step
 from tests.step.test_experts_in_pipelines import (
     BIAS,
     TIGHT,
@@ -177,7 +177,7 @@ def under_runtime(name: str) -> Routed:
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
         mine = [part.chunk(2)[get_dp_rank(mesh)] for part in batch]
-        loss = sum(pipeline.step(*for_rank(get_pp_rank(mesh), schedule, *mine), divisor=divisor))
+        loss = take_step(pipeline, *for_rank(get_pp_rank(mesh), schedule, *mine), divisor=divisor).item()
         return averaged(loss), {name: averaged(value) for name, value in pipeline.attached.items()}
 
     held = list(modules.values())

@@ -105,7 +105,7 @@ def train_on_rank(rank: int, name: str, engine: str, schedule: str, n_ranks: int
     mine = {stage: stages[stage] for stage, ranks in enumerate(placement) if ranks == (rank,)}
     if engine == "runtime":
         pipeline = runtime.Pipeline(build_schedule(schedule, n_ranks, m), mine, loss_of, tied=stages[0].ties)
-        return train(mine.values(), 2, lambda _: sum(pipeline.step(batch, target)))
+        return train(mine.values(), 2, lambda _: pipeline.step(batch, target=target))
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
     sizes = {"device_mesh": mesh, "device": "cpu", "n_stages": len(placement), "inputs": one}
     built = [build_pipeline_stage(module, stage=i, **sizes) for i, module in mine.items()]
@@ -158,7 +158,7 @@ def recomputing_on_rank(rank: int, engine: str, n_ranks: int, m: int) -> dict[tu
         if engine == "runtime":
             numbered = {stages.index(stage): stage for stage in mine}
             of_ours = runtime.Pipeline(build_schedule(schedule, n_ranks, m), numbered, loss_of)
-            run = lambda: sum(of_ours.step(batch, target))  # noqa: B023, E731
+            run = lambda: of_ours.step(batch, target=target)  # noqa: B023, E731
         else:
             built = [build_pipeline_stage(stage, mesh, "cpu", inputs=batch[:1]) for stage in mine]
             of_torch = build_pipeline_schedule(built, m, loss_of, schedule)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Action, Schedule
-from tests.runtime.small import for_rank, stages_of, watch_the_node
+from tests.runtime.small import for_rank, stages_of, take_step, watch_the_node
 
 WIDTH, M, SAMPLES = 4, 4, 8
 LIMIT_S = 20.0
@@ -144,7 +144,7 @@ def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any, **options:
     for step in range(steps):
         started = time.monotonic()
         try:
-            pipeline.step(inputs, targets, **options)
+            take_step(pipeline, inputs, targets, **options)
         except Exception as error:
             took = time.monotonic() - started
             cause = type(error.__cause__).__name__ if error.__cause__ is not None else None

@@ -99,7 +99,7 @@ def run(
     """
     modules = stage_modules(rank, schedule, config, layer_ranges)
     pipeline = Pipeline(schedule, modules, loss_fn, timeout_s=20, **options)
-    return train(modules.values(), len(data), lambda i: sum(pipeline.step(*for_rank(rank, schedule, *data[i]))))
+    return train(modules.values(), len(data), lambda i: take_step(pipeline, *for_rank(rank, schedule, *data[i])))
 
 
 def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -108,15 +108,18 @@ def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[
     return inputs if 0 in mine else None, targets if schedule.n_stages - 1 in mine else None
 
 
-def arguments(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> dict[str, Any]:
-    """What ``step`` takes on ``rank``, by name; lists are ready-made microbatches."""
-    inputs, targets = for_rank(rank, schedule, inputs, targets)
-    found = {}
-    for name, ready, value in (("inputs", "arg_mbs", inputs), ("targets", "target_mbs", targets)):
-        found[ready if isinstance(value, list) else name] = value
-    if (args := found.get("arg_mbs")) is not None:
-        found["arg_mbs"] = [each if isinstance(each, tuple) else (each,) for each in args]
-    return found
+def take_step(pipeline: Pipeline, inputs: Any, target: Any, **options: Any) -> Tensor:
+    """A step with what this rank has of a batch, None if nothing: a tuple gives several arguments of the first stage,
+    a list ready-made microbatches.
+    """
+    if isinstance(target, list):
+        options["target_mbs"] = target
+    else:
+        options["target"] = target
+    if isinstance(inputs, list):
+        options["arg_mbs"] = [each if isinstance(each, tuple) else (each,) for each in inputs]
+        return pipeline.step(**options)
+    return pipeline.step(*(inputs if isinstance(inputs, tuple) else (inputs,)), **options)
 
 
 def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss) -> Trained:

@@ -22,7 +22,7 @@ from course_pp.runtime.wire import Wire
 from course_pp.schedule import Schedule
 from course_pp.step.loss import TokenLoss
 from tests.processes import no_process_left
-from tests.runtime.small import arguments, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 
 TOLERANCE = 1e-12  # float64
 
@@ -113,9 +113,9 @@ def stepped(
         _begin(step, stages)
         wire.sent.clear()
         with step.around():
-            given = arguments(rank, schedule, step.inputs, step.targets)
-            losses = pipeline.step(**given, divisor=step.divisor)
-        done.append(Done(list(losses), gradients(mine), [*wire.sent]))
+            given = for_rank(rank, schedule, step.inputs, step.targets)
+            take_step(pipeline, *given, divisor=step.divisor)
+        done.append(Done(list(pipeline.shares), gradients(mine), [*wire.sent]))
     return done
 
 

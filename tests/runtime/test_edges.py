@@ -14,7 +14,7 @@ from course_pp.schedule import Costs, Edge, Schedule, Timeline, build
 from tests.equality import GRADIENT_TOLERANCE
 from tests.runtime.graphs import WIDTH, linked_stages, random_graph, schedule_for, through
 from tests.runtime.random_schedules import first_ranks
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 from tests.runtime.stepping import count_messages, gradients
 
 SEEDS, FEW_SEEDS = range(200), range(8)
@@ -45,9 +45,9 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
     recompute = seed % 5 == 3
     pipeline = Pipeline(schedule, mine, nn.functional.mse_loss, group=group, timeout_s=30, recompute=recompute)
     arguments = for_rank(rank, schedule, *batch_for(schedule))
-    losses = [sum(pipeline.step(*arguments))]
+    losses = [take_step(pipeline, *arguments).item()]
     wire, rows = count_messages(pipeline), pipeline._executor.plan.outgoing
-    losses.append(sum(pipeline.step(*arguments)))
+    losses.append(take_step(pipeline, *arguments).item())
     named = [(target, str(m)) for target, row in rows.items() for m in row if getattr(m.content, "name", "")]
     return Ran(losses, gradients(mine), named, len(wire.sent), sum(map(len, rows.values())))
 
@@ -163,7 +163,7 @@ def misnamed(rank: int) -> str:
     pipeline = Pipeline(build("1f1b", 3, 2), part, nn.functional.mse_loss, timeout_s=20)
     batch = torch.ones(2, WIDTH, dtype=torch.float64)
     with pytest.raises(StepFailed) as caught:
-        pipeline.step(batch, batch)
+        pipeline.step(batch, target=batch)
     return str(caught.value)
 
 
@@ -183,7 +183,7 @@ def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster) -> Timelin
     batch = torch.ones(2 * schedule.n_microbatches, WIDTH, dtype=torch.float64)
     for _ in range(2):
         recorder.clear()
-        pipeline.step(*for_rank(rank, schedule, batch, batch))
+        take_step(pipeline, *for_rank(rank, schedule, batch, batch))
     return recorder.timeline()
 
 
@@ -207,7 +207,7 @@ def updated(rank: int, seed: int) -> tuple[tuple[Edge, ...], list[Tensor]]:
     schedule = build("pipedream", 3, 6, group=6)
     options: Any = {"optimizers": optimizer, "versions": "stash", "timeout_s": 20}
     pipeline = Pipeline(schedule, {rank: stage}, nn.functional.mse_loss, **options)
-    pipeline.step(*for_rank(rank, schedule, *equal_batch()))
+    take_step(pipeline, *for_rank(rank, schedule, *equal_batch()))
     return pipeline.schedule.edges, [p.detach().clone() for p in stage.parameters()]
 
 

@@ -17,7 +17,7 @@ from course_pp.runtime import EmulatedCluster, EmulatedLink, EmulatedTimeline, O
 from course_pp.schedule import Action, Costs, Product, Schedule, Timeline, build, fit, simulate
 from tests.grids import crossed
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, parse, stages_of
+from tests.runtime.small import for_rank, parse, stages_of, take_step
 from tests.runtime.stepping import Step, assert_equal_steps, in_one_process, run_steps
 
 pytestmark = pytest.mark.timeout(60)
@@ -47,7 +47,7 @@ def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster, steps: int
     pipeline = Pipeline(schedule, mine, F.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20)
     for _ in range(steps):
         recorder.clear()
-        pipeline.step(*for_rank(rank, schedule, data.inputs, data.targets))
+        take_step(pipeline, *for_rank(rank, schedule, data.inputs, data.targets))
     return recorder.timeline(name=schedule.name)
 
 

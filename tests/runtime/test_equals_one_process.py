@@ -24,6 +24,7 @@ from tests.runtime.small import (
     run,
     small_batches,
     stage_modules,
+    take_step,
     uneven_layers,
     watch_the_node,
 )
@@ -160,9 +161,10 @@ def evaluate_on_rank(rank: int, schedules: Sequence[Schedule]) -> list[tuple[tup
     results = []
     for schedule in schedules:
         modules = stage_modules(rank, schedule, config)
-        losses = Pipeline(schedule, modules, loss_without_graph).step(*for_rank(rank, schedule, inputs, target))
+        pipeline = Pipeline(schedule, modules, loss_without_graph)
+        take_step(pipeline, *for_rank(rank, schedule, inputs, target))
         with_gradient = [n for module in modules.values() for n, p in module.named_parameters() if p.grad is not None]
-        results.append((losses, with_gradient))
+        results.append((pipeline.shares, with_gradient))
     return results
 
 
@@ -185,9 +187,9 @@ def recorded_on_rank(rank: int) -> Any:
     config = model_config(4)
     modules = stage_modules(rank, schedule, config)
     batch = for_rank(rank, schedule, *small_batches(config, steps=1)[0])
-    losses, timeline = run_step(schedule, modules, *batch, mean_loss)
+    loss, timeline = run_step(schedule, modules, *batch, mean_loss)
     order = [tuple(span.action for span in row) for row in timeline.by_rank]
-    return sum(losses), snapshot_gradients(modules.values()), order == list(schedule.actions)
+    return loss.item(), snapshot_gradients(modules.values()), order == list(schedule.actions)
 
 
 def test_a_recorded_step_equals_one_process_and_has_the_order_of_its_schedule() -> None:
@@ -216,5 +218,5 @@ def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_st
     watched = []
     for stage, module in enumerate(stages):
         watched.append(watch_the_node(module.weight, lambda *_, stage=stage: came.append(stage)))
-    Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(torch.ones(4, 2), torch.zeros(4, 2))
+    Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(torch.ones(4, 2), target=torch.zeros(4, 2))
     assert came == [part.stage for part in schedule.parts if part.kind == kind]

@@ -35,7 +35,7 @@ def evaluated(rank: int, name: str, trains: bool) -> list[Any]:
     found = []
     for on in ("last", "all"):
         if trains:
-            pipeline.step(inputs, targets)
+            pipeline.step(inputs, target=targets)
         found.append(pipeline.evaluate(inputs, on=on))
     assert all(p.grad is None for m in mine.values() for p in m.parameters()) != trains
     return found
@@ -87,13 +87,13 @@ class Several(nn.Module):
         return {"mean": x.mean(), "each": (x, x > 0), "name": "x"}
 
 
-def in_containers(rank: int, **given: Any) -> Any:
-    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(**given, on="all")
+def in_containers(rank: int, *inputs: Tensor, **given: Any) -> Any:
+    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(*inputs, **given, on="all")
 
 
 def test_containers_stay_and_shapes_that_do_not_fit_together_stay_apart() -> None:
     x = torch.arange(6.0).view(3, 2)
-    for found in on_ranks(2, partial(in_containers, inputs=x)):
+    for found in on_ranks(2, in_containers, x):
         assert found["name"] == "x"
         torch.testing.assert_close(found["mean"], torch.stack([x[:2].mean(), x[2:].mean()]))
         torch.testing.assert_close(found["each"], (x, x > 0))
@@ -105,7 +105,7 @@ def misused(rank: int) -> list[str]:
     layer = nn.Linear(WIDTH, WIDTH)
     said = []
     for call in (
-        lambda p: p.step(torch.ones(M, WIDTH), torch.ones(M, WIDTH)),
+        lambda p: p.step(torch.ones(M, WIDTH), target=torch.ones(M, WIDTH)),
         lambda p: p.evaluate(torch.ones(M, WIDTH), on="first"),
         lambda p: p.evaluate(torch.ones(M, WIDTH), on=("first", "last")[rank]),
         lambda p: p.evaluate(torch.ones(M, WIDTH), on=("last", "all")[rank]),

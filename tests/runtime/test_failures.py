@@ -40,7 +40,7 @@ from tests.runtime.failing import (
     run,
     trouble,
 )
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -342,4 +342,5 @@ def test_the_launcher_shows_the_traceback_of_the_rank_where_it_began() -> None:
 
 
 def fails_on_rank_one(rank: int) -> None:
-    Pipeline(build("1f1b", 2, M), fragile(rank, [Where("1F0")], trouble), F.mse_loss).step(*batch())
+    pipeline = Pipeline(build("1f1b", 2, M), fragile(rank, [Where("1F0")], trouble), F.mse_loss)
+    take_step(pipeline, *batch())

@@ -15,7 +15,7 @@ from course_pp.model import CrossEntropy
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from tests.grids import crossed
-from tests.runtime.small import arguments, parse, stages_of
+from tests.runtime.small import for_rank, parse, stages_of, take_step
 from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, in_one_process, run_steps
 
 pytestmark = pytest.mark.timeout(60)
@@ -351,7 +351,7 @@ def input_gradient(rank: int, schedule: Schedule, as_list: bool, recompute: bool
     inputs = [piece.detach().requires_grad_() for piece in x.tensor_split(M)] if as_list else x
     pipeline = Pipeline(schedule, mine, F.mse_loss, recompute=recompute, timeout_s=20)
     targets = list(step.targets.tensor_split(M)) if as_list else step.targets
-    pipeline.step(**arguments(rank, schedule, inputs, targets))
+    take_step(pipeline, *for_rank(rank, schedule, inputs, targets))
     if not as_list:
         return x.grad
     return torch.cat([piece.grad for piece in inputs]) if 0 in mine else None

@@ -18,7 +18,7 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, parse, stages_of
+from tests.runtime.small import for_rank, parse, stages_of, take_step
 
 WIDTH, M = 4, 4
 Stages = dict[int, nn.Module]
@@ -98,7 +98,7 @@ class Crossing(nn.Module):
 def dtensor_across(rank: int) -> str:
     pipeline = Pipeline(LINE, Crossing(), F.mse_loss, timeout_s=20)
     try:
-        pipeline.step(*batch())
+        take_step(pipeline, *batch())
     except RuntimeError as error:
         return str(error)
     return "nothing"
@@ -138,7 +138,7 @@ def gradients_of(rank: int, name: str) -> dict[str, Tensor | None]:
     here = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, here, F.mse_loss, recompute=recompute, timeout_s=40)
     for _ in range(2):
-        pipeline.step(*for_rank(rank, schedule, *batch()))
+        take_step(pipeline, *for_rank(rank, schedule, *batch()))
     return gradients(here)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from course_pp.runtime import Pipeline, StepFailed
 from course_pp.runtime.versions import settings_of
-from tests.runtime.small import parse
+from tests.runtime.small import parse, take_step
 
 WIDTH = 3
 ORDER = "0F0 0F1 1F0 1B0 1U0 0B0 0U0 1F1 1B1 1U1 0B1 0U1"
@@ -36,7 +36,7 @@ def test_an_optimizer_may_hold_frozen_parameters_which_stay_as_they_are() -> Non
     module = linear()
     module.weight.requires_grad_(False)
     weight, bias = module.weight.clone(), module.bias.detach().clone()
-    pipeline(module).step(*data())
+    take_step(pipeline(module), *data())
     assert torch.equal(module.weight, weight)
     assert not torch.equal(module.bias, bias)
 
@@ -51,10 +51,10 @@ HOOKS: dict[str, Change] = {
 def test_a_hook_on_a_parameter_is_refused_as_versions_do_not_call_it(add_hook: Change) -> None:
     module = linear()
     built = pipeline(module)
-    built.step(*data())
+    take_step(built, *data())
     add_hook(module)
     with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
-        built.step(*data())
+        take_step(built, *data())
     with pytest.raises(ValueError, match="'weight' of stage 0 has a hook"):
         pipeline(module)
 
@@ -72,7 +72,7 @@ class FromAList(nn.Linear):
 
 def test_a_stage_that_keeps_its_parameters_in_a_list_is_named() -> None:
     with pytest.raises(StepFailed, match="stage 0 uses 'weight' past its attribute"):
-        pipeline(FromAList()).step(*data())
+        take_step(pipeline(FromAList()), *data())
 
 
 def test_a_parameter_that_is_frozen_after_the_pipeline_was_built_is_named() -> None:
@@ -80,7 +80,7 @@ def test_a_parameter_that_is_frozen_after_the_pipeline_was_built_is_named() -> N
     built = pipeline(module)
     module.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="'weight' of stage 0 was frozen or unfrozen"):
-        built.step(*data())
+        take_step(built, *data())
 
 
 def test_replicas_must_put_the_same_parameters_into_each_group() -> None:
@@ -102,6 +102,6 @@ def test_a_parameter_that_two_stages_of_a_rank_share_is_refused() -> None:
 def test_sparse_gradients_of_an_embedding_enter_its_updates() -> None:
     module = nn.Embedding(5, WIDTH, sparse=True, dtype=torch.float64)
     before = module.weight.detach().clone()
-    pipeline(module).step(torch.tensor([0, 1, 1, 3]), data()[1])
+    pipeline(module).step(torch.tensor([0, 1, 1, 3]), target=data()[1])
     changed = (module.weight != before).any(dim=1)
     assert changed.tolist() == [True, True, False, True, False]

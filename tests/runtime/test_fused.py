@@ -482,7 +482,7 @@ def step_twice(rank: int, name: str) -> dict[str, Tensor]:
     pipeline = Pipeline(schedule, stages, F.mse_loss, timeout_s=20)
     for seed in range(2):
         x, target = wide_batch(seed)
-        pipeline.step(x, target)
+        pipeline.step(x, target=target)
     return {f"{s}.{key}": gradient for s, stage in stages.items() for key, gradient in gradients(stage).items()}
 
 

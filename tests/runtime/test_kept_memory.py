@@ -17,7 +17,7 @@ from course_pp.runtime.messages import RankPlan, plan_messages
 from course_pp.runtime.stage import Stage
 from course_pp.schedule import Costs, Edge, Schedule, build, simulate
 from course_pp.schedule.edges import lanes_of
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -77,7 +77,7 @@ def peaks(rank: int, schedule: Schedule, width: int, recompute: bool) -> list[Ma
         recorder.clear()
         assert recorder.meter is not None
         assert not any(recorder.meter.kept.values())
-        pipeline.step(*for_rank(rank, schedule, *batch(width, schedule.n_microbatches)))
+        take_step(pipeline, *for_rank(rank, schedule, *batch(width, schedule.n_microbatches)))
     return [memory.peaks for memory in recorder.memory()]
 
 
@@ -220,7 +220,7 @@ def outputs_alive(rank: int, schedule: Schedule, recompute: bool) -> list[bool]:
     pipeline = Pipeline(schedule, modules, F.mse_loss, recompute=recompute, timeout_s=20)
     x, target = torch.randn(2, 2 * M, 3, WIDTH)
     for _ in range(2):
-        pipeline.step(*for_rank(rank, schedule, x, target))
+        take_step(pipeline, *for_rank(rank, schedule, x, target))
     return [alive for stage, module in modules.items() if stage < schedule.n_stages - 1 for alive in module.alive]
 
 

@@ -17,11 +17,12 @@ def pipeline(stage: nn.Module | None = None, **options: object) -> Pipeline:
 
 def test_a_training_step_under_no_grad_is_refused_and_evaluation_is_not() -> None:
     batch = torch.ones(M, WIDTH)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="under no_grad: step outside it, or evaluate with"):
-        pipeline().step(batch, batch)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        pipeline().step(batch, target=batch)
     evaluation = Pipeline(build("gpipe", 1, M).forward_only(), nn.Linear(WIDTH, WIDTH), F.mse_loss)
     with torch.no_grad():
-        assert len(evaluation.step(batch, batch)) == M
+        loss = evaluation.step(batch, target=batch)
+    assert (loss.dtype, loss.requires_grad, len(evaluation.shares)) == (torch.float64, False, M)
 
 
 def test_a_weight_in_two_ties_is_refused() -> None:
@@ -62,7 +63,7 @@ def test_a_stage_that_changes_its_input_in_place_is_recomputed_right() -> None:
     gradients = []
     for recompute in (False, True):
         stage, batch = ChangesItsInput(), torch.ones(M, WIDTH)
-        pipeline(stage, recompute=recompute).step(batch, torch.zeros(M, WIDTH))
+        pipeline(stage, recompute=recompute).step(batch, target=torch.zeros(M, WIDTH))
         gradients.append(stage.weight.grad)
         assert torch.equal(batch, torch.full((M, WIDTH), 2.0))
     assert torch.equal(*gradients)
@@ -72,7 +73,7 @@ def test_a_stage_that_changes_what_it_received_in_place_is_named() -> None:
     stages = {0: nn.Linear(WIDTH, WIDTH), 1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))}
     run, batch = Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss), torch.ones(M, WIDTH)
     with pytest.raises(RuntimeError, match=r"stage 1, microbatch 0, action 1F0: .*in-place operation"):
-        run.step(batch, batch)
+        run.step(batch, target=batch)
 
 
 def test_an_interrupted_pipeline_cannot_go_on() -> None:
@@ -82,6 +83,6 @@ def test_an_interrupted_pipeline_cannot_go_on() -> None:
 
     batch, stopped = torch.ones(M, WIDTH), pipeline(Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        stopped.step(batch, batch)
+        stopped.step(batch, target=batch)
     with pytest.raises(RuntimeError, match="its last step failed: rank 0, stage 0, microbatch 0, action 0F0: interrup"):
-        stopped.step(batch, batch)
+        stopped.step(batch, target=batch)

@@ -21,7 +21,7 @@ from tests import packed
 from tests.equality import Trained, assert_same_training, sharded_adamw, train
 from tests.packed import STEPS
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 from tests.runtime.stepping import TOLERANCE, gradients
 
 pytestmark = pytest.mark.timeout(60)
@@ -58,7 +58,7 @@ def train_case(case: Case, mesh: DeviceMesh) -> tuple[Trained, list[Tensor] | No
     lists = given(0)
     outputs = pipeline.evaluate(arg_mbs=lists.get("arg_mbs"), kwarg_mbs=lists["kwarg_mbs"])
     held = list(mine.values())
-    return train(held, len(STEPS), lambda i: sum(pipeline.step(**given(i))), sharded_adamw(held)), outputs
+    return train(held, len(STEPS), lambda i: pipeline.step(**given(i)), sharded_adamw(held)), outputs
 
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
@@ -137,8 +137,11 @@ def keyed_step(rank: int, schedule: Schedule, recompute: bool) -> tuple[float, A
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     recorder = Recorder(memory=True)
     pipeline = Pipeline(schedule, mine, F.mse_loss, recompute=recompute, recorder=recorder, timeout_s=20)
-    loss = sum(pipeline.step(*for_rank(rank, schedule, x, y), kwargs_chunk_spec=SPEC, **kwargs))
-    outputs = pipeline.evaluate(for_rank(rank, schedule, x, y)[0], on="all", kwargs_chunk_spec=SPEC, **kwargs)
+    inputs, target = for_rank(rank, schedule, x, y)
+    loss = pipeline.step(inputs, target=target, kwargs_chunk_spec=SPEC, **kwargs).item()
+    evaluated = pipeline.eval(inputs, target=target, kwargs_chunk_spec=SPEC, **kwargs)
+    assert evaluated.item() == pytest.approx(loss, rel=TOLERANCE)
+    outputs = pipeline.evaluate(inputs, on="all", kwargs_chunk_spec=SPEC, **kwargs)
     return loss, outputs, gradients(mine)
 
 
@@ -185,9 +188,9 @@ def updated(rank: int, recompute: bool) -> list[list[Tensor]]:
         options = {"optimizers": optimizers, "versions": "stash", "recompute": recompute, "timeout_s": 20}
         pipeline = Pipeline(build("pipedream", 2, M), stage, F.mse_loss, **options)
         if by_keyword:
-            pipeline.step(x, y, microbatch=kwargs["mask"])
+            pipeline.step(x, target=y, microbatch=kwargs["mask"])
         else:
-            pipeline.step((x, kwargs["mask"]), y)
+            pipeline.step(x, kwargs["mask"], target=y)
         found.append(list(stage.parameters()))
     return found
 
@@ -211,8 +214,8 @@ def test_a_recorded_step_takes_lists_and_counts_no_memory_that_is_the_callers() 
         else:
             given |= {"arg_mbs": [({"x": x, "microbatch": m},) if how == "as a dict" else (x, m) for x, m in pairs]}
         stage = Scaled(is_last=True).double()
-        losses, _ = run_step(build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given)
-        found.append((losses, recorder.memory()[0].peaks))
+        loss, _ = run_step(build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given)
+        found.append((loss.item(), recorder.memory()[0].peaks))
     assert found[0] == found[1] == found[2]
 
 
@@ -222,7 +225,7 @@ X, Y, KEYED = keyed_batch()
 READY = [(each,) for each in X.tensor_split(M)]
 KEYS = cut_keywords(KEYED, SPEC, ROWS, M)
 TARGETS = list(Y.tensor_split(M))
-WHOLE = {"inputs": X, "targets": Y, "kwargs_chunk_spec": SPEC, **KEYED}
+WHOLE = {"inputs": X, "target": Y, "kwargs_chunk_spec": SPEC, **KEYED}
 MADE = {"arg_mbs": READY, "kwarg_mbs": KEYS, "target_mbs": TARGETS}
 SHORT = {**KEYED, "mask": KEYED["mask"][:M], "lengths": Lengths(torch.ones(M)), "kwargs_chunk_spec": SPEC}
 BIAS = {"bias": torch.ones(M, 2, 2)}
@@ -230,8 +233,8 @@ BIAS = {"bias": torch.ones(M, 2, 2)}
 REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "another length": ([{**MADE, "kwarg_mbs": KEYS[1:]}, MADE], "kwarg_mbs has 3 entries, but the schedule has 4"),
     "whole beside ready": (
-        [MADE, {**MADE, "targets": Y}],
-        "targets is of a whole batch, and arg_mbs, kwarg_mbs, target",
+        [MADE, {**MADE, "target": Y}],
+        "target is of a whole batch, and arg_mbs, kwarg_mbs, target",
     ),
     "whole on one rank": ([MADE, WHOLE], "one rank was given a whole batch, another ready-made microbatches"),
     "ready where nothing is needed": ([WHOLE, {"kwarg_mbs": KEYS}, WHOLE], "one rank was given a whole batch"),
@@ -262,11 +265,14 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         [WHOLE, {}, WHOLE],
         "missing 4 required positional arguments: 'mask', 'lengths', 'table'",
     ),
-    "a keyword of no stage": ([{**WHOLE, "target": 1}, WHOLE], "got an unexpected keyword argument 'target'"),
+    "a keyword of no stage": ([{**WHOLE, "labels": 1}, WHOLE], "got an unexpected keyword argument 'labels'"),
     "a value of another stage": (
         [WHOLE, WHOLE, {**WHOLE, "skip": 1}],
         "got multiple values for keyword argument 'skip'",
     ),
+    "the old word for the target": ([WHOLE, WHOLE, {"targets": Y, **KEYED, "kwargs_chunk_spec": SPEC}], "give target="),
+    "the target by position": ([{**WHOLE, "inputs": (X, Y)}, WHOLE], "got multiple values for argument 'mask'"),
+    "no target": ([WHOLE, WHOLE, {**WHOLE, "target": None}], "target is missing"),
     "the input again": ([{**WHOLE, "x": 1}, WHOLE], "got multiple values for argument 'x'"),
 }
 
@@ -274,7 +280,8 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
 def said(rank: int, given: Sequence[dict[str, Any]]) -> str:
     pipeline = Pipeline(build("1f1b", 3, M), keyed_stages()[rank], F.mse_loss, timeout_s=20)
     try:
-        pipeline.step(**given[min(rank, len(given) - 1)])
+        mine = dict(given[min(rank, len(given) - 1)])
+        take_step(pipeline, mine.pop("inputs", None), mine.pop("target", None), **mine)
     except (ValueError, StepFailed) as error:
         return str(error)
     return "nothing"

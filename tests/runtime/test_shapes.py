@@ -16,7 +16,7 @@ from course_pp.runtime.messages import plan_messages
 from course_pp.schedule import Product, Schedule, build
 from tests.grids import crossed
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, gradients, in_one_process, run_steps
 
 pytestmark = pytest.mark.timeout(60)
@@ -346,8 +346,8 @@ def alternating(rank: int, schedules: Sequence[Schedule], steps: Sequence[Step],
             for module in mine.values():
                 if module is not None:
                     module.zero_grad()
-            losses = pipeline.step(*for_rank(rank, schedule, step.inputs, step.targets))
-            done[number].append(Done(list(losses), gradients(mine)))
+            take_step(pipeline, *for_rank(rank, schedule, step.inputs, step.targets))
+            done[number].append(Done(list(pipeline.shares), gradients(mine)))
     return done
 
 

@@ -18,7 +18,7 @@ from course_pp.model import CrossEntropy
 from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import build
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 
 WIDTH, M, STEPS = 6, 8, 2
 # Of a stage by what is wrapped: each is reduced once a step.
@@ -107,7 +107,7 @@ def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
     for step in range(STEPS):
         arguments = for_rank(mesh.get_local_rank("pp"), schedule, *batch_of(step, replica))
         with Reductions() as reductions:
-            pipe.step(*arguments)
+            take_step(pipe, *arguments)
         counted = reductions.number
     return whole_gradients(modules), counted
 
@@ -206,8 +206,8 @@ def unequal(replica: int) -> tuple[Tensor, Tensor]:
 def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tuple[float, dict[str, Tensor]]:
     pipe, schedule, modules, mesh = pipeline_of(layout, CrossEntropy())
     arguments = for_rank(mesh.get_local_rank("pp"), schedule, *unequal(replica_of(mesh)))
-    loss = sum(pipe.step(*arguments, divisor=divisor))
-    return loss, whole_gradients(modules)
+    loss = take_step(pipe, *arguments, divisor=divisor)
+    return loss.item(), whole_gradients(modules)
 
 
 UNEQUAL = {
@@ -240,7 +240,7 @@ def after_others(rank: int) -> list[tuple[float, float]]:
     pipe, schedule, modules, mesh = pipeline_of(layout)
     pp_rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
     arguments = for_rank(pp_rank, schedule, *batch_of(0, replica))
-    pipe.step(*arguments)
+    take_step(pipe, *arguments)
     earlier = {name: gradient.clone() for name, gradient in own_gradients(modules).items()}
     calls = iter([False] * 2 + [True] + [False] * 100)
 
@@ -250,19 +250,18 @@ def after_others(rank: int) -> list[tuple[float, float]]:
 
     hook = modules[pp_rank].register_forward_hook(fail)
     with pytest.raises(StepFailed, match="my bug"):
-        pipe.step(*arguments)
+        take_step(pipe, *arguments)
     hook.remove()
     torch.testing.assert_close(own_gradients(modules), earlier, rtol=0, atol=0)
-    evaluating = Pipeline(schedule.forward_only(), modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     training = Pipeline(schedule, modules, F.mse_loss, group=mesh.get_group("pp"), timeout_s=20)
     optimizer = torch.optim.SGD([p for m in modules.values() for p in m.parameters()], lr=0.1)
     found = []
     for _ in range(2):
         optimizer.zero_grad()
-        losses = training.step(*arguments)
+        loss = take_step(training, *arguments)
         optimizer.step()
-        evaluated = evaluating.step(*arguments)
-        found.append((sum(losses), sum(evaluated)))
+        evaluated = training.eval(arguments[0], target=arguments[1])
+        found.append((loss.item(), evaluated.item()))
     return found
 
 
@@ -287,8 +286,8 @@ def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_
 
 
 WRONG_HALF = {
-    "inputs": (0, lambda pipe, x, y: pipe.step(inputs=x[:1])),
-    "targets": (1, lambda pipe, x, y: pipe.step(targets=y[:1])),
+    "inputs": (0, lambda pipe, x, y: pipe.step(x[:1])),
+    "target": (1, lambda pipe, x, y: pipe.step(target=y[:1])),
     "on": (1, lambda pipe, x, y: pipe.evaluate(on="first")),
 }
 """Of a data rank, on which pipeline rank something is wrong, and its call there."""
@@ -302,12 +301,12 @@ def refused_on_one_data_rank(rank: int, bare: bool) -> list[str]:
         pp_rank, replica = mesh.get_local_rank("pp"), replica_of(mesh)
         x, y = batch_of(0, replica)
         given = for_rank(pp_rank, schedule, x, y)
-        call = partial(pipe.evaluate, given[0]) if name == "on" else partial(pipe.step, *given)
+        call = partial(pipe.evaluate, given[0]) if name == "on" else partial(take_step, pipe, *given)
         if (pp_rank, replica) == (guilty, 1):
             call = partial(wrong, pipe, x, y)
         with pytest.raises((ValueError, StepFailed)) as refusal:
             call()
-        said.append(getattr(refusal.value, "origin", str(refusal.value)).rpartition("ValueError: ")[2])
+        said.append(getattr(refusal.value, "what", str(refusal.value)).rpartition("ValueError: ")[2])
     return said
 
 

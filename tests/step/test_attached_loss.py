@@ -39,7 +39,7 @@ from tests.equality import Trained, assert_same_training, snapshot_gradients
 from tests.grids import crossed
 from tests.parallel.small import model_config
 from tests.processes import no_process_left
-from tests.runtime.small import arguments, stages_of
+from tests.runtime.small import for_rank, stages_of, take_step
 from tests.runtime.stepping import Done, assert_equal_steps, gradients, through
 
 pytestmark = pytest.mark.timeout(60)
@@ -134,8 +134,8 @@ def runtime_steps(
     pipeline = Pipeline(schedule, mine, loss_fn, recompute=recompute, timeout_s=20)
     done, sums = [], []
     for inputs, targets in steps:
-        losses = pipeline.step(**arguments(rank, schedule, inputs, targets))
-        done.append(Done(list(losses), gradients(mine)))
+        take_step(pipeline, *for_rank(rank, schedule, inputs, targets))
+        done.append(Done(list(pipeline.shares), gradients(mine)))
         sums.append(pipeline.attached)
         for module in mine.values():
             module.zero_grad()
@@ -171,9 +171,9 @@ def sharded_runtime_step(rank: int, data: Batch) -> tuple[float, dict[str, Tenso
     fully_shard(module, mesh=mesh["dp_shard"])
     schedule, mine = build("zb_h1", 2, M), (part[M * replica : M * (replica + 1)] for part in data)
     pipeline = Pipeline(schedule, module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
-    losses = pipeline.step(**arguments(stage, schedule, *mine))
+    loss = take_step(pipeline, *for_rank(stage, schedule, *mine))
     whole = {f"{stage}.{name}": p.grad.full_tensor() for name, p in module.named_parameters()}
-    return sum(losses), whole, pipeline.attached
+    return loss.item(), whole, pipeline.attached
 
 
 def test_the_runtime_averages_attached_losses_over_data_ranks() -> None:
@@ -192,7 +192,7 @@ def test_an_update_within_the_step_takes_the_whole_attached_loss() -> None:
     optimizer, plain = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (stage, alone))
     schedule = build("pipedream", 1, M)
     pipeline = Pipeline(schedule, stage, CrossEntropy(), optimizers={0: optimizer}, versions="stash", tied=())
-    pipeline.step(**arguments(0, schedule, inputs, targets))
+    take_step(pipeline, inputs, targets)
     for x, target in zip(inputs, targets, strict=True):
         plain.zero_grad()
         (CrossEntropy()(alone(x), target) + sum(alone.losses.values())).backward()
@@ -397,7 +397,7 @@ def refused(rank: int, engine: str, what: str) -> str:
     if engine == "parallel":
         step = partial(in_parallel(module).step, target=ZEROS)
     else:
-        step = partial(Pipeline(build("1f1b", 2, M), module, F.mse_loss, **options).step, targets=ZEROS)
+        step = partial(Pipeline(build("1f1b", 2, M), module, F.mse_loss, **options).step, target=ZEROS)
     with pytest.raises((StepFailed, ValueError)) as refusal:
         step(ZEROS)
     return str(refusal.value)
@@ -435,7 +435,7 @@ def attached_in_turn(rank: int) -> list[dict[str, float]]:
     found = []
     for module.what in ("in one stage", ""):
         ours.step(ZEROS, target=ZEROS)
-        plain.step(ZEROS, ZEROS)
+        plain.step(ZEROS, target=ZEROS)
         found += [ours.attached, plain.attached]
     return found
 

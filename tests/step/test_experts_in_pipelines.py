@@ -28,7 +28,7 @@ from tests.equality import Trained, adamw, assert_same_training, batches, sharde
 from tests.grids import crossed
 from tests.parallel import stack
 from tests.processes import no_process_left
-from tests.runtime.small import for_rank, stage_modules
+from tests.runtime.small import for_rank, stage_modules, take_step
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,8 +171,9 @@ def in_runtime(rank: int, name: str, config: ModelConfig, padded: bool, recomput
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
         inputs, targets, *mask = batch
         keywords = {"attention_mask": mask[0]} if mask else {}
-        losses = pipeline.step(*for_rank(rank, schedule, inputs, targets), divisor=divisor, **keywords)
-        return sum(losses), pipeline.attached
+        given = for_rank(rank, schedule, inputs, targets)
+        loss = take_step(pipeline, *given, divisor=divisor, **keywords)
+        return loss.item(), pipeline.attached
 
     held = list(modules.values())
     return routed(held, None, adamw(held), data(config, M, padded=padded), run)

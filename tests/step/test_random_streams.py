@@ -98,7 +98,7 @@ def pipeline_of(case: Case, modules: dict[int, Any], mesh: Any, pp: int) -> Any:
         group = None if pp_mesh is None else pp_mesh.get_group()
         options = {"group": group, "recompute": case.recompute, "timeout_s": 20}
         pipeline = runtime.Pipeline(build(case.schedule, pp, M), modules, F.mse_loss, **options)
-        return lambda x: pipeline.step(x, x)
+        return lambda x: pipeline.step(x, target=x)
     sizes = {"n_stages": pp * len(modules), "inputs": torch.empty(2, WIDTH)}
     stages = [build_pipeline_stage(module, mesh, "cpu", stage=i, **sizes) for i, module in modules.items()]
     schedule = build_pipeline_schedule(stages, M, F.mse_loss, case.schedule)

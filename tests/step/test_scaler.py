@@ -80,10 +80,7 @@ def on_rank(rank: int, engine: str, recipe: Recipe, fused: bool) -> Seen:
         pipeline = Pipeline(schedule, stages, CrossEntropy(), group=mesh.get_group("pp"), scaler=scaler)
     for i, (inputs, targets) in enumerate(DATA):
         optimizer.zero_grad()
-        if engine == "parallel":
-            seen.losses.append(pipeline.step(inputs[rows], target=targets[rows]).item())
-        else:
-            seen.losses.append(sum(pipeline.step(inputs[rows], targets[rows])))
+        seen.losses.append(pipeline.step(inputs[rows], target=targets[rows]).item())
         if i in INFINITE:
             make_infinite(modules, INFINITE[i])
         if not fused:  # else step unscales
@@ -180,7 +177,7 @@ def refusals(rank: int) -> dict[str, list[str]]:
     attempt("given to none", lambda: MeshGradScaler().unscale_(optimizer))
     other = MeshGradScaler()
     twice = in_runtime(other, lambda output, target: other.scale(F.mse_loss(output, target)))
-    attempt("scaled twice", lambda: twice.step(x, x))
+    attempt("scaled twice", lambda: twice.step(x, target=x))
     pipedream = {"optimizers": {rank: optimizer}, "versions": "stash"}
     attempt(
         "asynchronous",
@@ -221,9 +218,10 @@ def overflow(rank: int) -> list[tuple[bool, float, bool]]:
         scaler, optimizer = MeshGradScaler(init_scale=8.0), adamw([module])
         if engine == "parallel":
             stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
-            loss = build_pipeline_schedule(stage, 4, F.mse_loss, scaler=scaler).step(x, target=x).item()
+            pipeline: Any = build_pipeline_schedule(stage, 4, F.mse_loss, scaler=scaler)
         else:
-            loss = sum(Pipeline(build("1f1b", 2, 4), module, F.mse_loss, scaler=scaler).step(x, x))
+            pipeline = Pipeline(build("1f1b", 2, 4), module, F.mse_loss, scaler=scaler)
+        loss = pipeline.step(x, target=x).item()
         scaler.step(optimizer)
         scaler.update()
         found.append((math.isfinite(loss), scaler.get_scale(), not module.weight.equal(before)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -263,13 +264,14 @@ class _Patient:
         torch.manual_seed(100 + rank)
 
     def losses(self, until: int) -> list[float]:
-        """Train to the end of step ``until`` of the run; the mean losses of the steps taken."""
+        """Train to the end of step ``until`` of the run; the mean share of the loss in each step taken."""
         found = []
         while self.step < until:
             self.optimizer.zero_grad()
-            shares = self._pipeline.step(*_noise(self.step))
+            x, target = _noise(self.step)
+            self._pipeline.step(x, target=target)
             self.optimizer.step()
-            found.append(sum(shares) / len(shares))
+            found.append(fmean(self._pipeline.shares))
             self.step += 1
         return found
 

@@ -148,7 +148,7 @@ def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> Trained:
     for step in range(n_steps):
         rows = rows_of_text(_ROWS, step)
         optimizer.zero_grad()
-        losses.append(sum(pipeline.step(rows[:, :-1], rows[:, 1:])))
+        losses.append(pipeline.step(rows[:, :-1], target=rows[:, 1:]).item())
         optimizer.step()
         loads.append(expert_loads([stage], None))
         update_router_bias([stage], loads[-1])
@@ -191,10 +191,10 @@ def _step_with_losses(rank: int, config: ModelConfig) -> tuple[dict[str, float],
     torch.manual_seed(0)
     stage, rows = build_stage_module(config, rank, 2).double(), rows_of_text(_ROWS)
     pipeline = Pipeline(build("1f1b", 2, _MICROBATCHES), {rank: stage}, CrossEntropy())
-    pipeline.step(rows[:, :-1], rows[:, 1:])  # shapes are settled in the first
+    pipeline.step(rows[:, :-1], target=rows[:, 1:])  # shapes are settled in the first
     stage.zero_grad()
     with CollectiveCounter() as counter:
-        pipeline.step(rows[:, :-1], rows[:, 1:])
+        pipeline.step(rows[:, :-1], target=rows[:, 1:])
     return pipeline.attached, _mixtures(stage)[0].router.weight.grad, counter.counts.total(collective="send").number
 
 

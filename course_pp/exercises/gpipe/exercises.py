@@ -465,7 +465,7 @@ def _shortest_steps(rank: int, sizes: Sequence[int], rows: int, repeats: int) ->
     pipelines = {m: Pipeline(build("gpipe", p, m), stage, nn.MSELoss(), recorder=recorder) for m in sizes}
     for m in tuple(sizes) * repeats:
         recorder.clear()
-        pipelines[m].step(x, y)
+        pipelines[m].step(x, target=y)
         run = recorder.timeline()
         best[m] = min(run, best.get(m, run), key=lambda timeline: timeline.makespan)
     return best

@@ -176,7 +176,7 @@ def _train(rank: int, n_steps: int) -> dict[bool, Tensor]:
         pipeline = Pipeline(build("1f1b", n_ranks, 4), mine, _loss, tied=ties if tied else ())
         for _ in range(n_steps):
             optimizer.zero_grad()
-            pipeline.step(IDS[:, :-1], IDS[:, 1:])
+            pipeline.step(IDS[:, :-1], target=IDS[:, 1:])
             optimizer.step()
         ends[tied] = mine.get_parameter(ties[0].get(rank, "")).detach()
     return ends
@@ -236,10 +236,10 @@ def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Te
     schedule, stages = build(name, n_ranks, m), ladder()
     mine = {stage: stages[stage] for stage, ranks in enumerate(schedule.placement) if rank in ranks}
     pipeline = Pipeline(schedule, mine, mse_loss)
-    pipeline.step(_batch(m), _batch(m))  # the first step also agrees on shapes
+    pipeline.step(_batch(m), target=_batch(m))  # the first step also agrees on shapes
     for module in mine.values():
         module.zero_grad()
-    counts = count_collectives(lambda: pipeline.step(_batch(m), _batch(m)))
+    counts = count_collectives(lambda: pipeline.step(_batch(m), target=_batch(m)))
     sent = sum(tally.n_bytes for (_, kind), tally in counts.tallies.items() if kind == "send")
     return {f"{s}.{k}": p.grad for s, module in mine.items() for k, p in module.named_parameters()}, sent  # type: ignore[misc]
 

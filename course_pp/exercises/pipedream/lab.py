@@ -112,7 +112,8 @@ def _kept(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Kept
 
     optimizer.register_step_pre_hook(note)
     pipeline = Pipeline(schedule, stage, mse_loss, optimizers={rank: optimizer}, versions=versions)
-    pipeline.step(*task(schedule.n_microbatches, schedule.n_stages))
+    inputs, target = task(schedule.n_microbatches, schedule.n_stages)
+    pipeline.step(inputs, target=target)
     return weights, gradients
 
 
@@ -183,8 +184,9 @@ def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) ->
     step = schedule.n_microbatches * _ROWS
     try:
         for at in range(0, len(inputs), step):
-            shares = pipeline.step(inputs[at : at + step], targets[at : at + step])
-            losses += tuple(share * schedule.n_microbatches for share in shares) if flushes else shares
+            pipeline.step(inputs[at : at + step], target=targets[at : at + step])
+            scale = schedule.n_microbatches if flushes else 1  # of equal shares, else they are means
+            losses += tuple(scale * share for share in pipeline.shares)
             if flushes:
                 optimizer.step()
                 optimizer.zero_grad()
