@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "no rows of a batch unseen": ([WHOLE, SHORT, WHOLE], "one rank has cut tensors of 10 rows, another of 4: give all"),
     "an object": (
         [{**WHOLE, "kwargs_chunk_spec": {"lengths": "rows"}}, WHOLE],
-        "keyword argument table is a Table: say",
+        "keyword argument table is of class Table: say",
     ),
     "a misspelt name": (
         [{**WHOLE, "kwargs_chunk_spec": {"lenghts": "rows"}}, WHOLE],
