@@ -19,7 +19,7 @@ from torch import Tensor
 
 from course_pp.base.arguments import checked
 from course_pp.step.hooks import is_dtensor
-from course_pp.step.values import map_tensors
+from course_pp.step.values import tensors_of
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target)``: a scalar, the mean loss of one microbatch."""
@@ -151,9 +151,7 @@ def _naming_the_loss_of_cut_logits(loss: TokenLoss, output: Any) -> Iterator[Non
     except (RuntimeError, NotImplementedError) as error:
         # DTensor raises these two themselves. Subclasses say something else, as OutOfMemoryError does.
         may_be_dtensor = type(error) in (RuntimeError, NotImplementedError)
-        found: list[Tensor] = []
-        map_tensors(found.append, output)
-        is_cut = any(is_dtensor(part) for part in found)
+        is_cut = any(is_dtensor(part) for part in tensors_of(output))
         if not is_cut or not may_be_dtensor or getattr(loss, "takes_cut_logits", False):
             raise
         raise ValueError(
