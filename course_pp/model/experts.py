@@ -23,7 +23,7 @@ A loss is of one microbatch on one data rank, as everybody computes it. It arise
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 
 from course_pp.base.sizes import ModelConfig
+from course_pp.base.torch_private import ToldOfChanges
 from course_pp.step.grouped import autocasts_as, grouped_product
 from course_pp.step.loss import attach_loss
 
@@ -55,7 +56,7 @@ class Routing(NamedTuple):
     scores: Tensor
 
 
-class Router(nn.Module):
+class Router(ToldOfChanges):
     """Choose each token's `top_k` experts by a score for each, in float32 or wider.
 
     Attributes:
@@ -80,17 +81,14 @@ class Router(nn.Module):
         self.groups: list[dist.ProcessGroup] = []
         self.register_buffer("load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Convert and move as ``to`` and ``half`` ask; the bias keeps its values and 32 bits."""
-        before = self.bias
-        super()._apply(fn, recurse)
-        if before is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
-            self.bias = before.to(self.bias.device)
-        return self
+    def was_converted(self, before: Mapping[str, Tensor | None]) -> None:
+        """Let the bias keep its values and 32 bits."""
+        bias = before["bias"]
+        if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = bias.to(self.bias.device)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def was_loaded(self) -> None:
         """Widen a bias that ``assign=True`` takes over in half precision."""
-        super()._load_from_state_dict(*args)
         if self.bias is not None and self.bias.dtype.itemsize < 4:
             self.bias = self.bias.float()
 

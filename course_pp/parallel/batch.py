@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course_pp.base.torch_private import tree_flatten, tree_unflatten
 from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import tree_flatten, tree_unflatten
 from course_pp.parallel.stage import ModelStage, check_microbatch
 from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords
 from course_pp.step.loss import TokenLoss

@@ -19,6 +19,7 @@ from typing import TypeGuard
 from torch import nn
 
 from course_pp.base.arguments import checked
+from course_pp.base.torch_private import own_children
 from course_pp.step.hooks import problem_of_wrappers
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
@@ -122,7 +123,10 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
 
     ``lone``: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one is a short list.
     """
-    here = {f"{name}.{child}" if name else child: part for child, part in module._modules.items() if _is_here(part)}
+    here = {}
+    for child, part in own_children(module).items():
+        if _is_here(part):
+            here[f"{name}.{child}" if name else child] = part
     taken: set[str] = set()
     if isinstance(module, (*_LISTS, nn.Sequential)):
         least = 2 if len(here) > 1 or (isinstance(module, nn.Sequential) and not lone) else 1

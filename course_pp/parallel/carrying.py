@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks, rank_by_stage, refusing_together
+from course_pp.base.torch_private import tree_map
 from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import tree_map
 from course_pp.parallel.mesh import get_pp_mesh
 from course_pp.parallel.replaced_forward import Replaced, has_replaced
 from course_pp.schedule.edges import Declared, declared_by, edges_from, taken_apart

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from course_pp.base.arguments import check_arguments, refuse_below, shown
 from course_pp.base.ranks import Ranks, difference, refusing_together
+from course_pp.base.torch_private import multiply, norms_of
 from course_pp.model import PipelineStageModule, Transformer
 from course_pp.model.stages import Tie
-from course_pp.parallel._torch import multiply, norms_of
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size
 from course_pp.parallel.split import SplitStage
 from course_pp.parallel.stage import ModelStage

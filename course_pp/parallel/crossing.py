@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from course_pp.base.ranks import Ranks
+from course_pp.base.torch_private import tree_map
 from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import tree_map
 from course_pp.parallel.batch import Microbatches, Told
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.stage import ModelStage, find_outputs

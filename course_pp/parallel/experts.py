@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks, refusing_together
+from course_pp.base.torch_private import all_to_all, own_parameters
 from course_pp.model import Transformer
 from course_pp.model.experts import Experts
-from course_pp.parallel._torch import all_to_all
 from course_pp.parallel.blocks import Blocks, modules_wanted, problem_of_none
 from course_pp.parallel.mesh import get_ep_mesh
 from course_pp.parallel.replaced_forward import Replaced, check_order, replaced_forwards
@@ -221,7 +221,7 @@ class Exchanged(Replaced):
         }
         # Not torch.func.functional_call, which does the same, but then calls the module: this forward
         # again, without end, and the module's hooks, such as FSDP2's, which run around us already.
-        with patch.dict(self._module._parameters, own):
+        with patch.dict(own_parameters(self._module), own):
             yield list(own.values())
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_pp.base.arguments import checked, refuse_bad_timeout
 from course_pp.base.ranks import Ranks
-from course_pp.parallel._torch import set_timeout
+from course_pp.base.torch_private import set_timeout
 from course_pp.parallel.cores import share_cores
 from course_pp.parallel.world import Backend, get_device, get_world_info, visible_gpus
 

@@ -16,9 +16,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from course_pp.parallel._torch import TorchDispatchMode, mixed_precision, tree_flatten, tree_map
+from course_pp.base.torch_private import (
+    TorchDispatchMode,
+    asks_for_number,
+    forget_compiled,
+    give_containers,
+    is_grouped_product,
+    mixed_precision,
+    own_buffers,
+    own_children,
+    own_parameters,
+    tree_flatten,
+    tree_map,
+    uncompiled,
+)
 from course_pp.parallel.replaced_forward import replaced_forwards
-from course_pp.step.hooks import uncompiled
 from course_pp.step.values import meta_of
 
 _MOST_QUESTIONS = 1000
@@ -54,7 +66,7 @@ class _Answering(TorchDispatchMode):
         self.yes, self.asked = yes, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_question = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        is_question = asks_for_number(func) and args[0].is_meta
         if is_question and args[0].dtype == torch.bool:
             self.asked += 1
             if self.asked > _MOST_QUESTIONS:  # a loop that waits for the other answer
@@ -72,7 +84,7 @@ def run_operation(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     torch computes these on CPU and GPU, and takes bfloat16 alone on the meta device. Experts of
     transformers' models are such products.
     """
-    if func is not torch.ops.aten._grouped_mm.default or not args[0].is_meta:
+    if not is_grouped_product(func) or not args[0].is_meta:
         return func(*args, **kwargs)
     one, other = args[0], args[1]
     sizes = [one.shape[-2], other.shape[-1]]
@@ -123,13 +135,16 @@ class _Copier:
         # torch's own containers of hooks stay empty; a module's attribute may have such a name too.
         hooks = {key: value for key, value in vars(nn.Module()).items() if "hooks" in key}
         copied.__dict__ = vars(module) | hooks
-        copied._compiled_call_impl = None
-        parameters: dict[str, Any] = {name: self._tensor(value, dtype) for name, value in module._parameters.items()}
-        copied._parameters = parameters
-        copied._buffers = {name: self._tensor(value, None) for name, value in module._buffers.items()}
-        copied._modules = {
-            name: None if child is None else self.copy(child, dtype) for name, child in module._modules.items()
-        }
+        forget_compiled(copied)
+        parameters: dict[str, Any] = {}
+        for name, parameter in own_parameters(module).items():
+            parameters[name] = self._tensor(parameter, dtype)
+        buffers = {name: self._tensor(value, None) for name, value in own_buffers(module).items()}
+        children: dict[str, nn.Module | None] = {}
+        # The copy has its tensors before its children are copied, which may lead back to it.
+        give_containers(copied, parameters, buffers, children)
+        for name, child in own_children(module).items():
+            children[name] = None if child is None else self.copy(child, dtype)
         _rebind(module, copied)
         return copied
 
@@ -203,14 +218,14 @@ def without_numbers(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterato
         for unit in units.values():
             own.update(map(id, unit.modules()))
             for part in unit.modules() if has_no_weights(unit) else ():
-                on_meta = {name: None if b is None else b.to("meta") for name, b in part._buffers.items()}
-                puts_back.enter_context(patch.dict(part._buffers, on_meta))
+                on_meta = {name: None if b is None else b.to("meta") for name, b in own_buffers(part).items()}
+                puts_back.enter_context(patch.dict(own_buffers(part), on_meta))
         for part in model.modules():
             if id(part) not in own:
                 zeros: dict[str, nn.Parameter] = {}
-                for name, parameter in part._parameters.items():
+                for name, parameter in own_parameters(part).items():
                     if parameter is not None and parameter.is_meta:
                         whole = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                         zeros[name] = nn.Parameter(whole, parameter.requires_grad)
-                puts_back.enter_context(patch.dict(part._parameters, zeros))
+                puts_back.enter_context(patch.dict(own_parameters(part), zeros))
         yield

@@ -25,15 +25,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from course_pp.base.arguments import check_arguments, refuse_bad_timeout, shown
 from course_pp.base.ranks import Ranks
-from course_pp.model import PipelineStageModule
-from course_pp.parallel._torch import (
+from course_pp.base.torch_private import (
     all_reducing_as_set,
     carries_integers,
     run_step,
     tree_flatten,
     tree_map,
     tree_unflatten,
+    uncompiled,
 )
+from course_pp.model import PipelineStageModule
 from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
@@ -53,7 +54,7 @@ from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
 from course_pp.step.batch import ChunkSpec
 from course_pp.step.failure import StepFailed
-from course_pp.step.hooks import called_once, problem_of_hooks, uncompiled
+from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import (
     LossFn,
     Sums,

@@ -22,7 +22,7 @@ autocast keeps copies of the weights for each microbatch in flight, FSDP2 one co
 Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Literal
@@ -36,10 +36,17 @@ from torch.utils.checkpoint import checkpoint
 
 from course_pp.base.arguments import check_arguments, checked
 from course_pp.base.ranks import refusing_together
+from course_pp.base.torch_private import (
+    is_compiled_in_place,
+    mixed_precision,
+    own_buffers,
+    tree_flatten,
+    tree_map,
+    uncompiled,
+    version_of,
+)
 from course_pp.model import MoE
-from course_pp.parallel._torch import is_compiled_in_place, mixed_precision, tree_flatten, tree_map
 from course_pp.parallel.blocks import Blocks, find_blocks, listed, nearest
-from course_pp.step.hooks import uncompiled
 
 
 class Replaced:
@@ -75,8 +82,10 @@ def has_replaced(module: nn.Module, kind: type[Replaced]) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module`` or a part of it is compiled: by :func:`apply_compile`, in place, or in a wrapper."""
-    is_wrapped = any(uncompiled(part) is not part for part in module.modules())
-    return is_wrapped or is_compiled_in_place(module) or has_replaced(module, Compiled)
+    for part in module.modules():
+        if uncompiled(part) is not part or is_compiled_in_place(part):
+            return True
+    return has_replaced(module, Compiled)
 
 
 class Compiled(Replaced):
@@ -128,7 +137,7 @@ class _Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [part for part in module.modules() if part._buffers]
+        self._parts = [part for part in module.modules() if own_buffers(part)]
         self._before: list[tuple[nn.Module, dict[str, Tensor]]] = []
         self._now: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
 
@@ -138,25 +147,29 @@ class _Buffers:
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """Keep copies of the buffers that the forward inside changes."""
-        there = [(part, {n: b for n, b in part._buffers.items() if b is not None}) for part in self._parts]
-        versions = [[buffer._version for buffer in buffers.values()] for _, buffers in there]
+        there = [(part, {n: b for n, b in own_buffers(part).items() if b is not None}) for part in self._parts]
+        versions = [_versions(buffers) for _, buffers in there]
         copies = [(part, {name: buffer.clone() for name, buffer in buffers.items()}) for part, buffers in there]
         yield
         for copied, (part, buffers), before in zip(copies, there, versions, strict=True):
             # BatchNorm counts its batches in the open, but changes its statistics behind autograd's back.
-            changed = any(part._buffers.get(name) is not buffer for name, buffer in buffers.items())
-            if changed or [buffer._version for buffer in buffers.values()] != before:
+            changed = any(own_buffers(part).get(name) is not buffer for name, buffer in buffers.items())
+            if changed or _versions(buffers) != before:
                 self._before.append(copied)
 
     def __enter__(self) -> None:
         """Let the forward inside find those buffers, and change copies of them."""
-        self._now = [(part, dict(part._buffers)) for part, _ in self._before]
+        self._now = [(part, dict(own_buffers(part))) for part, _ in self._before]
         for part, buffers in self._before:
-            part._buffers.update({name: buffer.clone() for name, buffer in buffers.items()})
+            own_buffers(part).update({name: buffer.clone() for name, buffer in buffers.items()})
 
     def __exit__(self, *_: object) -> None:
         for part, held in self._now:
-            part._buffers.update(held)
+            own_buffers(part).update(held)
+
+
+def _versions(buffers: Mapping[str, Tensor]) -> list[int]:
+    return [version_of(buffer) for buffer in buffers.values()]
 
 
 class EightBits(Replaced):

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from course_pp.base.arguments import checked, refuse_below
-from course_pp.parallel._torch import explicit_order
+from course_pp.base.torch_private import explicit_order
 from course_pp.schedule import Entry, Schedule, build, check, find, names
 
 

@@ -13,15 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import refusing_together
-from course_pp.model import ModelConfig, PipelineStageModule, Transformer
-from course_pp.model.stages import Tie
-from course_pp.parallel._torch import (
-    LocalNeighboursStage,
-    expect,
+from course_pp.base.torch_private import (
     leave_out_of_backward,
     mixed_precision,
     tree_flatten,
+    uncompiled,
 )
+from course_pp.model import ModelConfig, PipelineStageModule, Transformer
+from course_pp.model.stages import Tie
 from course_pp.parallel.experts import is_shared_out
 from course_pp.parallel.mesh import get_pp_mesh, get_pp_rank, get_pp_size, lone_group
 from course_pp.parallel.meta_device import meta_copy, run_on_meta
@@ -35,7 +34,8 @@ from course_pp.parallel.replaced_forward import (
     spelled,
 )
 from course_pp.parallel.split import SplitStage
-from course_pp.step.hooks import problem_of_wrappers, uncompiled
+from course_pp.parallel.torch_stage import LocalNeighboursStage, expect
+from course_pp.step.hooks import problem_of_wrappers
 from course_pp.step.late_weights import Deferring, WeightGradients
 from course_pp.step.loss import Attached
 from course_pp.step.random_streams import RandomStreams

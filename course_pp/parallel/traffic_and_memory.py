@@ -62,12 +62,12 @@ from course_pp.base.shapes import (
 )
 from course_pp.base.sizes import compute_layer_assignment
 from course_pp.model import ModelConfig
-from course_pp.parallel._torch import CollectiveWatcher, GatheredWatcher
 from course_pp.parallel.fsdp import ReshardPolicy, policy_of_dtypes, resolve_reshard_after_forward
 from course_pp.parallel.mesh import DistributedConfig, mesh_of_experts
 from course_pp.parallel.schedules import get_stage_indices, order_of, splits_backward
 from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
+from course_pp.parallel.watching import CollectiveWatcher, GatheredWatcher
 
 # How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
 _KINDS = {

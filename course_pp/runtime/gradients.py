@@ -13,11 +13,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from course_pp.base.torch_private import (
+    all_reduces,
+    data_groups,
+    finalize_by_hand,
+    forget_gradients,
+    reduce_gradients,
+)
 from course_pp.step.hooks import call_hooks
 from course_pp.step.ties import add_up, copies_in, set_apart
 
@@ -87,7 +94,7 @@ class ShardedStages:
     @cached_property
     def data_groups(self) -> Sequence[dist.ProcessGroup]:
         """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
-        found = (_data_groups(part) for root in self._roots for part in _sharded_parts(root))
+        found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
         return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
 
     @contextmanager
@@ -96,31 +103,31 @@ class ShardedStages:
 
         Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step stay so.
         """
-        all_reduces = [(part, _all_reduces(part)) for root in self._roots for part in _sharded_parts(root)]
+        as_set = [(part, all_reduces(part)) for root in self._roots for part in _sharded_parts(root)]
         for root in self._roots:
             _sync(root, False)
-            _finalize_by_hand(root, True)
+            finalize_by_hand(root, True)
         try:
             yield
         except BaseException:
             for root in self._roots:
-                _forget_gradients(root)
+                forget_gradients(root)
                 _sync(root, True)
-                _finalize_by_hand(root, False)
-            _restore(all_reduces)
+                finalize_by_hand(root, False)
+            _restore(as_set)
             raise
         for root in self._roots:
             _sync(root, True)
-        _restore(all_reduces)
+        _restore(as_set)
         for root in self._roots:
             if trains:
-                _reduce_gradients(root)
+                reduce_gradients(root)
             else:
                 # Free what a forward has gathered and no backward will: the next step would compute
                 # with it, old or not.
                 for part in _sharded_parts(root):
                     part.reshard()
-            _finalize_by_hand(root, False)
+            finalize_by_hand(root, False)
 
 
 def _outermost(module: nn.Module) -> "Iterator[FSDPModule]":
@@ -143,79 +150,11 @@ def _sync(root: "FSDPModule", on: bool) -> None:
     root.set_requires_gradient_sync(on)
 
 
-def _restore(all_reduces: "Iterable[tuple[FSDPModule, bool]]") -> None:
-    for part, on in all_reduces:
+def _restore(as_set: "Iterable[tuple[FSDPModule, bool]]") -> None:
+    for part, on in as_set:
         part.set_requires_all_reduce(on, recurse=False)
 
 
 def _sharded_parts(root: "FSDPModule") -> "Iterator[FSDPModule]":
     assert isinstance(root, nn.Module)
     return (module for module in root.modules() if _is_sharded(module))
-
-
-# FSDP2's private names, which may move between releases. Torch's own pipelines call them too:
-# before torch 2.15 there is no public way.
-
-
-def _finalize_by_hand(root: "FSDPModule", on: bool) -> None:
-    """Leave the end of a backward to :func:`_reduce_gradients`, or to FSDP2 again."""
-    if hasattr(root, "set_manual_backward_finalization"):  # from torch 2.15 on
-        root.set_manual_backward_finalization(on)
-
-
-def _reduce_gradients(root: "FSDPModule") -> None:
-    """Reduce the gradients of all groups below ``root`` and wait for them, as FSDP2 does at the end of a backward."""
-    state: Any = root._get_fsdp_state()
-    groups = _groups_of(state._state_ctx.all_states)
-    of_some_replicas = [not group.all_reduce_grads or group._partial_reduce_output is not None for group in groups]
-    if not hasattr(root, "finalize_backward"):  # before torch 2.15
-        for group in groups:
-            group.post_backward()
-        state._root_post_backward_final_callback()
-    elif any(of_some_replicas):  # which finalize_backward refuses
-        for group in groups:
-            group.post_backward()
-            group._training_state = type(group._training_state).IDLE
-        state.wait_for_gradient_reduction()
-    else:
-        root.finalize_backward()
-
-
-def _all_reduces(part: "FSDPModule") -> bool:
-    """Return whether ``part`` itself all-reduces its gradients; True also if it has none of its own."""
-    return all(group.all_reduce_grads for group in _groups_of([part._get_fsdp_state()]))
-
-
-def _data_groups(module: "FSDPModule") -> list[dist.ProcessGroup]:
-    """Return the groups over whose ranks FSDP2 averages the gradients of ``module`` itself."""
-    infos = [group.mesh_info for group in _groups_of([module._get_fsdp_state()])]
-    found = (getattr(infos[0], f"{kind}_process_group", None) for kind in ("shard", "replicate")) if infos else ()
-    return [group for group in found if group is not None]
-
-
-def _forget_gradients(root: "FSDPModule") -> None:
-    """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short."""
-    state: Any = root._get_fsdp_state()
-    if state._is_root is None:  # there was no forward yet: no gradients, and nothing that a reset could find
-        return
-    groups = _groups_of(state._state_ctx.all_states)
-    parameters = [parameter for group in groups for parameter in group.fsdp_params]
-    of_earlier_steps = [parameter.sharded_param.grad for parameter in parameters]
-    if not hasattr(root, "finalize_backward"):  # before torch 2.15 a reset forgets no gradients
-        for parameter in parameters:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-        for group in groups:
-            group._training_state = type(group._training_state).IDLE
-            group.reshard()
-    if hasattr(root, "reset_iter_state"):  # not in every release
-        root.reset_iter_state()
-    for parameter, gradient in zip(parameters, of_earlier_steps, strict=True):
-        parameter.sharded_param.grad = gradient  # from torch 2.15 on a reset forgets these too
-
-
-def _groups_of(states: Iterable[Any]) -> list[Any]:
-    """Return the groups of parameters that FSDP2 gathers and reduces together; a list for each state from 2.13 on."""
-    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
-    return [group for row in groups for group in row if group is not None]

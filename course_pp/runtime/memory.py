@@ -11,6 +11,8 @@ from weakref import WeakSet
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from course_pp.base.torch_private import version_of
+
 Kind = Literal["activation", "buffer", "queued", "version"]
 
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -88,7 +90,9 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor, hold: Hold, stage_and_microbatch: tuple[int, int]) -> None:
         # An output that a graph node saves has the node as its grad_fn: kept as it is, neither would ever be freed.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version, self.hold, self.stage_and_microbatch = tensor._version, hold, stage_and_microbatch
+        self.version = version_of(tensor)
+        self.hold = hold
+        self.stage_and_microbatch = stage_and_microbatch
 
 
 class Meter:
@@ -171,12 +175,13 @@ class Meter:
 
 def _unpack(saved: _Saved) -> torch.Tensor:
     tensor = saved.tensor
-    if tensor._version != saved.version:
+    version = version_of(tensor)
+    if version != saved.version:
         stage, microbatch = saved.stage_and_microbatch
         raise RuntimeError(
             f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in stage {stage} needs "
             f"was changed in place after its forward: it was saved at version {saved.version} and is at version "
-            f"{tensor._version}; change a clone of it instead"
+            f"{version}; change a clone of it instead"
         )
     return tensor
 

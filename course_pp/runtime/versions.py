@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from course_pp.base.torch_private import has_hooks
 from course_pp.runtime.memory import Hold, Meter
 from course_pp.schedule import Ledger, Use
-from course_pp.step.late_weights import has_hooks
 from course_pp.step.ties import add_up
 
 Optimizers = Mapping[int, torch.optim.Optimizer]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.base.ranks import Ranks
+from course_pp.base.torch_private import n_process_groups
 from course_pp.runtime.messages import RankPlan
 
 if TYPE_CHECKING:
@@ -161,14 +162,9 @@ def _way_back(group: dist.ProcessGroup | None, series: int) -> dist.ProcessGroup
 
 def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
     """Ranks in unlike numbers of groups would wait for each other under unlike names."""
-    numbers = Ranks(group).gather(n_groups())
+    numbers = Ranks(group).gather(n_process_groups())
     if len(set(numbers)) > 1:
         raise ValueError(
             f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch names the next one "
             "after that number: put all of them into as many groups, or use transport 'gloo'"
         )
-
-
-def n_groups() -> int:
-    """Return how many process groups this process is in."""
-    return len(dist.distributed_c10d._world.pg_names)

@@ -13,7 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from course_pp.base.torch_private import (
+    ddp_without_wrapper,
+    hooks_after_accumulation,
+    is_flat,
+    steps_in_backward,
+)
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
@@ -38,15 +45,7 @@ def is_dtensor(value: Any) -> bool:
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a flat one of FullyShardedDataParallel (FSDP1), or a piece of one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and (
-        isinstance(parameter, fsdp.FlatParameter) or getattr(parameter, "_fsdp_flattened", False)
-    )
-
-
-def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module inside what ``torch.compile`` returns, or ``module`` itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
+    return fsdp is not None and (isinstance(parameter, fsdp.FlatParameter) or is_flat(parameter))
 
 
 def _wrappers() -> Iterator[type]:
@@ -55,9 +54,8 @@ def _wrappers() -> Iterator[type]:
     yield nn.parallel.DistributedDataParallel
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
         yield fsdp.FullyShardedDataParallel
-    # DDP without a wrapper, by `replicate`: the class has no public name.
-    if (replicate := sys.modules.get("torch.distributed._composable.replicate")) is not None:
-        yield replicate.DDP
+    if (without_wrapper := ddp_without_wrapper()) is not None:
+        yield without_wrapper
 
 
 def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
@@ -66,7 +64,7 @@ def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
         return None  # looking through a large stage in each step takes a millisecond
     for stage, module in modules.items():
         for name, parameter in () if module is None else module.named_parameters():
-            if getattr(parameter, "_in_backward_optimizers", None):
+            if steps_in_backward(parameter):
                 return (
                     f"{name!r} of stage {stage} has an optimizer that steps in the backward "
                     "(_apply_optimizer_in_backward), and a pipeline has a backward for each microbatch: step after the "
@@ -83,7 +81,7 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
     raises, no hook is called. One that is removed inside is not called; one that is added inside is called at once.
     """
     parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
-    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := _hooks_of(parameter))}
+    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := hooks_after_accumulation(parameter))}
     reached: dict[nn.Parameter, None] = {}
 
     def note(parameter: Any) -> None:
@@ -91,11 +89,11 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
 
     try:
         for parameter, hooks in kept.items():  # under their own keys, by which their handles can still remove them
-            _hooks_of(parameter).update(dict.fromkeys(hooks, note))
+            hooks_after_accumulation(parameter).update(dict.fromkeys(hooks, note))
         yield reached
     finally:
         for parameter, hooks in kept.items():
-            now = _hooks_of(parameter)
+            now = hooks_after_accumulation(parameter)
             now.update({key: hook for key, hook in hooks.items() if key in now})
     for parameter in reached:
         call_hooks(parameter)
@@ -104,11 +102,5 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
 @torch.no_grad()
 def call_hooks(parameter: nn.Parameter) -> None:
     """Call the hooks on the complete gradient of ``parameter`` as autograd does, also where it came from elsewhere."""
-    for hook in list(_hooks_of(parameter).values()):
+    for hook in list(hooks_after_accumulation(parameter).values()):
         hook(parameter)
-
-
-def _hooks_of(parameter: Tensor) -> dict[Any, Any]:
-    """What ``register_post_accumulate_grad_hook`` has registered, in order; a change of it counts."""
-    hooks: dict[Any, Any] | None = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks

@@ -24,14 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
+from course_pp.base.torch_private import (
+    after_backward,
+    backward_reaches,
+    functions_are_redefined,
+    has_hooks,
+    hooks_on_saved_tensors,
+    is_transformed,
+    version_of,
+)
 from course_pp.step.grouped import grouped_product, grouped_weight_gradient
 
 # Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
 _LARGE_BYTES = 1 << 20
 
-_PART_OF = "_part_of_parameter"
+_PART_OF = "part_of_parameter"
 
 # Autograd has a lock for each sum; all of ours share one.
 _ADDING = Lock()
@@ -48,7 +56,7 @@ class LinearMode(TorchFunctionMode):
     """
 
     def __enter__(self) -> "LinearMode":
-        self._hooks = _hooks_on_what_is_saved()
+        self._hooks = hooks_on_saved_tensors()
         super().__enter__()
         return self
 
@@ -90,21 +98,11 @@ class LinearMode(TorchFunctionMode):
             and all(tensor.is_leaf or hasattr(tensor, _PART_OF) for tensor in tensors[1:])
             and weight.requires_grad
             and not weight.is_complex()
-            and _hooks_on_what_is_saved() == self._hooks
-            and not _functions_are_redefined()
-            and not torch._C._are_functorch_transforms_active()
+            and hooks_on_saved_tensors() == self._hooks
+            and not functions_are_redefined()
+            and not is_transformed()
             and all(unpack_dual(tensor).tangent is None for tensor in tensors)
         )
-
-
-def _hooks_on_what_is_saved() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _functions_are_redefined() -> bool:
-    """Whether another mode than that of the default device gives torch's functions a meaning of its own."""
-    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
@@ -113,7 +111,7 @@ def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
     A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask for this leaf.
     """
     try:
-        return "into the sum" if torch._C._will_engine_execute_node(node) else "nowhere"
+        return "into the sum" if backward_reaches(node) else "nowhere"
     except RuntimeError:  # so torch says that torch.autograd.grad was asked for this leaf
         return "out"
 
@@ -122,11 +120,6 @@ def part_of(parameter: Tensor, part: Tensor) -> Tensor:
     """Return ``part``, made of ``parameter`` and nothing else, marked so that its gradient may wait as a weight's."""
     setattr(part, _PART_OF, parameter)
     return part
-
-
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody has registered a hook on the gradient of ``tensor``."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_worth_fusing(module: nn.Module | None) -> bool:
@@ -223,11 +216,11 @@ class WeightGradients:
                 "the weights' gradients: use a schedule that does not split it, such as 1f1b"
             )
         if not self._open and not self._entries:
-            torch.autograd.Variable._execution_engine.queue_callback(self.compute)  # after the backward at work
+            after_backward(self.compute)
         holds: tuple[_Hold, ...] = ()
         if self._meter is not None:
             holds = (self._meter.hold(x, "activation"), self._meter.hold(grad_output, "queued"))
-        versions = x._version, grad_output._version
+        versions = version_of(x), version_of(grad_output)
         self._entries.append(_Entry(weight, bias, x, grad_output, counts, versions, holds))
 
     def compute(self) -> None:
@@ -237,7 +230,8 @@ class WeightGradients:
         with torch.no_grad():
             for entry in self._entries:
                 rows, weight = entry.grad_output, entry.weight
-                if (entry.input._version, rows._version) != entry.versions:  # as autograd refuses it
+                versions = version_of(entry.input), version_of(rows)
+                if versions != entry.versions:  # as autograd refuses it
                     raise RuntimeError(
                         f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has "
                         "been changed in place before its weight gradient was computed: give the layer a copy (clone), "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.base.arguments import checked
+from course_pp.base.torch_private import is_in_backward
 from course_pp.step.hooks import is_dtensor
 from course_pp.step.values import tensors_of
 
@@ -207,7 +208,7 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     if torch.compiler.is_compiling():
         raise RuntimeError("attach_loss in a traced or compiled module: compile or export what is around it")
     if attached is None:  # one process, or a forward that a checkpoint computes again, whose graph is thrown away
-        attached = Attached(None if torch._C._current_graph_task_id() >= 0 else 1.0)
+        attached = Attached(None if is_in_backward() else 1.0)
     return attached.add(tensor, loss, name)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
 
 from course_pp.base.ranks import Ranks, difference
+from course_pp.base.torch_private import OpenGradScaler, unscale
 
 
-class MeshGradScaler(GradScaler):
+class MeshGradScaler(OpenGradScaler):
     """``torch.amp.GradScaler`` for all ranks of a run: an infinity on one of them is one on all.
 
     Give it to the pipeline, as in the first lines of ``course_pp.step.scaler``: it then scales the loss, and what
@@ -77,7 +77,7 @@ class MeshGradScaler(GradScaler):
         problem, found, scaled = "", False, self.in_pipeline or self._has_scaled
         try:
             super().unscale_(optimizer)
-            [found_inf] = self._found_inf_per_device(optimizer).values()
+            found_inf = self.found_infinity(optimizer)
             found = bool(found_inf)
         except (RuntimeError, ValueError) as error:  # the others are told, or they would wait
             problem = Ranks.sentence(error)
@@ -97,14 +97,12 @@ class MeshGradScaler(GradScaler):
         A collective if it unscales.
         """
         # Here and not in torch's step, which asks only this rank if the optimizer is fused.
-        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if self.is_enabled() and not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor) -> None:
         """Do so on this rank. torch's takes neither a rank without gradients nor shards beside whole ones."""
         gradients: dict[torch.device, dict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
@@ -115,6 +113,5 @@ class MeshGradScaler(GradScaler):
         for device, by_dtype in gradients.items():
             here = torch.zeros((), device=device)
             for alike in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, here, inv_scale.to(device))
-            found_inf += here.cpu()
-        return {found_inf.device: found_inf}
+                unscale(alike, here, inv_scale.to(device))
+            found += here.cpu()

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from course_pp.base.torch_private import tree_flatten, tree_map, tree_unflatten
 from course_pp.step.hooks import is_dtensor
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.base.ranks import Ranks
+from course_pp.base.torch_private import with_good_steps, with_rates
 from course_pp.model import CrossEntropy
 from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.model.stages import Tie
@@ -308,12 +309,14 @@ class Trainer:
             kept = state.get("scaler")
             if kept is None:  # of a version that kept two numbers
                 two = state["loss_scale"]
-                kept = self._scaler.state_dict() | {"scale": two["value"], "_growth_tracker": two["good_steps"]}
+                kept = with_good_steps(self._scaler.state_dict(), two["good_steps"])
+                kept["scale"] = two["value"]
             self._scaler.load_state_dict(kept)
         # A rate for each parameter group: the state of a version 1 has one group.
         base_lrs = self.scheduler.base_lrs
         rates = [base * lr_factor(self.step, self.config) for base in base_lrs]
-        self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": base_lrs, "_last_lr": rates})
+        of_scheduler = {**state["scheduler"], "base_lrs": base_lrs}
+        self.scheduler.load_state_dict(with_rates(of_scheduler, rates))
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

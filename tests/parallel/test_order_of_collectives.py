@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig
-from course_pp.parallel._torch import CollectiveWatcher
+from course_pp.parallel.watching import CollectiveWatcher
 from tests.parallel.stack import CONFIG, Recipe, train
 
 RECIPES = [

@@ -18,7 +18,7 @@ from course_pp.parallel import (
     init_distributed,
     measure_unsharded_bytes,
 )
-from course_pp.parallel._torch import GatheredWatcher
+from course_pp.parallel.watching import GatheredWatcher
 from course_pp.plan import Layout
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
 from course_pp.plan.run import Work

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from course_pp.launch import on_ranks
-from course_pp.parallel._torch import LocalNeighboursStage
+from course_pp.parallel.torch_stage import LocalNeighboursStage
 from course_pp.runtime import Recorder
 from course_pp.schedule import Action, Product, Timeline
 

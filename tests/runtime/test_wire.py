@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from course_pp.base.torch_private import n_process_groups
 from course_pp.launch import on_ranks
-from course_pp.runtime.wire import n_groups
 from course_pp.schedule import build
 from tests.equality import Trained, assert_equals_one_process
 from tests.runtime.small import in_one_process, model_config, run, small_batches
@@ -33,7 +33,7 @@ def in_use(at_most: int | None = None) -> InUse:
     limit = time.monotonic() + 10
     while at_most is not None and psutil.Process().num_fds() > at_most and time.monotonic() < limit:
         time.sleep(0.01)
-    return InUse(n_groups(), psutil.Process().num_fds())
+    return InUse(n_process_groups(), psutil.Process().num_fds())
 
 
 def in_halves(rank: int, data: Any) -> tuple[list[Trained], list[InUse]]:

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from course_pp.base.arguments import check_arguments, checked, refuse_below, refuse_unless
 from course_pp.base.ranks import Ranks
 from course_pp.base.sizes import LayerRange
+from course_pp.base.torch_private import tree_map
 from course_pp.model.stages import split_by_cost
-from course_pp.parallel._torch import tree_map
 from course_pp.parallel.meta_device import has_no_weights
 from course_pp.parallel.split.recording import (
     Example,

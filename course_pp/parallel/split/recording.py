@@ -28,7 +28,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from course_pp.parallel._torch import TorchDispatchMode, tree_flatten, tree_map
+from course_pp.base.torch_private import (
+    TorchDispatchMode,
+    asks_for_number,
+    declared_arguments,
+    is_compiled_in_place,
+    kinds_of_dropout,
+    own_children,
+    storage_key,
+    tree_flatten,
+    tree_map,
+)
 from course_pp.parallel.blocks import runs_of_like_modules
 from course_pp.parallel.meta_device import has_no_weights, run_operation, to_meta, without_numbers
 
@@ -130,7 +140,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
     for name, part in model.named_modules():
-        for child, module in part._modules.items() if name in on_the_way else ():
+        for child, module in own_children(part).items() if name in on_the_way else ():
             path = f"{name}.{child}" if name else child
             if module is not None and path not in on_the_way and module not in seen:
                 seen.add(module)
@@ -147,7 +157,7 @@ def replaced_on_the_way(model: nn.Module) -> str | None:
         part = model.get_submodule(name)
         forward = vars(part).get("forward")
         is_own = forward is None or getattr(forward, "__self__", None) is part
-        if not is_own or getattr(part, "_compiled_call_impl", None) is not None:
+        if not is_own or is_compiled_in_place(part):
             return name
     return None
 
@@ -165,7 +175,7 @@ def _ancestors(model: nn.Module) -> set[str]:
 
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 _NOTHING: frozenset[Source] = frozenset()
-_DATA_OPS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+_DATA_OPS = {torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 
 
 def as_call(example: Any) -> Example:
@@ -179,7 +189,7 @@ def record(model: nn.Module, example: Example) -> Recording:
     """Run ``model`` on ``example`` without gradients; its buffers and the random numbers stay as they were."""
     units = _candidates(model)
     # Which stage runs a dropout decides who draws which numbers, so one is a unit in any case.
-    random = (nn.modules.dropout._DropoutNd, nn.RReLU)
+    random = kinds_of_dropout()
     undecided = {
         name: unit
         for name, unit in units.items()
@@ -283,16 +293,18 @@ class _Watch(TorchDispatchMode):
 
     def _see_between(self, func: Any, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
         for tensor in arguments:
-            if _key(tensor) in self._inside:
-                self._refuse_hidden(self._inside[_key(tensor)])
+            if storage_key(tensor) in self._inside:
+                self._refuse_hidden(self._inside[storage_key(tensor)])
         sources = _NOTHING.union(*map(self._of, arguments))
         for tensor in written:
-            self._see_change(tensor, "a tensor that one module returns and another hands on", spares=_key(tensor))
+            self._see_change(
+                tensor, "a tensor that one module returns and another hands on", spares=storage_key(tensor)
+            )
             self._set(tensor, self._of(tensor) | sources)
         for tensor in results:
             if not any(tensor is each for each in written):
                 self._set(tensor, sources | self._of(tensor))
-        if func.overloadpacket in _DATA_OPS:
+        if asks_for_number(func) or func.overloadpacket in _DATA_OPS:
             self._decided_by |= {source for source in sources if not isinstance(source, Problem)}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.recording.draws = True
@@ -304,7 +316,7 @@ class _Watch(TorchDispatchMode):
     def _see_inside(self, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
         now = self._open[-1]
         for tensor in arguments:
-            key = _key(tensor)
+            key = storage_key(tensor)
             if key in now.allowed:
                 continue
             if key in self._inside and self._inside[key] != len(self.recording.calls):
@@ -321,21 +333,21 @@ class _Watch(TorchDispatchMode):
             if any(isinstance(source, Output | Input) for source in self._of(tensor)):
                 self._see_change(tensor, f"what {now.unit!r} is called with")
         for tensor in results:
-            if _key(tensor) not in self._sources:
+            if storage_key(tensor) not in self._sources:
                 self._kept.append(tensor)
-                self._inside.setdefault(_key(tensor), len(self.recording.calls))
+                self._inside.setdefault(storage_key(tensor), len(self.recording.calls))
 
     def _link(self, one: Tensor, other: Tensor) -> None:
         """Note that two storages are one in the model: a unit may return what it was called with."""
         self._kept += [one, other]
-        together = set[int]().union(*(self._same.get(key, {key}) for key in (_key(one), _key(other))))
+        together = set[int]().union(*(self._same.get(key, {key}) for key in (storage_key(one), storage_key(other))))
         self._same |= dict.fromkeys(together, together)
 
     def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
         """Note a change in place: what shares the tensor's storage may not be used afterwards, except ``spares``."""
         said = f"{what} is changed in place and used afterwards"
         spoiled = _problem("changed in place", said, "change a copy, or use only what the module returns")
-        for key in self._same.get(_key(tensor), {_key(tensor)}):
+        for key in self._same.get(storage_key(tensor), {storage_key(tensor)}):
             sources = self._sources.get(key, _NOTHING)
             self.recording.changed |= {source.call for source in sources if isinstance(source, Output)}
             if key != spares:
@@ -347,7 +359,7 @@ class _Watch(TorchDispatchMode):
             outer, remedy = self._open[-1].unit, "let each hold modules of its own, or put both into one"
             self._refuse("nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy)
         reads = self._read_by(tensors)
-        allowed = {_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
+        allowed = {storage_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
         on_meta = has_no_weights(unit) and self._device.type != "meta"
         if on_meta:
             given = self._on_meta(given, allowed)
@@ -362,7 +374,7 @@ class _Watch(TorchDispatchMode):
         for tensor, copy in zip(tensors_in(given), tensors_in(copies), strict=True):
             self._set(copy, self._of(tensor))
             self._link(tensor, copy)
-            allowed.add(_key(copy))
+            allowed.add(storage_key(copy))
         return copies
 
     def _leave(self, output: Any) -> Any:
@@ -405,11 +417,11 @@ class _Watch(TorchDispatchMode):
             self.independent.discard(name)
 
     def _of(self, tensor: Tensor) -> frozenset[Source]:
-        return self._sources.get(_key(tensor), _NOTHING)
+        return self._sources.get(storage_key(tensor), _NOTHING)
 
     def _set(self, tensor: Tensor, sources: frozenset[Source]) -> None:
         self._kept.append(tensor)
-        self._sources[_key(tensor)] = sources
+        self._sources[storage_key(tensor)] = sources
 
     def _refuse_hidden(self, call: int) -> None:
         unit = self.recording.calls[call].unit
@@ -443,13 +455,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
-    for place, each in enumerate(func._schema.arguments):
+    for place, each in enumerate(declared_arguments(func)):
         if each.alias_info is not None and each.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(each.name)
             found += tensors_in(value)

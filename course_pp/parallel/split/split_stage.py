@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from course_pp.base.arguments import described
-from course_pp.parallel._torch import HookOfModule, tree_flatten, tree_unflatten
+from course_pp.base.torch_private import HookOfModule, own_children, own_parameters, tree_flatten, tree_unflatten
 from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
 from course_pp.parallel.split.recording import Example, Output, Recording, tensors_in
 
@@ -395,8 +395,8 @@ class _Carver:
             return self._on_the_way(module, name, type(module)) if holds_units else module
         if unit not in self._here:
             absent = Absent(unit, module, self._segment)
-            read = {key: p for key, p in module._parameters.items() if f"{unit}.{key}" in self._read}
-            absent._parameters.update(read)
+            read = {key: p for key, p in own_parameters(module).items() if f"{unit}.{key}" in self._read}
+            own_parameters(absent).update(read)
             return absent
         if not self._segment.is_called_elsewhere(unit):
             return module
@@ -408,16 +408,16 @@ class _Carver:
     def _on_the_way(self, module: nn.Module, name: str, kind: type[nn.Module]) -> nn.Module:
         """Return a module whose forward every stage runs, with those of its own parameters that this stage reads."""
         copied = _shallow(module, kind)
-        for key, parameter in module._parameters.items():
+        for key, parameter in own_parameters(module).items():
             path = f"{name}.{key}" if name else key
             if parameter is not None and path not in self._read:
-                del copied._parameters[key]
+                del own_parameters(copied)[key]
                 zeros: Any = parameter.detach().new_zeros(()).expand(parameter.shape)
                 zeros.of_another_stage = True
                 copied.register_buffer(key, zeros, persistent=False)
-        for key, child in module._modules.items():
+        for key, child in own_children(module).items():
             if child is not None:
-                copied._modules[key] = self._copy(child, f"{name}.{key}" if name else key)
+                own_children(copied)[key] = self._copy(child, f"{name}.{key}" if name else key)
         return copied
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.base.arguments import check_arguments, checked
+from course_pp.base.torch_private import own_buffers, own_parameters
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import (
     EMBEDDING,
@@ -543,7 +544,7 @@ def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> No
         return moved[id(own)][1]
 
     for part in (part for stage, _ in states for part in stage.modules()):
-        for held in (part._parameters, part._buffers):
+        for held in (own_parameters(part), own_buffers(part)):
             held.update({name: on_device(own) for name, own in held.items() if own is not None})
     for stage, state in states:
         if isinstance(stage, Transformer):

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_pp.base.ranks import difference
+from course_pp.base.torch_private import name_uncompiled, uncompiled
 from course_pp.model import ModelConfig, Transformer
 from course_pp.model.hf import EMBEDDING, HEAD
 from course_pp.parallel.split import SplitStage
-from course_pp.step.hooks import uncompiled
 from course_pp.training.checkpoint.manifest import CheckpointError
 
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
@@ -41,7 +41,6 @@ Ends = list[tuple[str, Tensor]]
 
 STAGES = "stages."
 HF_CONFIG = "config.json"
-_COMPILED = "_orig_mod."  # what torch.compile(module) puts into the names of its parts
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _GENERATORS = ("cpu", "cuda", "python", "numpy")
@@ -118,7 +117,7 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
         state: dict[str, Any] = module.state_dict(keep_vars=True)
         found.states.append((module, state))
         for own_name, tensor in state.items():
-            name = prefix + own_name.replace(_COMPILED, "")
+            name = prefix + name_uncompiled(own_name)
             if not isinstance(tensor, Tensor):
                 kind = type(tensor).__name__
                 raise CheckpointError(f"{name} is a {kind}: checkpoints hold tensors; pass it as extra")

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -30,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.serialization import _get_layout, get_crc32_options, set_crc32_options
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from course_pp.base.torch_private import checkpoint_record, named_by_checkpoints
 from course_pp.training.checkpoint.manifest import (
     METADATA,
     CheckpointError,
@@ -42,6 +42,7 @@ from course_pp.training.checkpoint.manifest import (
     sentence,
 )
 
+_Record = checkpoint_record()
 _KINDS = (
     ChunkStorageMetadata,
     Metadata,
@@ -49,10 +50,9 @@ _KINDS = (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
-    _StorageInfo,
+    _Record,
     torch.Size,
-    _get_layout,
+    *named_by_checkpoints(),
 )
 """What ``.metadata`` may name, beside dtypes."""
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -146,11 +146,11 @@ def _metadata(found: Any) -> Metadata:
     fields = _state(found, Metadata)
     records = {}
     for index, record in fields["storage_data"].items():
-        index, record = _state(index, MetadataIndex), _state(record, _StorageInfo)
+        index, record = _state(index, MetadataIndex), _state(record, _Record)
         if record.get("transform_descriptors"):
             raise pickle.UnpicklingError("it describes records that are not plain tensors")
         place = _sure(record["relative_path"], str), _whole(record["offset"]), _whole(record["length"])
-        records[MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))] = _StorageInfo(*place)
+        records[MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))] = _Record(*place)
     entries: dict[str, Any] = {}
     for key, entry in fields["state_dict_metadata"].items():
         entry = _state(entry, TensorStorageMetadata)
