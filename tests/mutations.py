@@ -76,7 +76,7 @@ FAULTS = [
     Fault("runtime/pipeline.py", "(scaler is None or not scaler.is_enabled())", "True", SCALED),
     Fault("runtime/stage.py", "weight() * self.scale", "weight()", SCALED),
     Fault("parallel/pipeline.py", "/ pipelines / scale", "/ pipelines", SCALED),
-    Fault("step/loss.py", "None if torch._C._current_graph_task_id() >= 0 else 1.0", "1.0", ATTACHED),
+    Fault("step/loss.py", "None if is_in_backward() else 1.0", "1.0", ATTACHED),
     Fault("runtime/mailbox.py", "packet.weight.copy_(weight)", "pass", ATTACHED),
     Fault("runtime/mailbox.py", "notice[-_WEIGHT:] = weight", "pass", ATTACHED),
     Fault("runtime/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),

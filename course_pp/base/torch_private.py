@@ -1,7 +1,8 @@
 """The one file that names something private of torch, which may move between releases.
 
 Every function has a plain name, says what it is for, and names the releases of torch that it tells
-apart, if there are any. ``tests/base/test_torch_private.py`` keeps private names out of all other files.
+apart, if there are any. ``tests/base/test_torch_private.py`` keeps all other files free of private
+names.
 
 Parts of torch that ``import torch`` leaves out, such as FSDP2, are imported inside functions: they
 take a second, and whoever has something of theirs has imported them.
@@ -76,7 +77,7 @@ def give_containers(
 
 
 class ToldOfChanges(nn.Module):
-    """A module that is told when its own tensors were replaced; torch has no public hook for both."""
+    """A module that is told when its tensors were replaced. torch has no public hook for both."""
 
     def was_converted(self, before: Mapping[str, Tensor | None]) -> None:
         """Called after ``to``, ``half`` and their kin, with the buffers from before."""
@@ -96,7 +97,7 @@ class ToldOfChanges(nn.Module):
 
 
 def name_uncompiled(name: str) -> str:
-    """Return the name of a tensor in a module, without the parts that ``torch.compile`` puts into it."""
+    """Return the name of a tensor in a module, without what ``torch.compile`` puts into it."""
     return name.replace("_orig_mod.", "")
 
 
@@ -107,7 +108,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether somebody has called ``compile()`` of this module. torch has no public getter."""
+    """Return whether ``compile()`` of this module was called. torch has no public getter."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -117,12 +118,12 @@ def forget_compiled(module: nn.Module) -> None:
 
 
 def kinds_of_dropout() -> tuple[type[nn.Module], ...]:
-    """Return the classes of modules that draw random numbers: ``Dropout``, its kin, and ``RReLU``."""
+    """Return the classes of modules that draw random numbers: dropouts and ``RReLU``."""
     return nn.modules.dropout._DropoutNd, nn.RReLU
 
 
 def is_flat(parameter: nn.Parameter) -> bool:
-    """Return whether FullyShardedDataParallel (FSDP1) has marked a parameter as flat, or a piece of one."""
+    """Return whether FSDP1 has marked a parameter as flat, or as a piece of a flat one."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
@@ -146,12 +147,15 @@ def version_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that is the same for tensors that share a storage, also on the meta device."""
+    """Return a number that tensors share if they share a storage, also on the meta device."""
     return tensor.untyped_storage()._cdata
 
 
 def hooks_after_accumulation(tensor: Tensor) -> dict[Any, Any]:
-    """Return the hooks of ``register_post_accumulate_grad_hook``, in order; a change of them counts."""
+    """Return what ``register_post_accumulate_grad_hook`` has registered, by key, in order.
+
+    A change of this dict counts, unless it is empty.
+    """
     hooks: dict[Any, Any] | None = tensor._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
 
@@ -162,7 +166,7 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def asks_for_number(operation: Any) -> bool:
-    """Return whether an operation gives Python a tensor's value, as ``item()`` and ``bool()`` do."""
+    """Return whether an operation gives Python a tensor's value, as ``item()`` does."""
     return operation is torch.ops.aten._local_scalar_dense.default
 
 
@@ -172,7 +176,7 @@ def is_grouped_product(operation: Any) -> bool:
 
 
 def declared_arguments(operation: Any) -> Any:
-    """Return the arguments of an operation as torch declares them: names, and whether it writes to them."""
+    """Return an operation's arguments as torch declares them: names, and which it writes to."""
     return operation._schema.arguments
 
 
@@ -188,7 +192,7 @@ def is_collective(operation: Any) -> bool:
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
-    """Return the norm of each tensor that is not empty, float64 (n,), accumulated in float32 or wider."""
+    """Return the norm of each tensor that is not empty, float64 (n,), summed in float32 or wider."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)
@@ -230,13 +234,13 @@ def backward_reaches(node: Any) -> bool:
     """Return whether the backward that is running will execute a node of the graph.
 
     Raises:
-        RuntimeError: if ``torch.autograd.grad`` was asked for the leaf whose gradients the node adds up.
+        RuntimeError: if ``torch.autograd.grad`` was asked for the leaf of the node.
     """
     return torch._C._will_engine_execute_node(node)
 
 
 def hooks_on_saved_tensors() -> Any:
-    """Return the innermost hooks of ``torch.autograd.graph.saved_tensors_hooks`` in force, or None."""
+    """Return the innermost ``torch.autograd.graph.saved_tensors_hooks`` in force, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -260,14 +264,14 @@ def is_transformed() -> bool:
 
 
 class OpenGradScaler(GradScaler):
-    """torch's ``GradScaler``, with plain names for the parts that a scaler of several ranks needs."""
+    """torch's ``GradScaler``, with plain names for what a scaler of several ranks needs."""
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor) -> None:
-        """Multiply an optimizer's gradients by ``inv_scale``; add to ``found`` if one is not finite."""
+        """Multiply an optimizer's gradients by ``inv_scale``; add 1 to ``found`` for infinities."""
         raise NotImplementedError
 
     def found_infinity(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Return the tensor that :meth:`unscale_gradients` added to; its value counts in ``step``."""
+        """Return ``found`` of :meth:`unscale_gradients`; its value counts in ``step``."""
         [found] = self._found_inf_per_device(optimizer).values()
         return found
 
@@ -287,7 +291,10 @@ class OpenGradScaler(GradScaler):
 
 
 def unscale(gradients: list[Tensor], not_finite: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients of one device and dtype by ``inv_scale``; set ``not_finite`` to 1 if one is not."""
+    """Multiply gradients of one device and dtype by ``inv_scale``.
+
+    Sets ``not_finite`` to 1 if a gradient is not finite.
+    """
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, not_finite, inv_scale)
 
 
@@ -312,7 +319,7 @@ def checkpoint_record() -> Any:
 
 
 def named_by_checkpoints() -> tuple[Any, Any]:
-    """Return the private class and function that a description of a tensor's layout in memory names."""
+    """Return the private class and function that a description of a tensor may name."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
     from torch.serialization import _get_layout
 
@@ -328,7 +335,7 @@ def n_process_groups() -> int:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Limit how long messages of ``group`` may take: a mesh gives its groups torch's default of half an hour.
+    """Limit how long messages of ``group`` may take: a mesh gives its groups torch's half an hour.
 
     Before torch 2.14 there is no public way.
     """
@@ -339,7 +346,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
-    """Return the group that an operator was given as itself, its name, or the dispatcher's box around it."""
+    """Return the group that an operator was given: itself, its name, or the dispatcher's box."""
     if isinstance(group, dist.ProcessGroup):
         return group
     resolve: Callable[[Any], dist.ProcessGroup] = distributed_c10d._resolve_process_group
@@ -385,14 +392,14 @@ def compares_nothing(stage_class: _StageClass) -> _StageClass:
 
 
 def carries_integers() -> bool:
-    """Return whether torch's pipelining sends tensors without gradient between stages: from 2.13 on."""
+    """Return whether torch's stages send tensors without gradient to each other: from 2.13 on."""
     from torch.distributed.pipelining import _utils
 
     return hasattr(_utils, "_StageMeta")
 
 
 def leave_out_of_backward(stage: Any, microbatch: int, unused: Sequence[bool]) -> None:
-    """Let the backward of a microbatch begin without those outputs of its forward that are ``unused``.
+    """Let the backward of a microbatch begin without the outputs that are ``unused``.
 
     A stage keeps them elsewhere from torch 2.15 on.
     """
@@ -404,7 +411,7 @@ def leave_out_of_backward(stage: Any, microbatch: int, unused: Sequence[bool]) -
         return
     outputs = stage._forward_chunk_states[microbatch].live_outputs
     for i, left in enumerate(unused):
-        if left:  # a tensor of no graph, in place of one that torch may have let go of once it was sent
+        if left:  # torch may have let go of the output once it was sent: this one has no graph
             outputs[i] = torch.empty(0)
 
 
@@ -431,7 +438,10 @@ def explicit_order(
     rows: Sequence[Sequence[str]],
     **options: Any,
 ) -> Any:
-    """Return the executor behind torch's own multi-stage schedules; ``rows`` are each rank's actions, as ``"2F0"``."""
+    """Return the executor behind torch's own schedules of several stages a rank.
+
+    ``rows`` are each rank's actions, as ``"2F0"``.
+    """
     from torch.distributed.pipelining import schedules
 
     schedule = schedules._PipelineScheduleRuntime(stages, n_microbatches, **options)
@@ -445,14 +455,17 @@ def explicit_order(
 
 
 def mixed_precision(module: nn.Module) -> "MixedPrecisionPolicy | None":
-    """Return the mixed-precision policy of a module under FSDP2, None without FSDP2. torch has no public getter."""
+    """Return the mixed-precision policy of a module under FSDP2, None without FSDP2.
+
+    torch has no public getter.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     return module._get_fsdp_state()._mp_policy if isinstance(module, FSDPModule) else None
 
 
 def all_reduces(part: "FSDPModule") -> bool:
-    """Return whether ``part`` itself all-reduces its gradients; True also if it has none of its own."""
+    """Return whether ``part`` itself all-reduces its gradients; True also if it has none."""
     return all(group.all_reduce_grads for group in groups_of(part))
 
 
@@ -466,13 +479,16 @@ def data_groups(part: "FSDPModule") -> list[dist.ProcessGroup]:
 
 
 def finalize_by_hand(root: "FSDPModule", on: bool) -> None:
-    """Leave the end of a backward to :func:`reduce_gradients`, or to FSDP2 again. From torch 2.15 on it has one."""
+    """Leave the end of a backward to :func:`reduce_gradients`, or to FSDP2 again.
+
+    Before torch 2.15 there is nothing to switch off.
+    """
     if hasattr(root, "set_manual_backward_finalization"):
         root.set_manual_backward_finalization(on)
 
 
 def reduce_gradients(root: "FSDPModule") -> None:
-    """Reduce the gradients of all groups below ``root`` and wait for them, as FSDP2 does at the end of a backward.
+    """Reduce the gradients of all groups below ``root``, as FSDP2 does at the end of a backward.
 
     Before torch 2.15 there is no public way.
     """
@@ -493,12 +509,12 @@ def reduce_gradients(root: "FSDPModule") -> None:
 
 
 def forget_gradients(root: "FSDPModule") -> None:
-    """Drop the gradients below ``root`` that are not reduced yet, after a forward or backward was cut short.
+    """Drop gradients below ``root`` that are not reduced yet: a forward or backward was cut short.
 
-    Before torch 2.15 a reset forgets no gradients; from then on it forgets those of earlier steps, too.
+    Before torch 2.15 a reset forgets no gradients; from then on those of earlier steps, too.
     """
     state: Any = root._get_fsdp_state()
-    if state._is_root is None:  # no forward came yet: no gradients, and nothing that a reset could find
+    if state._is_root is None:  # before the first forward a reset would find nothing
         return
     groups = _groups_of_all(state._state_ctx.all_states)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
@@ -521,9 +537,10 @@ def forget_gradients(root: "FSDPModule") -> None:
 def all_reducing_as_set(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Keep what ``set_requires_all_reduce`` was set to, through a step in the ``with`` block.
 
-    It is torch's switch for accumulation under HSDP: with False a step leaves the replicas for a later one. torch's
-    stages call ``set_requires_gradient_sync``, which sets both switches, so this one is set again after each call.
-    From torch 2.15 on a check refuses what is left for later; the reduction itself is right, so the check is left out.
+    It is torch's switch for accumulation under HSDP: with False a step leaves the replicas for a
+    later step. torch's stages call ``set_requires_gradient_sync``, which sets both switches, so this
+    one is set again after each call. From torch 2.15 on a check refuses what is left for later; the
+    reduction itself is right, so the check is left out.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -557,7 +574,7 @@ def all_reducing_as_set(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def groups_of(part: "FSDPModule") -> list[Any]:
-    """Return the groups of parameters that FSDP2 gathers and reduces for a part itself, if it has any."""
+    """Return the groups of parameters that FSDP2 gathers and reduces for a part itself."""
     return _groups_of_all([part._get_fsdp_state()])
 
 
@@ -576,7 +593,7 @@ def _waits(group: Any) -> bool:
 
 
 def gathered_bytes(group: Any) -> int:
-    """Return how many bytes of gathered parameters a group holds; a gather counts from its start."""
+    """Return how many bytes of gathered parameters a group holds, from the gather's start."""
     if group.is_unsharded:
         outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
         return sum(output.untyped_storage().nbytes() for output in outputs)

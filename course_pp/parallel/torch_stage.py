@@ -1,4 +1,4 @@
-"""torch's stage, as every stage of this room is one: messages of any shape, and neighbours on its own rank."""
+"""torch's stage, made to take messages of any shape, and neighbours on its own rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ class LocalNeighboursStage(PipelineStage):
 
 
 def expect(received: Any, shape: tuple[int, ...]) -> None:
-    """Let the next message of a receive (torch's ``_RecvInfo``) have this shape, whatever was declared."""
+    """Let the next message of a receive of torch's have this shape, whatever was declared."""
     if hasattr(received, "allocate_buffer"):  # from torch 2.15 on: it makes a buffer for each message
         declared = received.tensor_meta
         if declared is not None:

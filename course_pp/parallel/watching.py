@@ -1,4 +1,4 @@
-"""What passes torch's dispatcher, watched: collectives and messages, and the parameters that FSDP2 has gathered."""
+"""Modes that watch torch's dispatcher: its collectives, and the parameters that FSDP2 gathers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -472,7 +472,8 @@ def _problem(kind: str, what: str, remedy: str) -> Problem:
     return Problem(kind, f"{frame.f_code.co_filename}:{frame.f_lineno}", what, remedy)
 
 
-_NOT_OF_MODEL = (f"{torch.__path__[0]}{sep}", f"{Path(__file__).parents[1]}{sep}", "<")
+_HERE = Path(__file__).parents[1]
+_NOT_OF_MODEL = (f"{torch.__path__[0]}{sep}", f"{_HERE}{sep}", f"{_HERE.with_name('base')}{sep}", "<")
 
 
 def is_of_model(path: str) -> bool:
