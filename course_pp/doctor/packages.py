@@ -120,7 +120,8 @@ def ask_torch() -> dict[str, Any] | Finding:
         done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S)
     except subprocess.TimeoutExpired:
         says = f"its import takes more than {_IMPORT_LIMIT_S:.0f} s"
-        return Finding("torch", False, says, f"the first cell of {_ALL}", "put .venv on a local disk")
+        remedy = "close what else runs here and try again; if it stays slow, put .venv on a local disk"
+        return Finding("torch", False, says, f"the first cell of {_ALL}", remedy)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return Finding("torch", False, f"cannot be imported ({last})", _ALL, f"make clean lab, or {INSTALL_TORCH}")

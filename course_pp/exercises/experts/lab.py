@@ -115,7 +115,7 @@ class Trained:
 
     @property
     def imbalance(self) -> float:
-        """Largest load over mean, averaged over layers and the last ten steps."""
+        """Return the largest load of a step over its mean, averaged over layers and the last ten steps."""
         last = [load.imbalance for loads in self.loads[-10:] for load in loads.values()]
         return sum(last) / len(last)
 
