@@ -75,9 +75,11 @@ from course_pp.parallel.world import get_device, get_world_info, is_rank_zero, r
 from course_pp.step.failure import StepFailed
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.step import AnyPipeline
 from course_pp.step.ties import find_ties
 
 __all__ = [
+    "AnyPipeline",
     "Blocks",
     "CollectiveCounter",
     "CollectiveCounts",

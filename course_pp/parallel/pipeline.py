@@ -69,6 +69,7 @@ from course_pp.step.loss import (
 )
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.step import AnyPipeline
 from course_pp.step.values import TensorMeta, ValueMeta, as_value, call, merge, meta_of, rows_of
 
 _LIMIT_S = 300.0  # one rank may take minutes longer than another to build its stages
@@ -201,7 +202,7 @@ class _Peers:
         return self.owner[max(self.owner)]
 
 
-class PipelineSchedule:
+class PipelineSchedule(AnyPipeline):
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
     Attributes:
@@ -269,50 +270,26 @@ class PipelineSchedule:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Forward and backward over a whole batch, or over ready-made microbatches; gradients are added to those there.
+        """Run torch's schedule once; :meth:`AnyPipeline.step` says what each argument is.
 
-        Ready-made microbatches may differ in shape, from one another and from step to step: they need not be like the
-        one that the stages were built for, but for containers and dtypes. The loss is the same mean over all counted
-        tokens (samples) of the global batch. What crosses between stages is agreed before the first message. That costs
-        a small exchange, and for shapes not seen before one more for each stage, which runs a copy on the meta device,
-        with the microbatch's keyword arguments. A stage that cannot runs once in place, on zeros and without
-        gradients. What a stage returns may depend on shapes, and on the numbers and strings that are keyword arguments,
-        but not on what is in tensors or objects. So a number of another value counts as not seen before; in an object,
-        or a tuple, it does not.
+        A whole batch has ``n_microbatches`` times the rows that the stages were built for. Ready-made microbatches need
+        not be like the one that the stages were built for, but for containers and dtypes. If any rank is given one of
+        the three lists, no rank may give a whole batch.
 
-        Under HSDP, ``set_requires_all_reduce(False)`` on the stages leaves the replicas for a later step. A weight that
-        no microbatch used has no gradient afterwards, as in one process; what FSDP2 shards may have zeros.
+        What crosses between stages is agreed before the first message. That costs a small exchange, and for shapes not
+        seen before one more for each stage, which runs a copy on the meta device with the microbatch's keyword
+        arguments. A stage that cannot run there runs once in place, on zeros and without gradients. What a stage
+        returns may depend on shapes, and on the numbers and strings that are keyword arguments, but not on what is in
+        tensors or objects. So a number of another value counts as not seen before; in an object, or a tuple, it does
+        not.
 
-        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
-        ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
-
-        Args:
-            inputs: the arguments of the first stage for the whole batch, n_microbatches times the rows that it was
-                built for; cut by rows. Needed where the first stage is, ignored elsewhere.
-            target: its first dimension is the whole batch; needed where the last stage is, ignored elsewhere.
-            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over;
-                None counts those of this batch. If the gradients of several steps add up, give the number in all of
-                them.
-            arg_mbs: in place of ``inputs``, for each microbatch the tuple of the first stage's arguments. If any rank
-                is given one of the three lists, nothing on any rank is of a whole batch.
-            kwarg_mbs: in place of ``kwargs``, for each microbatch a dict of keyword arguments for every stage of this
-                rank; others get what their own rank is given. They are passed on untouched: offsets of packed sequences
-                in a NamedTuple, a ``BlockMask``, any object.
-            target_mbs: in place of ``target``, for each microbatch what the loss takes. One may count no token, and has
-                weight 0; if none counts any, the loss is 0. A loss that counts samples needs at least one in each.
-            kwargs_chunk_spec: of ``kwargs`` which are cut by ``"rows"``, also in tuples and dicts, and which are the
-                ``"same"`` for all microbatches, untouched: ``{"cu_seqlens": "same", "lengths": "rows"}``.
-            kwargs: keyword arguments for every stage, such as ``attention_mask``. Tensors of two dimensions or more, of
-                which the first is the whole batch, are cut by rows; numbers, strings and None go to all microbatches.
-                Of anything else say what it is in ``kwargs_chunk_spec``.
-
-        Returns:
-            The mean loss of the global batch, a float64 scalar without gradient, the same on every rank.
+        A weight that no microbatch used has no gradient afterwards, as in one process; what FSDP2 shards may have
+        zeros.
 
         Raises:
             ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
                 is missing on a rank, or is of a whole batch beside ready-made microbatches; or if tied weights are
-                frozen, sharded or filled differently.
+                frozen, sharded or filled differently. A loss that counts samples needs at least one in each microbatch.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
@@ -353,10 +330,7 @@ class PipelineSchedule:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss as :meth:`step` does, without gradients: at any time between steps, under every schedule.
-
-        Modules stay in the mode they are in: call ``module.eval()`` first if it has dropout.
-        """
+        """Return the loss as :meth:`step` does, without gradients, under every schedule."""
         given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
         microbatches = self._prepare(given)
         targets, losses = microbatches.targets or [], []
@@ -373,17 +347,7 @@ class PipelineSchedule:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what the model returns for a whole batch: forwards only, without gradients or a loss.
-
-        Args:
-            inputs, arg_mbs, kwarg_mbs, kwargs_chunk_spec, kwargs: as in :meth:`step`.
-            on: who gets it: the rank that holds the last stage, or every rank of the pipeline.
-
-        Returns:
-            The last stage's output for the whole batch, in its own containers: tensors are concatenated along their
-            first dimension, scalars stacked. A list of outputs by microbatch if their tensors differ in more than the
-            first dimension. None on other ranks.
-        """
+        """Return the outputs of a batch, under every schedule."""
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
         given = Given(inputs, None, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, None)
         microbatches = self._prepare(given, problem=problem, needs_target=False)

@@ -27,9 +27,11 @@ from course_pp.runtime.stage import profile_layers
 from course_pp.step.failure import LossNotFinite, StepFailed
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.step import AnyPipeline
 
 __all__ = [
     "Alignment",
+    "AnyPipeline",
     "EmulatedCluster",
     "EmulatedLink",
     "EmulatedTimeline",

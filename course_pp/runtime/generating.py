@@ -84,7 +84,17 @@ def generate(
     placed = rank_by_stage(ranks.gather(here))
     order = generation(ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)])
     text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end)
-    options = Options(order, stages, None, group, device, False, (), recorder, cluster, transport, timeout_s)
+    options = Options(
+        order,
+        stages,
+        group=group,
+        device=device,
+        tied=(),
+        recorder=recorder,
+        cluster=cluster,
+        transport=transport,
+        timeout_s=timeout_s,
+    )
     agreement = agree(options, feeds_tokens_back=True)
     executor = _Generating(agreement, text, cache)
 

@@ -44,12 +44,13 @@ from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
+from course_pp.step.step import AnyPipeline
 from course_pp.step.values import merge, tensors_of
 
 T = TypeVar("T")
 
 
-class Pipeline:
+class Pipeline(AnyPipeline):
     """One schedule over the ranks of a process group, for as many steps as you like.
 
     Args:
@@ -115,8 +116,22 @@ class Pipeline:
         versions: Versions | None = None,
         scaler: MeshGradScaler | None = None,
     ) -> None:
-        of_run = (recompute, tied, recorder, cluster, transport, timeout_s, optimizers, versions, scaler)
-        self._options = Options(schedule, stages, loss_fn, group, device, *of_run)
+        self._options = Options(
+            schedule,
+            stages,
+            loss_fn=loss_fn,
+            group=group,
+            device=device,
+            recompute=recompute,
+            tied=tied,
+            recorder=recorder,
+            cluster=cluster,
+            transport=transport,
+            timeout_s=timeout_s,
+            optimizers=optimizers,
+            versions=versions,
+            scaler=scaler,
+        )
         self._agreement = agreed = agree(self._options)
         self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
         if meter is not None:  # what the stages hold anyway is not counted
@@ -132,12 +147,12 @@ class Pipeline:
             stage: Stage(
                 stage,
                 module,
-                agreed.device,
-                recompute,
-                meter,
-                self._weights.get(stage),
-                agreed.declared[stage].writes,
-                [edge.name for edge in agreed.schedule.edges if edge.writer == stage],
+                device=agreed.device,
+                recompute=recompute,
+                meter=meter,
+                weights=self._weights.get(stage),
+                writes=agreed.declared[stage].writes,
+                wanted=[edge.name for edge in agreed.schedule.edges if edge.writer == stage],
             )
             for stage, module in modules.items()
         }
@@ -165,51 +180,17 @@ class Pipeline:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the schedule once. Gradients are added to ``.grad``, as by ``loss.backward()``.
+        """Run the schedule once; :meth:`AnyPipeline.step` says what each argument is.
 
-        With ``versions=`` updates take the gradients, and leave none. The pipeline is empty when this returns.
-
-        Under HSDP, ``set_requires_all_reduce(False)`` on the stages leaves the replicas for a later step.
-
-        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Those of
-        ``register_post_accumulate_grad_hook`` are called once, when the losses are known: an optimizer may step there.
-        None is called if the step fails; what one raises is raised on its own rank.
-
-        Give a whole batch, or ready-made microbatches in three lists with an entry for each. These may differ in
-        shape, from each other and from step to step, and what stands in ``kwarg_mbs`` reaches the stages untouched::
-
-            pipeline.step(tokens, target=target, attention_mask=mask)
-            pipeline.step(arg_mbs=[(x,) for x in xs], kwarg_mbs=[{"offsets": o} for o in offsets], target_mbs=ys)
-
-        Args:
-            inputs: the arguments of the first stage for the whole batch: tensors, alone or in tuples and dicts, each of
-                which is cut along its first dimension. A dict alone gives keyword arguments. Needed where the first
-                stage is, ignored elsewhere.
-            target: tensors that are cut in the same way; needed where the last stage is, ignored elsewhere.
-            divisor: how many tokens (samples, if the loss does not count tokens) of the global batch to average over.
-                None counts them, over FSDP2's data ranks too; a microbatch without any token adds nothing, and a batch
-                of such has loss 0. A loss that counts samples needs at least one in each microbatch. If the gradients
-                of several steps add up, give the number in all of them. Gradients are then those of the global mean:
-                there is nothing left to divide for the norm or the optimizer.
-            arg_mbs: of each microbatch the tuple of the first stage's arguments, where that stage is. A dict alone
-                in it gives keyword arguments.
-            kwarg_mbs: of each microbatch the keyword arguments of this rank's stages, of any class. All of them get
-                these; a stage on another rank gets what that rank was given, a replicated one its own rank's.
-            target_mbs: of each microbatch the target, where the last stage is.
-            kwargs_chunk_spec: for a whole batch, by keyword argument: ``"rows"`` cuts its tensors, also those in
-                tuples and dicts; ``"same"`` gives it to every microbatch untouched. To be said of a tensor of one
-                dimension or whose first is not the batch, and of anything but tensors, numbers, strings and None.
-            kwargs: for a whole batch, the keyword arguments of this rank's stages.
-
-        Returns:
-            The mean loss of the global batch, a float64 scalar without gradient, the same on every rank. Microbatches
-            weigh by samples, or by counted tokens for a :class:`TokenLoss`; :attr:`shares` has what each adds.
+        A whole batch of any size is cut as evenly as can be. With ``versions=`` updates take the gradients, and leave
+        none. A hook that raises does so on its own rank; no hook is called if the step fails. :attr:`shares` then has
+        what each microbatch adds to the loss.
 
         Raises:
             StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
                 rank, stage, microbatch and action it was.
             ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of its stages; the
-                others get a StepFailed.
+                others get a StepFailed. A loss that counts samples needs at least one in each microbatch.
             RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
         """
         self._refuse_without_a_loss()
@@ -252,10 +233,7 @@ class Pipeline:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the loss as :meth:`step` does, without gradients: the schedule's forwards alone, between any steps.
-
-        Modules stay in the mode they are in: call ``module.eval()`` first if they have dropout.
-        """
+        """Return the loss as :meth:`step` does, by the schedule's forwards alone."""
         self._refuse_without_a_loss()
         evaluator = self._forwards()
 
@@ -280,20 +258,11 @@ class Pipeline:
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what the model returns for a batch: the schedule's forwards alone, without gradients or a loss.
+        """Return the outputs of a batch, by the schedule's forwards alone.
 
             outputs = Pipeline(schedule, stages).evaluate(inputs)         # None but where the last stage is
 
-        Between training steps as well as without any. Modules stay in the mode they are in: call ``module.eval()``
-        first if they have dropout. Takes and raises what :meth:`step` does.
-
-        Args:
-            on: who gets the outputs: the ranks of the last stage, or all.
-
-        Returns:
-            The last stage's outputs for the whole batch: tensors are concatenated along their first dimension, scalars
-            stacked. If shapes or containers of microbatches do not fit together, a list with one output for each. None
-            on a rank that gets none.
+        The pipeline needs no ``loss_fn`` for it. Raises what :meth:`step` does.
         """
         self._refuse_after_failure()
         evaluator = self._forwards()
