@@ -151,7 +151,11 @@ class TiedWeights:
         if any(isinstance(module, PipelineStageModule) for module in self._modules.values()):
             return list(self.ties)
         mine = [one.tie for one in ends if any(end.grad is not None for end in one.mine.values())]
-        return [tie for tie in self.ties if self._ranks.largest(int(tie in mine))]
+        used = []
+        for tie in self.ties:
+            if self._ranks.largest(int(tie in mine)):
+                used.append(tie)
+        return used
 
     def _ends(self) -> list[_Ends]:
         found = []

@@ -119,15 +119,18 @@ class ShardedStages:
         for root in self._roots:
             _sync(root, True)
         _restore(as_set)
-        for root in self._roots:
-            if trains:
-                reduce_gradients(root)
-            else:
+        try:
+            for root in self._roots:
+                if trains:
+                    reduce_gradients(root)
+                    continue
                 # Free what a forward has gathered and no backward will: the next step would compute
                 # with it, old or not.
                 for part in _sharded_parts(root):
                     part.reshard()
-            finalize_by_hand(root, False)
+        finally:
+            for root in self._roots:
+                finalize_by_hand(root, False)
 
 
 def _outermost(module: nn.Module) -> "Iterator[FSDPModule]":

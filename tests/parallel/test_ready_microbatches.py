@@ -277,7 +277,7 @@ WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
 WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     "nobody says": (
         on(1, lambda g: g.pop("kwargs_chunk_spec")),
-        "keyword argument offsets is a Offsets: say kwargs_chunk_spec=",
+        "Offsets: say kwargs_chunk_spec=",
     ),
     "a number for each row, or not": (
         on(0, lambda g: g.update(offsets=torch.ones(4), kwargs_chunk_spec=None)),
