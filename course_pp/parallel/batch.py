@@ -63,7 +63,7 @@ class Batch:
     """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a rank can tell alone.
 
     Args:
-        rows: of a microbatch of a whole batch; None if no whole batch can be cut by rows.
+        rows: the rows of a microbatch, or None if a whole batch cannot be cut by rows.
         counts_tokens: whether ``loss`` does; else it counts samples.
     """
 

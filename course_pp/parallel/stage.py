@@ -245,7 +245,7 @@ class ModelStage(LocalNeighboursStage):
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch is to split its backward in two.
         weights: of the microbatches in the batch, for attached losses; None where nobody has attached any.
-        attached: what microbatches attach (:func:`course_pp.step.loss.attach_loss`), of those that do, in this step.
+        attached: the losses that microbatches of this step attach (:func:`course_pp.step.loss.attach_loss`).
         defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
         runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
         unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage left it unused};

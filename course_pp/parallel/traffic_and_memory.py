@@ -364,7 +364,7 @@ def predict_collectives(
         ac: the mode given to :func:`apply_ac`.
         dtype: in which parameters are kept.
         gather_logits: as given to :func:`apply_tensor_parallel`.
-        divisor: as given to ``PipelineSchedule.step``, which then need not ask the data ranks for their tokens.
+        divisor: the ``divisor`` of ``PipelineSchedule.step``. If it is given, data ranks need not add up their tokens.
         clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
             they hold.
         routed: how many rows each expert gets, whole numbers (data ranks, layers with experts, microbatches, experts);

@@ -68,7 +68,7 @@ class Stage:
         wanted: those that another stage reads, in order.
 
     Attributes:
-        attached: what microbatches attach, of those that do (:func:`course_pp.step.loss.attach_loss`), in this step.
+        attached: the losses that microbatches of this step attach (:func:`course_pp.step.loss.attach_loss`).
         scale: by what the gradients of losses are multiplied.
         streams: the random numbers of its forwards in training; None leaves them to torch's default generator.
     """

@@ -78,7 +78,8 @@ class RandomStreams:
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
-        self._seeded = get_random_state(self._device)
+        if not self.drew:  # else nothing is left to find out
+            self._seeded = get_random_state(self._device)
 
     def _see_whether_drawn(self) -> None:
         if self._seeded is None or self.drew:

@@ -188,7 +188,7 @@ def _problem_of_copied_layers(suspects: Sequence[Mapping[int, str]], looks: Look
     """Ask first whether whole layers of equal values are copies: to tie them by mistake shows nowhere.
 
     Args:
-        before: what has to be done before they can be tied.
+        before: the words for a step that must come before the tie, or nothing.
     """
     single = [tie for tie in suspects if _same_layer(tie, looks) is None]
     layer = next(filter(None, (_same_layer(tie, looks) for tie in suspects)), None)
