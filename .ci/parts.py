@@ -1,8 +1,9 @@
 """Runs make targets side by side: python .ci/parts.py TARGET... [then TARGET...]
 
-What a part prints goes to runs/log/TARGET.log and is shown when the part ends; the ends of those that failed are shown
-once more. The last line counts tests, wall time and processor time; the exit status is 1 if any part failed, or left a
-process behind. ``then`` waits until what stands before it has ended.
+What a part prints goes to runs/log/TARGET.log and is shown when the part ends; the ends of those
+that failed are shown once more. The last line counts tests, wall time and processor time; the exit
+status is 1 if any part failed, or left a process behind. ``then`` waits until what stands before it
+has ended.
 """
 
 import argparse
@@ -48,7 +49,8 @@ class Part:
     def tests(self) -> dict[str, int]:
         """How many tests passed, failed, …: what the last lines of pytest's runs say."""
         found = {"passed": 0, "failed": 0, "skipped": 0}
-        for line in self.log.partition(f": the end of {LOGS}")[0].splitlines():  # of parts within a part
+        # of parts within a part
+        for line in self.log.partition(f": the end of {LOGS}")[0].splitlines():
             if re.search(r" in \d+\.\d+s\b", line):
                 for count, outcome in _OUTCOME.findall(line):
                     found["failed" if outcome.startswith("error") else outcome] += int(count)
@@ -109,13 +111,18 @@ def left_behind() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("targets", nargs="+")
-    parser.add_argument("--at-once", type=int, default=2, help="parts that run side by side (default 2)")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="parts that run side by side (default 2)"
+    )
     args = parser.parse_args()
     if sys.platform.startswith("linux"):  # adopt orphans, to see and to count them
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A shell that put us into the background has told us to ignore it, and tests interrupt what they start.
+    # A shell that put us into the background has told us to ignore it, and tests interrupt what
+    # they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -124,16 +131,25 @@ def main() -> int:
     left = left_behind()
     failed = [part for part in parts if part.failed]
     for part in failed:
-        print(f"===== {part}: the end of {LOGS / part.name}.log", *part.log.splitlines()[-_TAIL:], "", sep="\n")
+        print(
+            f"===== {part}: the end of {LOGS / part.name}.log",
+            *part.log.splitlines()[-_TAIL:],
+            "",
+            sep="\n",
+        )
     if left:
         print("left behind:", *left, sep="\n    ")
     print(*parts, sep="\n")
-    tests = {outcome: sum(part.tests()[outcome] for part in parts) for outcome in ("passed", "failed", "skipped")}
+    tests = {
+        outcome: sum(part.tests()[outcome] for part in parts)
+        for outcome in ("passed", "failed", "skipped")
+    }
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped; "
-        f"{len(parts) - len(failed)} of {len(parts)} parts passed "
-        f"in {time.monotonic() - began:.0f} s wall, {usage.ru_utime + usage.ru_stime:.0f} s processor time"
+        f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped;"
+        f" {len(parts) - len(failed)} of {len(parts)} parts passed in"
+        f" {time.monotonic() - began:.0f} s wall, {usage.ru_utime + usage.ru_stime:.0f} s processor"
+        " time"
     )
     return 1 if failed or left else 0
 

@@ -1,12 +1,14 @@
-"""What a checkpoint costs: against torch's own, against plain files, and how long training stands still.
+"""What a checkpoint costs: against torch's own, against plain files, and how long training stands
+still.
 
     python benchmarks/checkpoint_speed.py [repeats] [ranks]
 
-The ranks share a model by FSDP2, in float32 with AdamW's two moments. In each repeat they write their parts to one
-plain file each and wait for the disk, and read them back; save and load the same tensors with
-``torch.distributed.checkpoint``, which has no checksums but CRC-32 of what it writes; and with the course's, which
-computes XXH3 of all it writes and of all it reads. Both save synchronously and while training goes on. Printed are
-medians of ratios within a repeat. What was written lately is read from memory, so reading has no disk in it anywhere.
+The ranks share a model by FSDP2, in float32 with AdamW's two moments. In each repeat they write
+their parts to one plain file each and wait for the disk, and read them back; save and load the same
+tensors with ``torch.distributed.checkpoint``, which has no checksums but CRC-32 of what it writes;
+and with the course's, which computes XXH3 of all it writes and of all it reads. Both save
+synchronously and while training goes on. Printed are medians of ratios within a repeat. What was
+written lately is read from memory, so reading has no disk in it anywhere.
 """
 
 import os
@@ -58,7 +60,11 @@ def read_plainly(path: Path, tensors: list[Tensor]) -> None:
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What both kinds of checkpoint hold, by name."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    slots = {f"{name}.{slot}": v for name, p in model.named_parameters() for slot, v in optimizer.state[p].items()}
+    slots = {
+        f"{name}.{slot}": v
+        for name, p in model.named_parameters()
+        for slot, v in optimizer.state[p].items()
+    }
     return found | slots
 
 
@@ -76,10 +82,13 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
         optimizer.step()
 
     step()
-    shared = [t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()]
+    shared = [
+        t.to_local() if hasattr(t, "to_local") else t for t in tensors_of(model, optimizer).values()
+    ]
     parts = [t.detach().contiguous() for t in shared if t.dim()]
     copies = [torch.empty_like(part) for part in parts]
-    background = dist.new_group(backend="gloo")  # torch saves on a thread, whose messages must not meet the step's
+    # torch saves on a thread, whose messages must not meet the step's
+    background = dist.new_group(backend="gloo")
     taken: dict[str, list[float]] = {}
 
     def note(what: str, value: float) -> None:
@@ -91,10 +100,19 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
             state = tensors_of(model, optimizer)
             note("write plainly", seconds(partial(write_plainly, plain, parts)))
             note("torch's save", seconds(partial(dcp.save, state, checkpoint_id=torchs)))
-            note("save", seconds(partial(save, folder / "sync", at, model, optimizer, device_mesh=mesh, keep_last=1)))
+            note(
+                "save",
+                seconds(
+                    partial(
+                        save, folder / "sync", at, model, optimizer, device_mesh=mesh, keep_last=1
+                    )
+                ),
+            )
             note("step", seconds(step))
             begin = time.perf_counter()
-            future = dcp.async_save(state, checkpoint_id=folder / f"torch{repeat} async", process_group=background)
+            future = dcp.async_save(
+                state, checkpoint_id=folder / f"torch{repeat} async", process_group=background
+            )
             note("torch's stall", time.perf_counter() - begin)
             note("step while torch saves", seconds(step))
             future.result()
@@ -111,7 +129,9 @@ def measure(rank: int, folder: Path, repeats: int) -> dict[str, list[float]]:
             dist.barrier()
             note("read plainly", seconds(partial(read_plainly, plain, copies)))
             note("torch's load", seconds(partial(dcp.load, state, checkpoint_id=torchs)))
-            note("load", seconds(partial(load, folder / "sync", model, optimizer, device_mesh=mesh)))
+            note(
+                "load", seconds(partial(load, folder / "sync", model, optimizer, device_mesh=mesh))
+            )
             if rank == 0:
                 for path in folder.glob("torch*"):
                     shutil.rmtree(path)
@@ -127,12 +147,17 @@ def main(repeats: int = 5, ranks: int = 2) -> None:
         shutil.rmtree(folder)
 
     def ratio(what: str, to: str) -> str:
-        return f"{statistics.median(a / b for a, b in zip(taken[what], taken[to], strict=True)):.2f}"
+        return (
+            f"{statistics.median(a / b for a, b in zip(taken[what], taken[to], strict=True)):.2f}"
+        )
 
     def median(what: str) -> float:
         return statistics.median(taken[what])
 
-    print(f"torch {torch.__version__}, {ranks} ranks, {median('bytes'):.0f} MB, medians of {repeats} repeats\n")
+    print(
+        f"torch {torch.__version__}, {ranks} ranks, {median('bytes'):.0f} MB, medians of {repeats}"
+        " repeats\n"
+    )
     print("| what | seconds | against | ratio |\n|---|---:|---|---:|")
     for what, to in (
         ("save", "torch's save"),

@@ -2,9 +2,10 @@
 
     python benchmarks/emulation.py [milliseconds]
 
-Every synchronous schedule with 16 microbatches, each of forward, input gradient and weight gradient taking that long
-(20 ms unless given); once plain, once with latency and a rank that is half as slow again. Gradients are real. Late is
-the longest that a rank's work began after its chosen time: harmless until it makes an action overrun.
+Every synchronous schedule with 16 microbatches, each of forward, input gradient and weight gradient
+taking that long (20 ms unless given); once plain, once with latency and a rank that is half as slow
+again. Gradients are real. Late is the longest that a rank's work began after its chosen time:
+harmless until it makes an action overrun.
 """
 
 import os
@@ -25,9 +26,14 @@ def main(milliseconds: float = 20.0) -> None:
     each = milliseconds / 1e3
     clusters = {
         "plain": EmulatedCluster(Costs(each, each, each)),
-        "latency, straggler": EmulatedCluster(Costs(each, each, each, latency=each / 2), stragglers={3: 1.5}),
+        "latency, straggler": EmulatedCluster(
+            Costs(each, each, each, latency=each / 2), stragglers={3: 1.5}
+        ),
     }
-    print(f"{N_RANKS} ranks on {os.cpu_count()} cores, {N_MICROBATCHES} microbatches, {milliseconds:g} ms an action")
+    print(
+        f"{N_RANKS} ranks on {os.cpu_count()} cores, {N_MICROBATCHES} microbatches,"
+        f" {milliseconds:g} ms an action"
+    )
     columns = ("simulated", "emulated", "points off", "overruns", "late ms", "real s")
     print(f"{'schedule':<18}{'cluster':<20}" + "".join(f"{name:>11}" for name in columns))
     for name in (name for name in names() if name != "pipedream"):

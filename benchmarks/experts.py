@@ -1,10 +1,11 @@
-"""What experts cost beside their dense twin, a model with as many active parameters: milliseconds a step, and why.
+"""What experts cost beside their dense twin, a model with as many active parameters: milliseconds a
+step, and why.
 
     python benchmarks/experts.py [repeats]
 
-Two ranks, all models in turn; of each the fastest of some steps, as other work of the machine only adds. The load is
-even by force, so that no rank waits for a busier one. The twin's feed-forward blocks are as wide as a token's experts
-together. From row to row one thing is added:
+Two ranks, all models in turn; of each the fastest of some steps, as other work of the machine only
+adds. The load is even by force, so that no rank waits for a busier one. The twin's feed-forward
+blocks are as wide as a token's experts together. From row to row one thing is added:
 
     dense       the twin
     2 of 2      every token to both experts: the router, the sort by expert and back, two products in place of one
@@ -57,9 +58,17 @@ MODELS = {
 
 def main(repeats: int = 20) -> None:
     ranks = on_ranks(2, measure, repeats, backend=None, timeout_s=600)
-    print(f"torch {torch.__version__}, {ROWS} × {SEQ_LEN} tokens a step, {N_MICROBATCHES} microbatches")
-    print(f"{'model':<15}{'parameters':>11}{'active':>11}{'step ms':>9}{'ratio':>7}{'CPU ms':>8}{'ratio':>7}")
-    costs = {name: (max(rank[name][0] for rank in ranks), sum(rank[name][1] for rank in ranks)) for name in MODELS}
+    print(
+        f"torch {torch.__version__}, {ROWS} × {SEQ_LEN} tokens a step, {N_MICROBATCHES}"
+        " microbatches"
+    )
+    print(
+        f"{'model':<15}{'parameters':>11}{'active':>11}{'step ms':>9}{'ratio':>7}{'CPU ms':>8}{'ratio':>7}"
+    )
+    costs = {
+        name: (max(rank[name][0] for rank in ranks), sum(rank[name][1] for rank in ranks))
+        for name in MODELS
+    }
     for name, (step, cpu) in costs.items():
         config, layout = MODELS[name]
         step_of_twin, cpu_of_twin = costs["dense, pp=2" if layout == PIPELINE else "dense, FSDP2"]
@@ -68,7 +77,9 @@ def main(repeats: int = 20) -> None:
         print(f"{name:<15}{sizes}{ratios}")
 
 
-def evenly(router: Router, x: Tensor, routed: Callable[[Router, Tensor], Routing] = Router.forward) -> Routing:
+def evenly(
+    router: Router, x: Tensor, routed: Callable[[Router, Tensor], Routing] = Router.forward
+) -> Routing:
     """As the router does, but to one expert after the other."""
     found, config = routed(router, x), router.config
     turns = torch.arange(found.experts.numel(), device=x.device) % config.n_experts
@@ -80,7 +91,9 @@ def evenly(router: Router, x: Tensor, routed: Callable[[Router, Tensor], Routing
 def measure(rank: int, repeats: int) -> dict[str, tuple[float, float]]:
     """Seconds of each model's fastest step, on the clock and of this rank's processor."""
     device = get_device()
-    tokens = torch.randint(DENSE.vocab_size, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(
+        DENSE.vocab_size, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0)
+    ).to(device)
     steps = {name: step_of(*model, tokens) for name, model in MODELS.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in MODELS}
     with patch.object(Router, "forward", evenly):
@@ -92,7 +105,10 @@ def measure(rank: int, repeats: int) -> dict[str, tuple[float, float]]:
                     torch.cuda.synchronize()
                 if repeat:
                     times[name].append((time.perf_counter() - begin, time.process_time() - began))
-    return {name: (min(wall for wall, _ in each), min(cpu for _, cpu in each)) for name, each in times.items()}
+    return {
+        name: (min(wall for wall, _ in each), min(cpu for _, cpu in each))
+        for name, each in times.items()
+    }
 
 
 def step_of(config: ModelConfig, layout: DistributedConfig, tokens: Tensor) -> Callable[[], None]:

@@ -1,11 +1,13 @@
-"""The least makespan of every small pipeline: makes the table that ``course_pp.schedule.optima`` reads.
+"""The least makespan of every small pipeline: makes the table that ``course_pp.schedule.optima``
+reads.
 
     python benchmarks/optima.py [seconds a case]
 
-p up to 4 ranks, m up to 8 microbatches, caps from 1 to 2p activations a rank; backwards in halves and whole; F = I = W,
-and the times of a layer: a transformer block of width 256, on one thread of a CPU, measured by
-``course_pp.exercises.zero_bubble.time_halves()`` as 10 : 11.8 : 6.6 and rounded. Takes minutes. A case that was
-proven is not done again, so an interrupted run goes on where it was, and a longer limit tries the rest.
+p up to 4 ranks, m up to 8 microbatches, caps from 1 to 2p activations a rank; backwards in halves
+and whole; F = I = W, and the times of a layer: a transformer block of width 256, on one thread of a
+CPU, measured by ``course_pp.exercises.zero_bubble.time_halves()`` as 10 : 11.8 : 6.6 and rounded.
+Takes minutes. A case that was proven is not done again, so an interrupted run goes on where it was,
+and a longer limit tries the rest.
 """
 
 import csv
@@ -20,7 +22,20 @@ from course_pp.schedule.optima import NAMED, OptimumRow, read_row
 
 TABLE = Path(course_pp.schedule.__file__).with_name("optima.csv")
 TIMES = [(1, 1, 1), (10, 12, 7)]
-FIELDS = ("F", "I", "W", "backward", "p", "m", "cap", "makespan", "bound", "proven", *NAMED, "order")
+FIELDS = (
+    "F",
+    "I",
+    "W",
+    "backward",
+    "p",
+    "m",
+    "cap",
+    "makespan",
+    "bound",
+    "proven",
+    *NAMED,
+    "order",
+)
 Case = tuple[tuple[int, int, int], bool, int, int, int]
 
 
@@ -53,7 +68,10 @@ def solved(case: Case, seconds: float, rows: dict[Case, OptimumRow]) -> OptimumR
         least = rows[times, split, p, m, m]
         return OptimumRow(times, split, p, m, cap, least.makespan, least.bound, named, least.words)
     found = optimum(p, m, Costs(*times), cap, seconds=seconds, split=split)
-    words = tuple("".join(part.kind for action in row for part in action.parts) for row in found.schedule.actions)
+    words = tuple(
+        "".join(part.kind for action in row for part in action.parts)
+        for row in found.schedule.actions
+    )
     bound = -int(-found.bound // 1)  # makespans are whole numbers, as the times are
     return OptimumRow(times, split, p, m, cap, int(found.timeline.makespan), bound, named, words)
 
@@ -87,13 +105,24 @@ def written(row: OptimumRow) -> dict[str, str]:
         "makespan": row.makespan,
         "bound": row.bound,
     }
-    named = {name: format(float(row.named[name]), "g") if name in row.named else "" for name in NAMED}
-    kinds = {"backward": "halves" if row.split else "whole", "proven": "yes" if row.proven else "no"}
-    return {**{k: str(v) for k, v in numbers.items()}, **kinds, **named, "order": "/".join(row.words)}
+    named = {
+        name: format(float(row.named[name]), "g") if name in row.named else "" for name in NAMED
+    }
+    kinds = {
+        "backward": "halves" if row.split else "whole",
+        "proven": "yes" if row.proven else "no",
+    }
+    return {
+        **{k: str(v) for k, v in numbers.items()},
+        **kinds,
+        **named,
+        "order": "/".join(row.words),
+    }
 
 
 def named_makespans(n_ranks: int, n_microbatches: int, costs: Costs, cap: int) -> dict[str, Time]:
-    """Of each schedule of the catalogue that exists in this size and keeps to the cap, the makespan.
+    """Of each schedule of the catalogue that exists in this size and keeps to the cap, the
+    makespan.
 
     Args:
         costs: of a rank's whole work, equal for all; two stages a rank share it.

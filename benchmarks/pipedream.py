@@ -1,14 +1,19 @@
-"""What an asynchronous pipeline reaches on emulated ranks, against the slowest stage and against 1F1B with its flush.
+"""What an asynchronous pipeline reaches on emulated ranks, against the slowest stage and against
+1F1B with its flush.
 
     python benchmarks/pipedream.py [milliseconds]
 
-A forward takes that long (20 ms unless given), a backward twice as long, an update a tenth. The time of a microbatch in
-the steady state is what 24 more of them add to a step; no pipeline can be below its slowest stage's work on one,
-divided by the ranks that share it. Gradients and updates are real.
+A forward takes that long (20 ms unless given), a backward twice as long, an update a tenth. The
+time of a microbatch in the steady state is what 24 more of them add to a step; no pipeline can be
+below its slowest stage's work on one, divided by the ranks that share it. Gradients and updates are
+real.
 
-Then a model of unequal layers is profiled on this machine and cut for two nodes of two ranks, evenly and by PipeDream's
-planner: what each cut was to take, and what it takes on emulated ranks, all times and links slowed down alike. That is
-more where replicas exchange gradients, which the planner takes to be hidden behind work and the runtime does not hide.
+Then a model of unequal layers is profiled on this machine and cut for two nodes of two ranks,
+evenly and by PipeDream's
+planner: what each cut was to take, and what it takes on emulated ranks, all times and links slowed
+    down alike. That is
+more where replicas exchange gradients, which the planner takes to be hidden behind work and the
+runtime does not hide.
 """
 
 import sys
@@ -20,7 +25,16 @@ from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, Recorder, profile_layers
-from course_pp.schedule import ClusterLevel, Costs, LayerCost, PlannedStage, Schedule, Versions, build, partition
+from course_pp.schedule import (
+    ClusterLevel,
+    Costs,
+    LayerCost,
+    PlannedStage,
+    Schedule,
+    Versions,
+    build,
+    partition,
+)
 
 WIDTH, SHORT, LONG = 16, 12, 36
 
@@ -31,7 +45,10 @@ def main(milliseconds: float = 20.0) -> None:
     uneven = Costs((2 * f, f), (2 * f, f), (2 * f, f), update=f / 10)
     rows: list[tuple[str, tuple[int, ...], Costs, Versions | None, float]] = [
         ("1f1b, flushed every 12", (1, 1, 1, 1), equal, None, 3 * f),
-        *((f"pipedream {v}", (1, 1, 1, 1), equal, v, 3.1 * f) for v in ("stash", "vertical", "none")),
+        *(
+            (f"pipedream {v}", (1, 1, 1, 1), equal, v, 3.1 * f)
+            for v in ("stash", "vertical", "none")
+        ),
         ("pipedream 2bw", (1, 1, 1, 1), equal, "2bw", 3.025 * f),
         ("pipedream, slow stage", (1, 1), uneven, "stash", 6.1 * f),
         ("pipedream, slow stage shared", (2, 1), uneven, "stash", 3.05 * f),
@@ -39,24 +56,38 @@ def main(milliseconds: float = 20.0) -> None:
     print(f"{'':<30}{'bound ms':>10}{'emulated ms':>13}{'over bound':>12}{'overruns':>10}")
     for name, shares, costs, versions, bound in rows:
         took = [
-            on_ranks(sum(shares), step, schedule_of(shares, versions, m), costs, versions)[0] for m in (SHORT, LONG)
+            on_ranks(sum(shares), step, schedule_of(shares, versions, m), costs, versions)[0]
+            for m in (SHORT, LONG)
         ]
         each = (took[1][0] - took[0][0]) / (LONG - SHORT) if versions else took[0][0] / SHORT
         overruns = took[0][1] + took[1][1]
-        print(f"{name:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}", flush=True)
+        print(
+            f"{name:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}",
+            flush=True,
+        )
     compare_cuts(30 * f)
 
 
 def schedule_of(shares: tuple[int, ...], versions: Versions | None, m: int) -> Schedule:
     if versions is None:
         return build("1f1b", len(shares), m)
-    return build("pipedream", sum(shares), m, replicas=shares, group=len(shares) if versions == "2bw" else None)
+    return build(
+        "pipedream",
+        sum(shares),
+        m,
+        replicas=shares,
+        group=len(shares) if versions == "2bw" else None,
+    )
 
 
-def step(rank: int, schedule: Schedule, costs: Costs, versions: Versions | None) -> tuple[float, int]:
+def step(
+    rank: int, schedule: Schedule, costs: Costs, versions: Versions | None
+) -> tuple[float, int]:
     """The second of two steps: the first settles shapes. Its makespan in seconds, and what overran."""
     torch.manual_seed(0)
-    stages = {s: nn.Linear(WIDTH, WIDTH) for s, ranks in enumerate(schedule.placement) if rank in ranks}
+    stages = {
+        s: nn.Linear(WIDTH, WIDTH) for s, ranks in enumerate(schedule.placement) if rank in ranks
+    }
     optimizers = {s: torch.optim.SGD(stage.parameters(), lr=0.01) for s, stage in stages.items()}
     recorder = Recorder()
     pipeline = Pipeline(
@@ -91,17 +122,27 @@ def compare_cuts(seconds: float) -> None:
     """The even cut and the planned one, of layers whose times were measured, slowed down to ``seconds`` in all."""
     torch.set_num_threads(1)
     layers = profile_layers(model(), torch.randn(ROWS, 256), repeats=20)
-    print(f"\nlayers of {', '.join(f'{1e3 * layer.time:.1f}' for layer in layers)} ms on this machine, alone")
+    print(
+        f"\nlayers of {', '.join(f'{1e3 * layer.time:.1f}' for layer in layers)} ms on this"
+        " machine, alone"
+    )
     planned = partition(layers, [ClusterLevel(2, NODE), ClusterLevel(2, NETWORK)])
     quarter = len(layers) // 4
     even = tuple(PlannedStage(i * quarter, (i + 1) * quarter, 1) for i in range(4))
     slowdown = seconds / sum(layer.time for layer in layers)
-    print(f"{'cut, layers × replicas':<30}{'planned ms':>10}{'emulated ms':>13}{'over':>12}{'overruns':>10}")
+    print(
+        f"{'cut, layers × replicas':<30}{'planned ms':>10}{'emulated ms':>13}{'over':>12}{'overruns':>10}"
+    )
     for name, stages in (("even", even), ("planned", planned.stages)):
         bound = slowdown * slowest(layers, stages)
         each, overruns = on_ranks(4, pace, layers, stages, slowdown)[0]
-        cut = f"{name}: " + " ".join(f"{s.end - s.start}" + f"×{s.replicas}" * (s.replicas > 1) for s in stages)
-        print(f"{cut:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}", flush=True)
+        cut = f"{name}: " + " ".join(
+            f"{s.end - s.start}" + f"×{s.replicas}" * (s.replicas > 1) for s in stages
+        )
+        print(
+            f"{cut:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}",
+            flush=True,
+        )
 
 
 def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> float:
@@ -117,9 +158,13 @@ def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> floa
     return max(times)
 
 
-def pace(rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage], slowdown: float) -> tuple[float, int]:
+def pace(
+    rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage], slowdown: float
+) -> tuple[float, int]:
     """Seconds a microbatch in the steady state, and what overran."""
-    work = [slowdown * sum(layer.time for layer in layers[stage.start : stage.end]) for stage in stages]
+    work = [
+        slowdown * sum(layer.time for layer in layers[stage.start : stage.end]) for stage in stages
+    ]
     third = [0.3 * t for t in work]
     costs = Costs(third, third, third, update=[0.1 * t for t in work])
     links = [EmulatedLink(bandwidth=bandwidth / slowdown) for bandwidth in (NODE, NETWORK, NODE)]
@@ -133,14 +178,23 @@ def pace(rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage],
     recorder = Recorder()
     cluster = EmulatedCluster(costs, links)
     pipeline = Pipeline(
-        *(schedule, modules, F.mse_loss), recorder=recorder, cluster=cluster, optimizers=optimizers, versions="stash"
+        *(schedule, modules, F.mse_loss),
+        recorder=recorder,
+        cluster=cluster,
+        optimizers=optimizers,
+        versions="stash",
     )
     batch = torch.randn(ROWS * LONG, 256)
     for _ in range(2):
         recorder.clear()
         pipeline.step(batch, target=batch)
     run = recorder.timeline()
-    ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
+    ends = {
+        part.microbatch: span.end
+        for span in run.by_rank[0]
+        for part in span.action.parts
+        if part.kind == "U"
+    }
     return float(ends[2 * SHORT] - ends[SHORT]) / SHORT, len(run.overruns)
 
 

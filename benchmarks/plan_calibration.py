@@ -1,7 +1,9 @@
-"""Fit the planner's two constants on table 1 of Narayanan et al. 2021, arXiv:2104.04473, and say how far off it is.
+"""Fit the planner's two constants on table 1 of Narayanan et al. 2021, arXiv:2104.04473, and say
+how far off it is.
 
-Each row is predicted with constants fitted on the nine others, beside the naive guess that it reaches their mean
-TFLOP/s. Then five runs of other papers, which the fit never saw, are predicted as they come.
+Each row is predicted with constants fitted on the nine others, beside the naive guess that it
+reaches their mean TFLOP/s. Then five runs of other papers, which the fit never saw, are predicted
+as they come.
 
     python benchmarks/plan_calibration.py
 """
@@ -19,40 +21,72 @@ TABLE = list(MEGATRON)
 
 
 def llama(n_gpus: int, dp: int, tflops: float) -> PublishedRun:
-    """Grattafiori et al. 2024, arXiv:2407.21783, table 4: bf16, TP 8, PP 16, sequences of 8,192, 16M tokens a batch.
+    """Grattafiori et al. 2024, arXiv:2407.21783, table 4: bf16, TP 8, PP 16, sequences of 8,192,
+    16M tokens a batch.
 
-    Interleaved, nothing recomputed, parameters kept after forward (section 3.3.2). There a chunk seems to be one layer,
-    eight a rank, of which the first holds the embedding alone and the last the head alone. Here every stage needs a
+    Interleaved, nothing recomputed, parameters kept after forward (section 3.3.2). There a chunk
+    seems to be one layer, eight a rank, of which the first holds the embedding alone and the last
+    the head alone. Here every stage needs a
     layer: two larger chunks are taken.
     """
     model = model_named("llama3-405b")
-    layout = Layout(16, 8, dp, schedule="interleaved_1f1b", precision="mixed", sequence_parallel=True)
+    layout = Layout(
+        16, 8, dp, schedule="interleaved_1f1b", precision="mixed", sequence_parallel=True
+    )
     # Their TFLOP/s counts useful operations: it is the MFU beside it times the peak.
     seconds = model_flops(model, 2048, 8192) / (n_gpus * tflops * 1e12)
     return PublishedRun(
-        f"llama3-405b, {n_gpus:,} GPUs", model, layout, cluster_of(f"{n_gpus // 8}x8xH100"), 2048, 8192, seconds
+        f"llama3-405b, {n_gpus:,} GPUs",
+        model,
+        layout,
+        cluster_of(f"{n_gpus // 8}x8xH100"),
+        2048,
+        8192,
+        seconds,
     )
 
 
 def mt_nlg(dp: int, seconds: float) -> PublishedRun:
     """Smith et al. 2022, arXiv:2201.11990, section 2.4: 530B on 280 and 420 DGX A100 servers, a batch of 1,920."""
     layout = Layout(
-        35, 8, dp_replicate=dp, ac="full", precision="megatron", flash=False, scatter_gather=True, overlap=False
+        35,
+        8,
+        dp_replicate=dp,
+        ac="full",
+        precision="megatron",
+        flash=False,
+        scatter_gather=True,
+        overlap=False,
     )
     cluster = cluster_of(f"{35 * dp}x8xA100")
     return PublishedRun(
-        f"mt-nlg 530b, {cluster.n_gpus:,} GPUs", model_named("gpt-530b"), layout, cluster, 1920, 2048, seconds
+        f"mt-nlg 530b, {cluster.n_gpus:,} GPUs",
+        model_named("gpt-530b"),
+        layout,
+        cluster,
+        1920,
+        2048,
+        seconds,
     )
 
 
 def bloom() -> PublishedRun:
     """Le Scao et al. 2022, arXiv:2211.05100, section 3.4: 384 A100, four 100 Gb/s links a node.
 
-    The layout and 105 s a step are those of train/tr11-176B-ml/README.md in bigscience-workshop/bigscience.
+    The layout and 105 s a step are those of train/tr11-176B-ml/README.md in
+    bigscience-workshop/bigscience.
     """
     model = model_named("bloom-176b")
     layout = Layout(
-        12, 4, 8, microbatch_size=2, ac="full", precision="megatron", flash=False, overlap=False, reshard=False
+        12,
+        4,
+        8,
+        microbatch_size=2,
+        ac="full",
+        precision="megatron",
+        flash=False,
+        overlap=False,
+        reshard=False,
     )
     cluster = replace(cluster_of("48x8xA100"), inter_bandwidth=4 * 12.5e9 / 8)
     return PublishedRun("bloom-176b, 384 GPUs", model, layout, cluster, 2048, 2048, 105.0)
@@ -75,7 +109,9 @@ class Linear:
     def of(cls, row: PublishedRun, at: Constants) -> "Linear":
         error = math.log(row.predicted(at).step_s / row.seconds)
         nudged = (replace(at, **{name: getattr(at, name) * 1.01}) for name in _NAMES)
-        u, v = ((math.log(row.predicted(each).step_s / row.seconds) - error) / 0.01 for each in nudged)
+        u, v = (
+            (math.log(row.predicted(each).step_s / row.seconds) - error) / 0.01 for each in nudged
+        )
         return cls(error, (u, v))
 
 
@@ -105,7 +141,8 @@ def left_out(fit: Constants, linear: Sequence[Linear]) -> tuple[list[float], lis
     """For each row of the table its relative error when the others predict it: by the model, and naively."""
     errors, naive = [], []
     for i, row in enumerate(TABLE):
-        # The common fit is so near that one step from it, without this row, ends at the fit of the nine others.
+        # The common fit is so near that one step from it, without this row, ends at the fit of the
+        # nine others.
         predicted = row.predicted(stepped([*linear[:i], *linear[i + 1 :]], fit)).step_s
         errors.append(predicted / row.seconds - 1)
         naive.append(_rate(row) / mean(_rate(each) for each in TABLE[:i] + TABLE[i + 1 :]) - 1)
@@ -117,7 +154,9 @@ def main() -> None:
     errors, naive = left_out(start, linear)
     print(f"{'row':<12}{'published s':>12}{'left out s':>12}{'error':>8}{'naive':>8}")
     for row, error, guess in zip(TABLE, errors, naive, strict=True):
-        print(f"{row.name:<12}{row.seconds:12.2f}{row.seconds * (1 + error):12.2f}{error:+8.1%}{guess:+8.1%}")
+        print(
+            f"{row.name:<12}{row.seconds:12.2f}{row.seconds * (1 + error):12.2f}{error:+8.1%}{guess:+8.1%}"
+        )
     for name, found in (("model", errors), ("naive", naive)):
         sizes = [abs(each) for each in found]
         print(f"{name}: median error {median(sizes):.1%}, worst {max(sizes):.1%}")
@@ -128,12 +167,17 @@ def main() -> None:
     print(f"{'never seen':<28}{'published s':>12}{'predicted s':>12}{'error':>8}")
     for row in OTHERS:
         predicted = row.predicted(start).step_s
-        print(f"{row.name:<28}{row.seconds:12.2f}{predicted:12.2f}{predicted / row.seconds - 1:+8.1%}")
+        print(
+            f"{row.name:<28}{row.seconds:12.2f}{predicted:12.2f}{predicted / row.seconds - 1:+8.1%}"
+        )
 
 
 def _rate(row: PublishedRun) -> float:
     """TFLOP/s a GPU as the table counts them."""
-    return megatron_seconds(row.model, row.global_batch, row.seq_len, row.cluster.n_gpus, 1.0) / row.seconds
+    return (
+        megatron_seconds(row.model, row.global_batch, row.seq_len, row.cluster.n_gpus, 1.0)
+        / row.seconds
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Published steps of models with experts, beside what the planner says of their layouts. Nothing is fitted to them.
+"""Published steps of models with experts, beside what the planner says of their layouts. Nothing is
+fitted to them.
 
-For each run: seconds of a step as published and as predicted, their ratio, and the ratio if links took no time.
-Predictions are of this package's stack, in 16 bits and without costs of the host:
+For each run: seconds of a step as published and as predicted, their ratio, and the ratio if links
+took no time. Predictions are of this package's stack, in 16 bits and without costs of the host:
 
-- NVIDIA's two runs on B200, and DeepSeek's, multiply most matrices in 8 bits, twice as fast on these GPUs. What the
-  former recompute is not published: planned with whole layers, without which they would not fit.
-- DeepSeek sends each token once to a node, to four at most, and there in 8 bits; and it hides the exchanges behind
-  another microbatch's products (arXiv:2412.19437, sections 3.2 and 3.3). Here each token travels to each of its experts
-  in 16 bits, and everybody waits.
+- NVIDIA's two runs on B200, and DeepSeek's, multiply most matrices in 8 bits, twice as fast on
+  these GPUs. What the former recompute is not published: planned with whole layers, without which
+  they would not fit.
+- DeepSeek sends each token once to a node, to four at most, and there in 8 bits; and it hides the
+  exchanges behind another microbatch's products (arXiv:2412.19437, sections 3.2 and 3.3). Here each
+  token travels to each of its experts in 16 bits, and everybody waits.
 - NVIDIA's runs force an even load; here it is even, too.
 
     python benchmarks/plan_experts.py
@@ -23,7 +25,13 @@ SEQ_LEN = 4096
 
 
 def run(
-    model: str, cluster: Cluster, batch: int, layout: Layout, *, tflops: float = 0.0, tokens_per_s: float = 0.0
+    model: str,
+    cluster: Cluster,
+    batch: int,
+    layout: Layout,
+    *,
+    tflops: float = 0.0,
+    tokens_per_s: float = 0.0,
 ) -> PublishedRun:
     """A run of which the TFLOP/s or the tokens a second of one GPU are published."""
     each = model_flops(model_named(model), batch, SEQ_LEN) / 1e12 if tflops else batch * SEQ_LEN
@@ -36,8 +44,8 @@ def runs() -> dict[str, PublishedRun]:
     interleaved = Layout(schedule="interleaved_1f1b")
     h800 = replace(gpu_named("H100"), name="H800", link_bandwidth=200e9)
     return {
-        # NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md, core v0.8, which names layout and links; v0.9
-        # reports 468.
+        # NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md, core v0.8, which names layout
+        # and links; v0.9 reports 468.
         "Megatron-Core 0.8, bfloat16": run(
             "mixtral-8x7b",
             cluster_of("8x8xH100"),
@@ -60,8 +68,8 @@ def runs() -> dict[str, PublishedRun]:
             Layout(pp=16, dp_shard=16, ep=8, ac="full"),
             tokens_per_s=2139,
         ),
-        # arXiv:2412.19437, sections 1, 3.1, 3.2 and 4.2: 180,000 GPU hours for 10¹² tokens. DualPipe keeps each stage
-        # on two ranks; planned is its V, which keeps one.
+        # arXiv:2412.19437, sections 1, 3.1, 3.2 and 4.2: 180,000 GPU hours for 10¹² tokens.
+        # DualPipe keeps each stage on two ranks; planned is its V, which keeps one.
         "DeepSeek-AI 2024, FP8": run(
             "deepseek-v3",
             Cluster(256, 8, h800),
@@ -73,10 +81,15 @@ def runs() -> dict[str, PublishedRun]:
 
 
 def main() -> None:
-    print(f"{'source':<30}{'model':<17}{'timed s':>8}{'predicted s':>12}{'ratio':>7}{'free links':>11}  layout")
+    print(
+        f"{'source':<30}{'model':<17}{'timed s':>8}{'predicted s':>12}{'ratio':>7}{'free links':>11}"
+        "  layout"
+    )
     for source, each in runs().items():
         seconds = each.predicted().step_s
-        free = replace(each, cluster=replace(each.cluster, intra_bandwidth=1e15, inter_bandwidth=1e15)).predicted()
+        free = replace(
+            each, cluster=replace(each.cluster, intra_bandwidth=1e15, inter_bandwidth=1e15)
+        ).predicted()
         row = f"{source:<30}{each.name:<17}{each.seconds:8.2f}{seconds:12.2f}{seconds / each.seconds:7.2f}"
         print(f"{row}{free.step_s / each.seconds:11.2f}  {each.layout}")
 

@@ -1,8 +1,9 @@
-"""What the planner would have done with the runs of table 1 of Narayanan et al. 2021, arXiv:2104.04473.
+"""What the planner would have done with the runs of table 1 of Narayanan et al. 2021,
+arXiv:2104.04473.
 
-For each of the ten models at its size: the step as it was published, as the planner predicts the published layout, and
-as it predicts its own best one, with the same kernels and the same precision. Where that is another layout, the
-reason is made from the two predictions. Everything is on paper.
+For each of the ten models at its size: the step as it was published, as the planner predicts the
+published layout, and as it predicts its own best one, with the same kernels and the same precision.
+Where that is another layout, the reason is made from the two predictions. Everything is on paper.
 
     python benchmarks/plan_published.py
 """
@@ -20,7 +21,11 @@ def planned(run: PublishedRun) -> tuple[Prediction, Prediction]:
 
 def why(published: Prediction, best: Prediction) -> str:
     """One sentence."""
-    return reason(best, published) if best.step_s < published.step_s else "none is faster than the published one."
+    return (
+        reason(best, published)
+        if best.step_s < published.step_s
+        else "none is faster than the published one."
+    )
 
 
 def main() -> None:
@@ -28,7 +33,9 @@ def main() -> None:
     for run in MEGATRON:
         published, best = planned(run)
         held = max(best.total_memory) / 1e9
-        row = f"{run.name:<10}{run.seconds:9.2f}{published.step_s:12.2f}{best.step_s:8.2f}{held:6.1f}"
+        row = (
+            f"{run.name:<10}{run.seconds:9.2f}{published.step_s:12.2f}{best.step_s:8.2f}{held:6.1f}"
+        )
         print(f"{row}  {why(published, best)}")
 
 

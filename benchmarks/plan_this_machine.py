@@ -1,11 +1,13 @@
-"""Calibrate the planner on this machine, and hold its predictions of two real ranks against what they take.
+"""Calibrate the planner on this machine, and hold its predictions of two real ranks against what
+they take.
 
     python benchmarks/plan_this_machine.py [repeats]
 
-A few steps are timed on two ranks over gloo, with a pipeline, tensor and data parallelism. `course_pp.plan.calibrate`
-fits what this machine can do to them. Twelve other runs, of other widths, depths, batches and schedules, are then
-predicted. All take turns, each repeat in another order, so that a machine that slows down slows all; printed are
-medians. Leave the machine alone meanwhile: it takes two minutes.
+A few steps are timed on two ranks over gloo, with a pipeline, tensor and data parallelism.
+`course_pp.plan.calibrate` fits what this machine can do to them. Twelve other runs, of other
+widths, depths, batches and schedules, are then predicted. All take turns, each repeat in another
+order, so that a machine that slows down slows all; printed are medians. Leave the machine alone
+meanwhile: it takes two minutes.
 """
 
 import random
@@ -33,7 +35,16 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from course_pp.plan import Cluster, Constants, Layout, ModelConfig, TimedStep, calibrate, gpu_named, predict
+from course_pp.plan import (
+    Cluster,
+    Constants,
+    Layout,
+    ModelConfig,
+    TimedStep,
+    calibrate,
+    gpu_named,
+    predict,
+)
 
 HERE = Cluster(1, 2, gpu_named("laptop"), latency=1e-4)
 
@@ -56,11 +67,15 @@ class Run:
         return TimedStep(self.model, self.layout, self.batch, self.seq_len, seconds)
 
     def __str__(self) -> str:
-        return f"{self.dim:>4} × {self.n_layers:<2} {self.batch:>3} × {self.seq_len:<4} {self.layout}"
+        return (
+            f"{self.dim:>4} × {self.n_layers:<2} {self.batch:>3} × {self.seq_len:<4} {self.layout}"
+        )
 
 
 def pipeline(schedule: str, microbatch_size: int, **more: object) -> Layout:
-    return Layout(2, schedule=schedule, microbatch_size=microbatch_size, precision="float32").with_(**more)
+    return Layout(2, schedule=schedule, microbatch_size=microbatch_size, precision="float32").with_(
+        **more
+    )
 
 
 def tensor(microbatch_size: int) -> Layout:
@@ -105,11 +120,14 @@ def main(repeats: int = 11) -> None:
     medians = dict(zip(runs, map(median, seconds), strict=True))
     cluster, constants = calibrate([run.timed(medians[run]) for run in CALIBRATING], HERE)
     gpu = cluster.gpu
-    print(f"torch {torch.__version__}, two ranks of one thread over gloo, medians of {repeats} interleaved repeats")
     print(
-        f"fitted: {gpu.peak * constants.matmul_efficiency / 1e9:.1f} Gflop/s of products, "
-        f"memory {gpu.memory_bandwidth / 1e9:.2f} GB/s, memory_passes {constants.memory_passes:.2f}, "
-        f"links {cluster.inter_bandwidth / 1e9:.2f} GB/s, latency {cluster.latency * 1e6:.0f} µs"
+        f"torch {torch.__version__}, two ranks of one thread over gloo, medians of {repeats}"
+        " interleaved repeats"
+    )
+    print(
+        f"fitted: {gpu.peak * constants.matmul_efficiency / 1e9:.1f} Gflop/s of products, memory"
+        f" {gpu.memory_bandwidth / 1e9:.2f} GB/s, memory_passes {constants.memory_passes:.2f},"
+        f" links {cluster.inter_bandwidth / 1e9:.2f} GB/s, latency {cluster.latency * 1e6:.0f} µs"
     )
     for title, rows in (("calibrated on", CALIBRATING), ("predicted", PREDICTED)):
         errors = print_rows(title, rows, medians, cluster, constants)
@@ -117,13 +135,21 @@ def main(repeats: int = 11) -> None:
 
 
 def print_rows(
-    title: str, rows: tuple[Run, ...], medians: dict[Run, float], cluster: Cluster, constants: Constants
+    title: str,
+    rows: tuple[Run, ...],
+    medians: dict[Run, float],
+    cluster: Cluster,
+    constants: Constants,
 ) -> list[float]:
     """One row a run; the sizes of the relative errors."""
-    print(f"\n{title + ': width × layers, batch × tokens':<72}{'predicted ms':>14}{'measured ms':>13}{'error':>8}")
+    print(
+        f"\n{title + ': width × layers, batch × tokens':<72}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"
+    )
     errors = []
     for run in rows:
-        predicted = predict(run.model, run.layout, cluster, run.batch, run.seq_len, constants).step_s
+        predicted = predict(
+            run.model, run.layout, cluster, run.batch, run.seq_len, constants
+        ).step_s
         error = predicted / medians[run] - 1
         errors.append(abs(error))
         print(f"{run!s:<72}{predicted * 1e3:14.1f}{medians[run] * 1e3:13.1f}{error:+8.1%}")
@@ -147,9 +173,15 @@ def take_turns(rank: int, runs: tuple[Run, ...], repeats: int) -> list[list[floa
 def step_of(run: Run) -> Callable[[], None]:
     """One training step as a user would write it: forward, backward, AdamW."""
     layout, model = run.layout, run.model
-    mesh = init_distributed(DistributedConfig(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp))
-    indices = get_stage_indices(layout.schedule, get_pp_rank(mesh), layout.pp) if layout.pp > 1 else [0]
-    modules: list[nn.Module] = [build_stage_module(model, i, layout.pp * len(indices)) for i in indices]
+    mesh = init_distributed(
+        DistributedConfig(layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp)
+    )
+    indices = (
+        get_stage_indices(layout.schedule, get_pp_rank(mesh), layout.pp) if layout.pp > 1 else [0]
+    )
+    modules: list[nn.Module] = [
+        build_stage_module(model, i, layout.pp * len(indices)) for i in indices
+    ]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, layout.ac)
@@ -162,12 +194,16 @@ def step_of(run: Run) -> Callable[[], None]:
 
         def work() -> None:
             loss_fn(modules[0](inputs), target).backward()
+
     else:
         stages = [
-            build_pipeline_stage(m, mesh, "cpu", layout.microbatch_size, run.seq_len, torch.float32) for m in modules
+            build_pipeline_stage(m, mesh, "cpu", layout.microbatch_size, run.seq_len, torch.float32)
+            for m in modules
         ]
         given = stages if len(stages) > 1 else stages[0]
-        runner = build_pipeline_schedule(given, layout.n_microbatches(run.batch), loss_fn, layout.schedule)
+        runner = build_pipeline_schedule(
+            given, layout.n_microbatches(run.batch), loss_fn, layout.schedule
+        )
 
         def work() -> None:
             runner.step(inputs, target=target)

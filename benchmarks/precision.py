@@ -2,9 +2,10 @@
 
     python benchmarks/precision.py [repeats]
 
-Two stages on two ranks, 1F1B; the precisions take turns. ``state`` is parameters, gradients and AdamW's moments of the
-first rank, ``kept`` the most that its autograd keeps for backward, as the runtime's recorder counts it. On GPUs
-``peak`` is what the allocator gave out during a step beyond what was there. Leave the machine alone meanwhile.
+Two stages on two ranks, 1F1B; the precisions take turns. ``state`` is parameters, gradients and
+AdamW's moments of the first rank, ``kept`` the most that its autograd keeps for backward, as the
+runtime's recorder counts it. On GPUs ``peak`` is what the allocator gave out during a step beyond
+what was there. Leave the machine alone meanwhile.
 """
 
 import statistics
@@ -45,18 +46,27 @@ class Cost(NamedTuple):
 
 def main(repeats: int = 10) -> None:
     first, _ = on_ranks(2, measure, repeats, backend=None, timeout_s=600)
-    print(f"torch {torch.__version__}, {MODEL.n_parameters:,} parameters, {ROWS} × {SEQ_LEN} tokens a step")
-    print(f"{'precision':<10}{'parallel ms':>13}{'runtime ms':>12}{'state MB':>10}{'kept MB':>9}{'peak MB':>9}")
+    print(
+        f"torch {torch.__version__}, {MODEL.n_parameters:,} parameters, {ROWS} × {SEQ_LEN} tokens a"
+        " step"
+    )
+    print(
+        f"{'precision':<10}{'parallel ms':>13}{'runtime ms':>12}{'state MB':>10}{'kept MB':>9}{'peak MB':>9}"
+    )
     for name, cost in first.items():
         times = [statistics.median(each) * 1e3 for each in (cost.parallel, cost.runtime)]
         sizes = [each / 1e6 for each in (cost.state, cost.kept, cost.peak)]
-        print(f"{name:<10}{times[0]:>13.0f}{times[1]:>12.0f}{sizes[0]:>10.1f}{sizes[1]:>9.1f}{sizes[2]:>9.1f}")
+        print(
+            f"{name:<10}{times[0]:>13.0f}{times[1]:>12.0f}{sizes[0]:>10.1f}{sizes[1]:>9.1f}{sizes[2]:>9.1f}"
+        )
 
 
 def measure(rank: int, repeats: int) -> dict[str, Cost]:
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=1))
     device = get_device()
-    tokens = torch.randint(MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        MODEL.vocab_size, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(0)
+    )
     inputs, target = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
     steps: dict[str, list[Callable[[], object]]] = {}
     sizes: dict[str, tuple[int, int]] = {}

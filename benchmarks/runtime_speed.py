@@ -1,10 +1,12 @@
-"""Our executor against the schedule classes of the installed torch: same model, same order of actions, same processes.
+"""Our executor against the schedule classes of the installed torch: same model, same order of
+actions, same processes.
 
     python benchmarks/runtime_speed.py [repeats]
 
-For each schedule, number of ranks and width, the steps of torch, of ours and of ours with the recorder on take turns;
-printed are the medians of their ratios to torch's. A step lasts from the first rank's start to the last rank's end.
-Leave the machine alone meanwhile, and compare nothing across runs. Torch's V schedules need torch 2.12.
+For each schedule, number of ranks and width, the steps of torch, of ours and of ours with the
+recorder on take turns; printed are the medians of their ratios to torch's. A step lasts from the
+first rank's start to the last rank's end. Leave the machine alone meanwhile, and compare nothing
+across runs. Torch's V schedules need torch 2.12.
 """
 
 import math
@@ -44,21 +46,34 @@ SIZES = {"messages": Size(1, 64, 8), "arithmetic": Size(2, 1024, 64)}
 
 
 def main(repeats: int = 100) -> None:
-    print(f"torch {torch.__version__}, {N_MICROBATCHES} microbatches, medians of {repeats} interleaved repeats")
+    print(
+        f"torch {torch.__version__}, {N_MICROBATCHES} microbatches, medians of {repeats}"
+        " interleaved repeats"
+    )
     for bound, size in SIZES.items():
         print(f"\nbound by {bound}: {size}")
-        print(f"{'ranks':>6}  {'schedule':<18}{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorded/torch':>16}")
+        print(
+            f"{'ranks':>6} "
+            f" {'schedule':<18}{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorded/torch':>16}"
+        )
         ratios, costs = [], []
         for n_ranks in (2, 4):
             for name in SCHEDULES:
-                torchs, ours, recorded = on_ranks(n_ranks, take_turns, name, size, repeats, timeout_s=500.0)[0]
+                torchs, ours, recorded = on_ranks(
+                    n_ranks, take_turns, name, size, repeats, timeout_s=500.0
+                )[0]
                 ratio = statistics.median(a / b for a, b in zip(ours, torchs, strict=True))
                 cost = statistics.median(a / b for a, b in zip(recorded, torchs, strict=True))
                 ratios.append(ratio)
                 costs.append(cost)
-                times = "".join(f"{statistics.median(each) * 1e3:>10.1f}" for each in (torchs, ours))
+                times = "".join(
+                    f"{statistics.median(each) * 1e3:>10.1f}" for each in (torchs, ours)
+                )
                 print(f"{n_ranks:>6}  {name:<18}{times}{ratio:>12.2f}{cost:>16.2f}", flush=True)
-        print(f"{'geometric mean':<46}{geometric_mean(ratios):>12.2f}{geometric_mean(costs):>16.2f}", flush=True)
+        print(
+            f"{'geometric mean':<46}{geometric_mean(ratios):>12.2f}{geometric_mean(costs):>16.2f}",
+            flush=True,
+        )
 
 
 def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[float]]:
@@ -75,7 +90,9 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
     ours = Pipeline(schedule, modules, nn.functional.mse_loss)
     recorded = Pipeline(schedule, modules, nn.functional.mse_loss, recorder=recorder)
     steps: list[Callable[[], object]] = [
-        lambda: theirs.step(*(() if inputs is None else (inputs,)), **({} if target is None else {"target": target})),
+        lambda: theirs.step(
+            *(() if inputs is None else (inputs,)), **({} if target is None else {"target": target})
+        ),
         lambda: ours.step(inputs, target=target),
         lambda: recorded.step(inputs, target=target),
     ]
@@ -99,12 +116,19 @@ def in_turn(steps: list[T], repeat: int) -> list[T]:
 
 def module_of(stage: int, size: Size) -> nn.Module:
     torch.manual_seed(stage)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.layers)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.layers))
+    )
 
 
 def torch_schedule(name: str, modules: dict[int, nn.Module], n_stages: int) -> Any:
-    stages = [pipelining.PipelineStage(m, stage, n_stages, torch.device("cpu")) for stage, m in modules.items()]
-    return SCHEDULES[name](stages if len(stages) > 1 else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    stages = [
+        pipelining.PipelineStage(m, stage, n_stages, torch.device("cpu"))
+        for stage, m in modules.items()
+    ]
+    return SCHEDULES[name](
+        stages if len(stages) > 1 else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss
+    )
 
 
 def time_of(step: Callable[[], object]) -> float:

@@ -1,4 +1,5 @@
-"""How long a large schedule takes to build, check, simulate and explain: 1F1B on 64 ranks with 1,024 microbatches.
+"""How long a large schedule takes to build, check, simulate and explain: 1F1B on 64 ranks with
+1,024 microbatches.
 
 python benchmarks/schedule_speed.py [schedule] [ranks] [microbatches]
 """
@@ -17,14 +18,26 @@ def main(name: str = "1f1b", n_ranks: int = 64, n_microbatches: int = 1024) -> N
     schedule = build(name, n_ranks, n_microbatches)
     costs = Costs(latency=0.1)
     n_actions = sum(map(len, schedule.actions))
-    print(f"{name}, {n_ranks} ranks, {n_microbatches} microbatches: {n_actions:,} actions; best of {REPEATS}")
-    report("import course_pp.schedule", seconds_to_import("course_pp.schedule") - seconds_to_import("sys"))
+    print(
+        f"{name}, {n_ranks} ranks, {n_microbatches} microbatches: {n_actions:,} actions; best of"
+        f" {REPEATS}"
+    )
+    report(
+        "import course_pp.schedule",
+        seconds_to_import("course_pp.schedule") - seconds_to_import("sys"),
+    )
     report("build", best(lambda: build(name, n_ranks, n_microbatches)))
     report("check", best(lambda: check(schedule)))
     report("simulate", best(lambda: simulate(schedule)))
     report("simulate with latency", best(lambda: simulate(schedule, costs)))
-    report("explain every gap", best(lambda: simulate(schedule).idle_gaps) - best(lambda: simulate(schedule)))
-    report("find the critical path", best(lambda: simulate(schedule).critical_path) - best(lambda: simulate(schedule)))
+    report(
+        "explain every gap",
+        best(lambda: simulate(schedule).idle_gaps) - best(lambda: simulate(schedule)),
+    )
+    report(
+        "find the critical path",
+        best(lambda: simulate(schedule).critical_path) - best(lambda: simulate(schedule)),
+    )
 
 
 def best(work: Callable[[], object]) -> float:

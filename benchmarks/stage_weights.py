@@ -1,10 +1,11 @@
-"""How much memory a rank needs to get its stage from files: the whole model on each, or only what the stage needs.
+"""How much memory a rank needs to get its stage from files: the whole model on each, or only what
+the stage needs.
 
     python benchmarks/stage_weights.py [ranks] [layers] [width]
 
-A GPT-2 with random weights is saved in shards; the default is the 124M configuration. Each way then runs on fresh
-ranks. Printed is the most memory resident on a rank above what it had before, in MB, pages of the files it reads
-included, and what it holds in the end.
+A GPT-2 with random weights is saved in shards; the default is the 124M configuration. Each way then
+runs on fresh ranks. Printed is the most memory resident on a rank above what it had before, in MB,
+pages of the files it reads included, and what it holds in the end.
 """
 
 import gc
@@ -26,12 +27,21 @@ MB = 1e6
 def main(n_ranks: int = 4, layers: int = 12, width: int = 768) -> None:
     with tempfile.TemporaryDirectory() as folder:
         n_parameters = on_ranks(1, save, folder, layers, width, timeout_s=500.0)[0]
-        print(f"GPT-2 of {n_parameters / MB:.1f}M parameters, {4 * n_parameters / MB:.0f} MB in {count(folder)} files")
+        print(
+            f"GPT-2 of {n_parameters / MB:.1f}M parameters, {4 * n_parameters / MB:.0f} MB in"
+            f" {count(folder)} files"
+        )
         print(f"{'MB on rank':<52}" + "".join(f"{rank:>8}" for rank in range(n_ranks)))
-        rows = {way: on_ranks(n_ranks, way, folder, layers, width, n_ranks, timeout_s=500.0) for way in (whole, parts)}
+        rows = {
+            way: on_ranks(n_ranks, way, folder, layers, width, n_ranks, timeout_s=500.0)
+            for way in (whole, parts)
+        }
     for way, ranks in rows.items():
         for what in ranks[0]:
-            print(f"{f'{way.__doc__}: {what}':<52}" + "".join(f"{rank[what] / MB:>8.0f}" for rank in ranks))
+            print(
+                f"{f'{way.__doc__}: {what}':<52}"
+                + "".join(f"{rank[what] / MB:>8.0f}" for rank in ranks)
+            )
 
 
 def count(folder: str) -> int:
@@ -42,7 +52,9 @@ def gpt2(layers: int, width: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, use_cache=False)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, use_cache=False)
+    ).eval()
 
 
 def save(rank: int, folder: str, layers: int, width: int) -> int:
@@ -92,7 +104,9 @@ def peak() -> float:
 
 
 def status(name: str) -> Any:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return float(line.split()[1]) * 1024
 
 

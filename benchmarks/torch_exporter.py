@@ -1,11 +1,13 @@
-"""What torch's own tracer, `torch.distributed.pipelining.pipeline`, makes of the families that `auto_split` cuts.
+"""What torch's own tracer, `torch.distributed.pipelining.pipeline`, makes of the families that
+`auto_split` cuts.
 
     python benchmarks/torch_exporter.py
 
-Each model is exported and cut at the place where `auto_split` cuts it into two. Printed is whether that works, whether
-the two parts in turn return what the model does (in eval mode, and in training with dropout from the same seed; for the
-example, and for a longer one), how many parameters they hold over the model's, and whether the second part wants an
-argument of the model again, for which torch's stages have no message.
+Each model is exported and cut at the place where `auto_split` cuts it into two. Printed is whether
+that works, whether the two parts in turn return what the model does (in eval mode, and in training
+with dropout from the same seed; for the example, and for a longer one), how many parameters they
+hold over the model's, and whether the second part wants an argument of the model again, for which
+torch's stages have no message.
 """
 
 import sys
@@ -53,11 +55,18 @@ def told(name: str, train: bool) -> str:
         pipe = cut_by_torch(name, batch, train)
     except Exception as error:
         return f"refused ({first_line(error)})"
-    n_parts = sum(p.numel() for stage in range(pipe.num_stages) for p in pipe.get_stage_module(stage).parameters())
+    n_parts = sum(
+        p.numel()
+        for stage in range(pipe.num_stages)
+        for p in pipe.get_stage_module(stage).parameters()
+    )
     n = sum(p.numel() for p in build(name).parameters())
     again = ", wants an argument again" if wants_an_argument_again(pipe) else ""
     found = [compared(build(name).train(train), pipe, given) for given in (batch, longer(batch))]
-    return f"{pipe.num_stages} stages, {n_parts / n:.2f} times the parameters, {found[0]}; longer: {found[1]}{again}"
+    return (
+        f"{pipe.num_stages} stages, {n_parts / n:.2f} times the parameters, {found[0]}; longer:"
+        f" {found[1]}{again}"
+    )
 
 
 def longer(batch: Example) -> Example:

@@ -1,16 +1,21 @@
-"""How much of two cores a pipeline of two ranks uses: against one process, against the ceiling, against torch.
+"""How much of two cores a pipeline of two ranks uses: against one process, against the ceiling,
+against torch.
 
     python benchmarks/two_cores.py [repeats]
 
-1F1B on two ranks with m microbatches can be at most 2m/(m + 1) times as fast as one rank that does all the work: that
-is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). In each repeat four steps take turns: the whole model on one
-rank while the other sleeps, our pipeline, torch's, and both stages at once with no message between them. Cores that
-share caches, memory and a power budget are not two cores, so these stages, which never wait, are the reference: their
-row says how far the cores are from two, and each repeat's pipelines are divided by it. All but torch's add weight
-gradients up as our stages do (:mod:`course_pp.step.late_weights`), so that our row shows waiting and messages alone.
+1F1B on two ranks with m microbatches can be at most 2m/(m + 1) times as fast as one rank that does
+all the work: that is 2 · (1 - bubble), with the bubble (p - 1)/(m + p - 1). In each repeat four
+steps take turns: the whole model on one rank while the other sleeps, our pipeline, torch's, and
+both stages at once with no message between them. Cores that share caches, memory and a power budget
+are not two cores, so these stages, which never wait, are the reference: their row says how far the
+cores are from two, and each repeat's pipelines are divided by it. All but torch's add weight
+gradients up as our stages do (:mod:`course_pp.step.late_weights`), so that our row shows waiting
+and messages alone.
 
-Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and how far the quartiles are
-apart: a smaller difference says nothing of a single step. Small microbatches show the arithmetic of a step, large ones
+Printed are medians of ratios, the interval that holds the true median in 19 of 20 runs, and how far
+the quartiles are
+apart: a smaller difference says nothing of a single step. Small microbatches show the arithmetic of
+    a step, large ones
 leave little but waiting. Leave the machine alone meanwhile.
 """
 
@@ -32,7 +37,10 @@ CEILING = 2 * N_MICROBATCHES / (N_MICROBATCHES + 1)
 
 
 def main(repeats: int = 60) -> None:
-    print(f"torch {torch.__version__}, 1F1B on 2 ranks, {N_MICROBATCHES} microbatches, medians of {repeats} repeats")
+    print(
+        f"torch {torch.__version__}, 1F1B on 2 ranks, {N_MICROBATCHES} microbatches, medians of"
+        f" {repeats} repeats"
+    )
     print(f"ceiling {CEILING:.3f} times as fast as one rank")
     for size in SIZES:
         report(size, on_ranks(2, take_turns, size, repeats, timeout_s=500.0)[0])
@@ -40,12 +48,16 @@ def main(repeats: int = 60) -> None:
 
 def report(size: Size, speedups: dict[str, list[float]]) -> None:
     apart, ours, torchs = (speedups[name] for name in ("apart", "ours", "torch"))
-    print(f"\n{size.layers} layers a stage of width {size.width}, {size.samples} samples a microbatch")
+    print(
+        f"\n{size.layers} layers a stage of width {size.width}, {size.samples} samples a microbatch"
+    )
     print(f"{'':<37}{'median':>8}{'interval':>18}{'quartiles':>11}")
     for name, row in speedups.items():
         print(line(f"{name}: times as fast as one rank", row))
     for name, row in (("ours", ours), ("torch", torchs)):
-        reached = [speedup / reference * 2 / CEILING for speedup, reference in zip(row, apart, strict=True)]
+        reached = [
+            speedup / reference * 2 / CEILING for speedup, reference in zip(row, apart, strict=True)
+        ]
         print(line(f"{name}: of the ceiling on these cores", reached))
     print(line("ours / torch", [a / b for a, b in zip(ours, torchs, strict=True)]))
 
@@ -53,7 +65,8 @@ def report(size: Size, speedups: dict[str, list[float]]) -> None:
 def line(what: str, ratios: list[float]) -> str:
     """The median, its interval at 95 % from the order of the values, and how far the quartiles are apart."""
     low, middle, high = statistics.quantiles(ratios, method="inclusive")
-    reach = 0.98 * len(ratios) ** 0.5  # 1.96 standard deviations of a binomial count with probability 1/2
+    # 1.96 standard deviations of a binomial count with probability 1/2
+    reach = 0.98 * len(ratios) ** 0.5
     first, last = math.floor(len(ratios) / 2 - reach), math.ceil(len(ratios) / 2 + reach)
     ordered = sorted(ratios)
     interval = f"{ordered[max(first, 0)]:.3f} to {ordered[min(last, len(ratios) - 1)]:.3f}"

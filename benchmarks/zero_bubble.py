@@ -2,11 +2,14 @@
 
     python benchmarks/zero_bubble.py [repeats]
 
-Two real ranks, each with a stage of linear layers wide enough to be bound by arithmetic. Steps of three orders take
-turns: 1F1B; 1F1B with each backward split into I and W, done one right after the other (the same order, so the
-difference is what splitting costs, less what it gains as gradients leave sooner); and ZB-H1. Printed are the medians of
-their ratios to 1F1B's step in the same round, beside what equal F, I and W predict. Ratios of two ranks that share a
-core say nothing: leave the machine alone, and compare nothing across runs.
+Two real ranks, each with a stage of linear layers wide enough to be bound by arithmetic. Steps of
+three orders take
+turns: 1F1B; 1F1B with each backward split into I and W, done one right after the other (the same
+    order, so the
+difference is what splitting costs, less what it gains as gradients leave sooner); and ZB-H1.
+Printed are the medians of their ratios to 1F1B's step in the same round, beside what equal F, I and
+W predict. Ratios of two ranks that share a core say nothing: leave the machine alone, and compare
+nothing across runs.
 """
 
 import statistics
@@ -29,7 +32,9 @@ LAYERS, WIDTH, ROWS = 3, 1024, 128
 def main(repeats: int = 30) -> None:
     halves = time_halves(stage_of(0), torch.randn(ROWS, WIDTH))
     shown = ", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in halves.items())
-    print(f"torch {torch.__version__}, {N_RANKS} ranks; a stage alone: {shown}; (I + W) / B ", end="")
+    print(
+        f"torch {torch.__version__}, {N_RANKS} ranks; a stage alone: {shown}; (I + W) / B ", end=""
+    )
     print(f"{(halves['I'] + halves['W']) / halves['B']:.2f}")
     print(f"{'m':>3}  {'order':<14}{'ms':>8}{'of 1f1b':>10}{'quartiles':>14}{'predicted':>11}")
     for m in (2, 4, 8):
@@ -41,7 +46,10 @@ def main(repeats: int = 30) -> None:
             low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
             predicted = float(simulate(order).makespan) / whole
             name, milliseconds = order.name, 1e3 * statistics.median(row)
-            print(f"{m:>3}  {name:<14}{milliseconds:>8.1f}{middle:>10.2f}{low:>8.2f}–{high:.2f}{predicted:>11.2f}")
+            print(
+                f"{m:>3} "
+                f" {name:<14}{milliseconds:>8.1f}{middle:>10.2f}{low:>8.2f}–{high:.2f}{predicted:>11.2f}"
+            )
 
 
 def orders_of(m: int) -> list[Schedule]:
@@ -76,7 +84,9 @@ def take_turns(rank: int, orders: list[Schedule], repeats: int) -> list[list[flo
 
 def stage_of(rank: int) -> nn.Module:
     torch.manual_seed(rank)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS))
+    )
 
 
 if __name__ == "__main__":

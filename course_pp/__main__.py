@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-# Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before run.
-# What run returns is the exit code; None is 0.
+# Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before
+# run. What run returns is the exit code; None is 0.
 _COMMANDS = {
     "checkpoint": "course_pp.training.checkpoint_command",
     "doctor": "course_pp.doctor",
@@ -32,8 +32,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code.
 
-    That is 2, with one line on standard error, for what a command refuses or cannot write; 130 after an interrupt;
-    141, as for other programs in a pipeline, if the reader has gone.
+    That is 2, with one line on standard error, for what a command refuses or cannot write; 130
+    after an interrupt; 141, as for other programs in a pipeline, if the reader has gone.
     """
     name = _NAME
     try:
@@ -79,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, home in _COMMANDS.items():
         module = import_module(home)
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:])
+        command = commands.add_parser(
+            name, help=module.HELP, description=module.HELP[0].upper() + module.HELP[1:]
+        )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

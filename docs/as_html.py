@@ -12,15 +12,20 @@ def rendered(markdown: str) -> str:
     """Markdown as HTML, formulas as MathML, links as their text."""
     parser = MarkdownIt("commonmark").enable("table").use(dollarmath_plugin, double_inline=True)
     parser.add_render_rule("math_inline", lambda _, tokens, i, *__: mathml(tokens[i].content))
-    parser.add_render_rule("math_inline_double", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True))
-    parser.add_render_rule("math_block", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True))
+    parser.add_render_rule(
+        "math_inline_double", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True)
+    )
+    parser.add_render_rule(
+        "math_block", lambda _, tokens, i, *__: mathml(tokens[i].content, displayed=True)
+    )
     return re.sub(r'<a href="[^"]*">(.*?)</a>', r"\1", parser.render(markdown), flags=re.S)
 
 
 def page(title: str, style: str, body: str) -> str:
     """A page of its own, which needs nothing else."""
     return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<!DOCTYPE html>\n<html lang="en"><head><meta'
+        f' charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{style}</style></head><body>{body}</body></html>\n"
     )
 
@@ -38,7 +43,9 @@ def figures(cell: dict) -> list[str]:
 
 def spoken(markdown: str) -> str:
     """Prose without what neither a wall nor paper has: pictures that play, and the references that numbers name."""
-    return re.sub(r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+\s)?[\d.]+)*\]", "", markdown)
+    return re.sub(
+        r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+\s)?[\d.]+)*\]", "", markdown
+    )
 
 
 def printed(cell: dict) -> str:
@@ -81,4 +88,6 @@ def after_a_guess(markdown: str) -> tuple[list[str], list[str]]:
 def bare(source: str) -> str:
     """The code of a cell without what is only to be run: imports and guesses before it, an exercise's stub after."""
     source = re.sub(r"\A(?:(?:guess_|from |import )[^\n]*\s+)*", "", source)
-    return re.sub(r'\n+def [^\n]*\n    """[^"]*"""\n    raise NotImplementedError\n.*', "", source, flags=re.S)
+    return re.sub(
+        r'\n+def [^\n]*\n    """[^"]*"""\n    raise NotImplementedError\n.*', "", source, flags=re.S
+    )

@@ -40,8 +40,13 @@ def with_hints(notebook: dict, name: str) -> dict:
 
 def _hints(exercise: Exercise) -> dict:
     folded = "\n\n".join(
-        f"<details><summary>Hint {i} of {len(exercise.hints)} for {escape(exercise.name)}</summary>\n\n{hint}\n\n"
-        "</details>"
+        f"<details><summary>Hint {i} of {len(exercise.hints)} for"
+        f" {escape(exercise.name)}</summary>\n\n{hint}\n\n</details>"
         for i, hint in enumerate(exercise.hints, start=1)
     )
-    return {"cell_type": "markdown", "id": f"hints-{exercise.name}"[:60], "metadata": {}, "source": folded}
+    return {
+        "cell_type": "markdown",
+        "id": f"hints-{exercise.name}"[:60],
+        "metadata": {},
+        "source": folded,
+    }

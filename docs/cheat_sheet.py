@@ -16,15 +16,54 @@ _TEXT = 7.3
 WORDS = (
     (
         "Letters",
-        "F forward, B backward, I input gradient, W weight gradient; p ranks, m microbatches, v stages a rank; ",
+        (
+            "F forward, B backward, I input gradient, W weight gradient; p ranks, m microbatches, v"
+            " stages a rank; "
+        ),
     ),
-    ("", "f, B, b, w their times on one stage (B = b + w), L a message. A black edge: a later stage of the rank."),
-    ("Bubble", "waiting / (ranks × step). About half of it: twice the microbatches, or twice the stages a rank."),
-    ("Memory", "activations held: of one rank's share of the model, for one microbatch, on the rank that holds most."),
-    ("Order", "stage → tensor parallel → activation checkpointing → FSDP2 → optimizer; one clipped norm at the end."),
+    (
+        "",
+        (
+            "f, B, b, w their times on one stage (B = b + w), L a message. A black edge: a later"
+            " stage of the rank."
+        ),
+    ),
+    (
+        "Bubble",
+        (
+            "waiting / (ranks × step). About half of it: twice the microbatches, or twice the"
+            " stages a rank."
+        ),
+    ),
+    (
+        "Memory",
+        (
+            "activations held: of one rank's share of the model, for one microbatch, on the rank"
+            " that holds most."
+        ),
+    ),
+    (
+        "Order",
+        (
+            "stage → tensor parallel → activation checkpointing → FSDP2 → optimizer; one clipped"
+            " norm at the end."
+        ),
+    ),
     ("Mesh", "pp, dp_replicate, dp_shard, tp from outside in: tp inside a node, pp across nodes."),
-    ("Hangs", "two sends that face each other: begin both, or hand them over together (batch_isend_irecv)."),
-    ("Look", 'show.timeline(simulate(build("1f1b", 4, 8)))  or  python -m course_pp schedule 1f1b --ranks 4'),
+    (
+        "Hangs",
+        (
+            "two sends that face each other: begin both, or hand them over together"
+            " (batch_isend_irecv)."
+        ),
+    ),
+    (
+        "Look",
+        (
+            'show.timeline(simulate(build("1f1b", 4, 8)))  or  python -m course_pp schedule 1f1b'
+            " --ranks 4"
+        ),
+    ),
     ("Run", "torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b"),
 )
 
@@ -33,14 +72,19 @@ def draw() -> ChartFigure:
     """The sheet, A4 across."""
     figure = ChartFigure(_WIDTH, _HEIGHT)
     figure.text(0.03, 0.965, "Pipeline schedules on one page", size=15, va="top", weight="bold")
-    note = f"{RANKS} ranks, {MICROBATCHES} microbatches, one step; b = w = f. Every number is simulated by course_pp."
+    note = (
+        f"{RANKS} ranks, {MICROBATCHES} microbatches, one step; b = w = f. Every number is"
+        " simulated by course_pp."
+    )
     figure.text(0.97, 0.96, note, size=_TEXT + 1, va="top", ha="right", color=TEXT_GREY)
     told = [_draw_schedule(figure, name, *divmod(i, 2)) for i, name in enumerate(SHOWN)]
     for i, (head, words) in enumerate(WORDS):
         y = 0.215 - 0.0225 * i
         figure.text(0.03, y, head, size=_TEXT + 1, weight="bold", va="top")
         figure.text(0.09, y, words, size=_TEXT + 1, va="top")
-    figure.alt_text = f"Cheat sheet, {len(SHOWN)} schedules as timelines of {RANKS} ranks: {listed(told)}."
+    figure.alt_text = (
+        f"Cheat sheet, {len(SHOWN)} schedules as timelines of {RANKS} ranks: {listed(told)}."
+    )
     return figure
 
 
@@ -73,8 +117,13 @@ def _draw_schedule(figure: ChartFigure, name: str, row: int, column: int) -> str
     axes.set_ylim(RANKS, 0)
     axes.set_axis_off()
     held = float(max(timeline.peak_activations) * share)
-    says = f"bubble {float(timeline.bubble_fraction):.1%}, step {float(timeline.makespan):g}, holds {held:g}"
-    figure.text(left, bottom + 0.125, f"{name}: {says}", size=_TEXT + 1.5, weight="bold", va="center")
+    says = (
+        f"bubble {float(timeline.bubble_fraction):.1%}, step {float(timeline.makespan):g}, holds"
+        f" {held:g}"
+    )
+    figure.text(
+        left, bottom + 0.125, f"{name}: {says}", size=_TEXT + 1.5, weight="bold", va="center"
+    )
     form = _closed_form(name)
     figure.text(left, bottom - 0.012, form, size=_TEXT, va="center", color=TEXT_GREY)
     return f"{name} {says}"

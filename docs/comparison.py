@@ -39,7 +39,8 @@ class Row:
         step: makespan; one unit is the forward of a rank's share of the model for one microbatch.
         step_late: the same when each message takes half a unit.
         bubble: waiting time as a share of ranks times makespan.
-        held: the most activations on a rank, in those of a rank's share of the model for one microbatch.
+        held: the most activations on a rank, in those of a rank's share of the model for one
+            microbatch.
         weights: how many copies of a rank's share of the model it holds.
         messages: from rank to rank in a step.
     """
@@ -59,7 +60,9 @@ def row(name: str) -> Row:
     share = Fraction(RANKS, schedule.n_stages)
 
     def at(latency: Fraction) -> Timeline:
-        return simulate(schedule, Costs(forward=share, input_grad=share, weight_grad=share, latency=latency))
+        return simulate(
+            schedule, Costs(forward=share, input_grad=share, weight_grad=share, latency=latency)
+        )
 
     now, late = at(Fraction(0)), at(LATENCY)
     held = max(Fraction(peak) for peak in now.peak_activations)
@@ -109,41 +112,57 @@ def page() -> str:
         "memory for activations is short": best(
             [each for each in once if each.name != "naive"], lambda each: (each.held, each.step)
         ),
-        "the bubble is too large, and memory is what 1F1B takes": best(lean, lambda each: (each.step, each.held)),
-        "the bubble is too large, and memory is left": best(once, lambda each: (each.step, each.held)),
+        "the bubble is too large, and memory is what 1F1B takes": best(
+            lean, lambda each: (each.step, each.held)
+        ),
+        "the bubble is too large, and memory is left": best(
+            once, lambda each: (each.step, each.held)
+        ),
         f"links are slow (a message takes {number(LATENCY)}) and memory is what 1F1B takes": best(
             lean, lambda each: (each.step_late, each.held), late=True
         ),
-        "links are slow, and memory is left": best(once, lambda each: (each.step_late, each.held), late=True),
+        "links are slow, and memory is left": best(
+            once, lambda each: (each.step_late, each.held), late=True
+        ),
     }
     lines = [
         "# Which schedule?",
         "",
-        f"The same model on {RANKS} ranks with {MICROBATCHES} microbatches. One unit of time is the forward of a "
-        "rank's share of the model for one microbatch; input and weight gradient take as long each. One unit of memory "
-        "is what that forward keeps.",
+        (
+            f"The same model on {RANKS} ranks with {MICROBATCHES} microbatches. One unit of time is"
+            " the forward of a rank's share of the model for one microbatch; input and weight"
+            " gradient take as long each. One unit of memory is what that forward keeps."
+        ),
         "",
         "| if | then |",
         "|---|---|",
         *(f"| {question} | {answer} |" for question, answer in by.items()),
         "",
-        "Your stages and links are not equal. Simulate them: `simulate(build(name, p, m), Costs(…))` takes a number a "
-        "stage, and `search(p, m, costs, memory_limit)` looks for an order made for them.",
+        (
+            "Your stages and links are not equal. Simulate them: `simulate(build(name, p, m),"
+            " Costs(…))` takes a number a stage, and `search(p, m, costs, memory_limit)` looks for"
+            " an order made for them."
+        ),
         "",
         "## All of them",
         "",
-        f"| schedule | step | step, messages take {number(LATENCY)} | bubble | activations held | weights | messages "
-        "| |",
+        (
+            f"| schedule | step | step, messages take {number(LATENCY)} | bubble | activations held"
+            " | weights | messages | |"
+        ),
         "|---|---|---|---|---|---|---|---|",
         *(
-            f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} | {float(each.bubble):.1%} "
-            f"| {number(each.held)} | {number(each.weights)} × | {each.messages} | {remark(each.name)} |"
+            f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} |"
+            f" {float(each.bubble):.1%} | {number(each.held)} | {number(each.weights)} × |"
+            f" {each.messages} | {remark(each.name)} |"
             for each in table
         ),
         "",
-        "*Activations held* are those of the rank that holds most. *Weights* counts copies of a rank's share. What "
-        "each schedule asks of ranks and microbatches is in [the table of schedules](schedules.md). Written "
-        "by `make images` from `docs/comparison.py`.",
+        (
+            "*Activations held* are those of the rank that holds most. *Weights* counts copies of a"
+            " rank's share. What each schedule asks of ranks and microbatches is in [the table of"
+            " schedules](schedules.md). Written by `make images` from `docs/comparison.py`."
+        ),
         "",
     ]
     return "\n".join(lines)

@@ -42,10 +42,14 @@ def guesses_of(notebook: dict) -> list[Guess]:
         lines = "".join("".join(o.get("text", "")) for o in cell.get("outputs", ())).splitlines()
         lines = [line for line in lines if line.endswith("you have not guessed")]
         for name, line in zip(_revealed(source), lines, strict=False):
-            after = next(("".join(c["source"]) for c in cells[i + 1 :] if c["cell_type"] == "markdown"), "")
+            after = next(
+                ("".join(c["source"]) for c in cells[i + 1 :] if c["cell_type"] == "markdown"), ""
+            )
             told = after.partition("\n\n")[0]
             told = "" if told.startswith(("#", "**Predict")) else told
-            found.append(Guess(name, questions.get(name, ""), line.partition("; you have")[0], told))
+            found.append(
+                Guess(name, questions.get(name, ""), line.partition("; you have")[0], told)
+            )
     return found
 
 
@@ -54,7 +58,11 @@ def _revealed(source: str) -> list[str]:
         tree = ast.parse(re.sub(r"(?m)^%.*", "", source))
     except SyntaxError:
         return []
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "reveal"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "reveal"
+    ]
     calls.sort(key=lambda call: call.lineno)
     return [name.id for call in calls for name in call.args[1:2] if isinstance(name, ast.Name)]
 

@@ -1,6 +1,8 @@
-"""Sheets of paper for a route: its exercises for people, solutions and mistakes for teachers: make handout ROUTE=a_day
+"""Sheets of paper for a route: its exercises for people, solutions and mistakes for teachers: make
+handout ROUTE=a_day
 
-Each of the two is one file in runs/handouts that needs nothing else. Print it from a browser, on A4 or Letter.
+Each of the two is one file in runs/handouts that needs nothing else. Print it from a browser, on A4
+or Letter.
 """
 
 import argparse
@@ -45,7 +47,9 @@ td pre { margin: 0; padding: 0 }
 
 def main() -> int:
     """Write both sheets of a route."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("route", nargs="?", default="", help="its name, as docs/routes.py has it")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the sheets")
     given = parser.parse_args()
@@ -99,11 +103,18 @@ def task_of(exercise: Exercise) -> Task:
             text, _, found = spoken(source).partition("### Exercise ")
             # Not the section's heading, nor what tells a result of a prediction, nor a diagnosis.
             text = "\n\n".join(after_a_guess(text)[1]) if measured else text
-            before["text"] = rendered(re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S))
+            before["text"] = rendered(
+                re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S)
+            )
             measured = False
             heading, _, statement = found.partition("\n")
             if heading.startswith(f"{number_of(exercise)} "):
-                return Task(section.title, [before[kind] for kind in sorted(before)], statement, after["source"])
+                return Task(
+                    section.title,
+                    [before[kind] for kind in sorted(before)],
+                    statement,
+                    after["source"],
+                )
             if found:
                 before = {}
     raise ValueError(f"notebook {exercise.notebook} does not have the exercise {exercise.name}")
@@ -130,17 +141,21 @@ def for_people(exercise: Exercise) -> str:
 def for_teachers(exercise: Exercise) -> str:
     """What was asked, the tested solution, what people write instead and are told, and the hints."""
     task, rows, told = task_of(exercise), "", set[str]()
-    print(f"{exercise.notebook} {exercise.name}: what its check says of common mistakes", flush=True)
+    print(
+        f"{exercise.notebook} {exercise.name}: what its check says of common mistakes", flush=True
+    )
     for wrong in wrong_answers(exercise)[:MOST_MISTAKES]:
         verdict = judge(exercise, wrong)
         if verdict.cause and verdict.cause not in told:
             told.add(verdict.cause)
             seen = f'<div class="seen">{rendered(verdict.symptom)}</div>'
-            rows += f"<tr><td>{code(written(exercise, wrong))}</td><td>{rendered(verdict.cause)}{seen}</td></tr>"
+            answer = code(written(exercise, wrong))
+            rows += f"<tr><td>{answer}</td><td>{rendered(verdict.cause)}{seen}</td></tr>"
     hints = "".join(f"<li>{rendered(hint)}</li>" for hint in exercise.hints)
+    question = f"{heading(exercise, task.section)}{rendered(task.statement)}"
     return (
-        f'<div class="whole">{heading(exercise, task.section)}{rendered(task.statement)}'
-        f"<h3>Solution</h3>{code(exercise.source)}</div><h3>Common mistakes, and what to say</h3><table>{rows}</table>"
+        f'<div class="whole">{question}<h3>Solution</h3>{code(exercise.source)}</div>'
+        f"<h3>Common mistakes, and what to say</h3><table>{rows}</table>"
         f"<h3>Hints</h3><ol>{hints}</ol>"
     )
 

@@ -25,10 +25,15 @@ def script() -> str:
     """Rules, board, player and explorer as one script, for pages that are opened from a folder too."""
     show = files("course_pp.show")
     read = {
-        name: show.joinpath(name).read_text(encoding="utf-8") for name in ("board_rules.js", "board.js", "player.js")
+        name: show.joinpath(name).read_text(encoding="utf-8")
+        for name in ("board_rules.js", "board.js", "player.js")
     }
     player = read.pop("player.js")
-    lines = [line for line in "\n".join(read.values()).splitlines() if not line.startswith("export default")]
+    lines = [
+        line
+        for line in "\n".join(read.values()).splitlines()
+        if not line.startswith("export default")
+    ]
     plain = "\n".join(line.removeprefix("export ") for line in lines)
     own = _read(Path(__file__).with_name("live.js"))
     player = player[player.index("(function") :].strip()
@@ -44,7 +49,11 @@ def _read(path: Traversable) -> str:
 
 def board_html(of: Board, *, addressed: bool = False) -> str:
     """One board; its still picture where no script runs. The address follows it if ``addressed``."""
-    data = {"level": of.level.number, "addressed": addressed} if of.level else {"level": 0, **_data(of)}
+    data = (
+        {"level": of.level.number, "addressed": addressed}
+        if of.level
+        else {"level": 0, **_data(of)}
+    )
     return _live("board", data, of.figure)
 
 
@@ -64,7 +73,8 @@ def explorer_html() -> str:
 def orders() -> dict[str, dict[str, object]]:
     """For each schedule and size its placement and order, or why there is none of that size.
 
-    Schedules with replicated stages, overlapped pairs or updates are left out: the browser's rules have none of them.
+    Schedules with replicated stages, overlapped pairs or updates are left out: the browser's rules
+    have none of them.
     """
     found: dict[str, dict[str, object]] = {}
     for name in names():
@@ -82,7 +92,9 @@ def orders() -> dict[str, dict[str, object]]:
                 found.setdefault(name, {})[f"{p} {m}"] = {"placement": placement, "order": rows}
     whole = len(RANKS) * len(MICROBATCHES)
     return {
-        name: sizes for name, sizes in found.items() if len(sizes) == whole and not all(map(_is_text, sizes.values()))
+        name: sizes
+        for name, sizes in found.items()
+        if len(sizes) == whole and not all(map(_is_text, sizes.values()))
     }
 
 
@@ -93,9 +105,13 @@ def _is_text(value: object) -> bool:
 def _live(kind: str, data: dict, figure: ChartFigure) -> str:
     number = f"cpp-{kind}-{next(_numbers)}"
     picture = b64encode(figure.png()).decode("ascii")
-    still = f'<img src="data:image/png;base64,{picture}" alt="{escape(figure.alt_text)}" style="max-width:100%">'
+    still = (
+        f'<img src="data:image/png;base64,{picture}" alt="{escape(figure.alt_text)}"'
+        ' style="max-width:100%">'
+    )
     return (
-        f'<div id="{number}" class="cpp-live">{still}</div><script>coursePp.{kind}("{number}", {_told(data)});</script>'
+        f'<div id="{number}" class="cpp-live">{still}</div><script>coursePp.{kind}("{number}",'
+        f" {_told(data)});</script>"
     )
 
 
@@ -109,7 +125,9 @@ def with_boards(notebook: dict) -> dict:
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             shown = output.get("data", {})
-            if "application/vnd.jupyter.widget-view+json" in shown and (found := board_of("".join(cell["source"]))):
+            if "application/vnd.jupyter.widget-view+json" in shown and (
+                found := board_of("".join(cell["source"]))
+            ):
                 shown["text/html"] = (script() if first else "") + board_html(found)
                 first = False
     return notebook
@@ -121,7 +139,9 @@ def board_of(source: str) -> Board | None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.board":
             try:
                 values = [ast.literal_eval(each) for each in node.args]
-                named = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg}
+                named = {
+                    each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg
+                }
             except ValueError:
                 return None
             return board(*values, **named)
@@ -133,11 +153,13 @@ def board_page() -> str:
     parts = [
         "# The board",
         "",
-        "Draw a schedule by hand: choose a rank, place its next action, and be told why a move is not legal. Each "
-        "level teaches one schedule; par is its makespan. The page needs a script, and no kernel; what you place stays "
-        "in this browser. The address follows the board: send it, and it opens at your position. To run what you drew "
-        "on real ranks, open "
-        "[notebook 11](../notebooks/11_your_own_schedule.ipynb) with `make lab`.",
+        (
+            "Draw a schedule by hand: choose a rank, place its next action, and be told why a move"
+            " is not legal. Each level teaches one schedule; par is its makespan. The page needs a"
+            " script, and no kernel; what you place stays in this browser. The address follows the"
+            " board: send it, and it opens at your position. To run what you drew on real ranks,"
+            " open [notebook 11](../notebooks/11_your_own_schedule.ipynb) with `make lab`."
+        ),
         "",
         *_raw(script() + board_html(board(1), addressed=True)),
     ]
@@ -150,10 +172,13 @@ def explorer_page() -> str:
     parts = [
         "# The explorer",
         "",
-        "Choose a schedule, sizes and times, and see the timeline, the bubble, what each rank holds, and why it waits. "
-        f"The browser simulates; no kernel is needed. {left_out} need more than its rules know: they move on the page "
-        "of [schedules](schedules.md). `show.explore()` in a notebook has them all, every size, and the closed forms "
-        "beside what is simulated.",
+        (
+            "Choose a schedule, sizes and times, and see the timeline, the bubble, what each rank"
+            f" holds, and why it waits. The browser simulates; no kernel is needed. {left_out} need"
+            " more than its rules know: they move on the page of [schedules](schedules.md)."
+            " `show.explore()` in a notebook has them all, every size, and the closed forms beside"
+            " what is simulated."
+        ),
         "",
         *_raw(script() + explorer_html()),
     ]

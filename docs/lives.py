@@ -58,7 +58,10 @@ _FIRST = (
     "doctor",
     "exercises",
 )
-ROOMS = (*_FIRST, *sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"base", *_FIRST}))
+ROOMS = (
+    *_FIRST,
+    *sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"base", *_FIRST}),
+)
 _WIDE, _HIGH, _GAP = 1.36, 0.82, 0.16
 
 
@@ -70,7 +73,13 @@ def life(of: str) -> ChartFigure:
     for i, (module, what) in enumerate(steps):
         x = i * (_WIDE + _GAP)
         sketch.text((x + _WIDE / 2, 0.1), module, SMALL, align="center", bold=True)
-        sketch.box((x, 0.28), (_WIDE, _HIGH), wrapped(what, _WIDE - 0.16, SMALL), fill="#E8F3FA", sizes=(SMALL,))
+        sketch.box(
+            (x, 0.28),
+            (_WIDE, _HIGH),
+            wrapped(what, _WIDE - 0.16, SMALL),
+            fill="#E8F3FA",
+            sizes=(SMALL,),
+        )
         if i:
             sketch.arrow((x - _GAP, 0.28 + _HIGH / 2), (x, 0.28 + _HIGH / 2))
     told = listed([f"{module}, {what}" for module, what in steps])
@@ -90,7 +99,9 @@ def imports() -> dict[str, set[str]]:
                     names = [f"course_pp.{alias.name}" for alias in node.names]
                 if isinstance(node, ast.Import):
                     names = [alias.name for alias in node.names]
-                found[room] |= {name.split(".")[1] for name in names if name.startswith("course_pp.")} & set(ROOMS)
+                found[room] |= {
+                    name.split(".")[1] for name in names if name.startswith("course_pp.")
+                } & set(ROOMS)
         found[room] -= {room}
     return found
 
@@ -115,5 +126,8 @@ def rooms() -> ChartFigure:
             is_there = other in imports()[room]
             fill = chart.SKY_BLUE if is_there else ("#DDDDDD" if room == other else "white")
             sketch.box((left + cell * j, y), (cell, 0.3), "●" if is_there else "", fill=fill)
-    told = [f"{room} imports {listed(sorted(found)) if found else 'none'}" for room, found in imports().items()]
+    told = [
+        f"{room} imports {listed(sorted(found)) if found else 'none'}"
+        for room, found in imports().items()
+    ]
     return sketch.finish(f"{title}. {'; '.join(told)}.")

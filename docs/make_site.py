@@ -1,6 +1,8 @@
-"""Build the site from the executed notebooks, the pages in Markdown, and the docstrings: python docs/make_site.py
+"""Build the site from the executed notebooks, the pages in Markdown, and the docstrings: python
+docs/make_site.py
 
-The pages go to runs/site/html. Nothing is executed, and nothing is loaded from elsewhere, neither here nor by a reader.
+The pages go to runs/site/html. Nothing is executed, and nothing is loaded from elsewhere, neither
+here nor by a reader.
 """
 
 import argparse
@@ -19,7 +21,8 @@ from out import folder_for
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "runs" / "site"
 NEEDED = {"sphinx": "sphinx", "myst_nb": "myst-nb", "pydata_sphinx_theme": "pydata-sphinx-theme"}
-# What the site shows lies where it lies in the repository, so a link holds on a host of the code and here.
+# What the site shows lies where it lies in the repository, so a link holds on a host of the code
+# and here.
 FOLDERS = ("docs", "notebooks", "images", "source_code")
 # The parts of the site: title, what they hold, and their pages.
 PARTS = (
@@ -27,47 +30,70 @@ PARTS = (
     (
         "Practice",
         "What to try, what to choose, and what to have beside you.",
-        "generated/exercises generated/explorer generated/board generated/schedules docs/which_schedule "
-        "docs/cheat_sheet generated/figures",
+        (
+            "generated/exercises generated/explorer generated/board generated/schedules"
+            " docs/which_schedule docs/cheat_sheet generated/figures"
+        ),
     ),
     (
         "Package",
         "Scripts and functions to use in your own training.",
-        "docs/package docs/schedules docs/models docs/scripts docs/cluster source_code/examples/README "
-        "source_code/examples/index generated/api/index",
+        (
+            "docs/package docs/schedules docs/models docs/scripts docs/cluster"
+            " source_code/examples/README source_code/examples/index generated/api/index"
+        ),
     ),
     ("Reference", "Words and papers.", "docs/glossary generated/references"),
     (
         "Taking part",
         "For who teaches the course, and who changes it.",
-        "INSTRUCTOR docs/trouble generated/routes generated/guesses ARCHITECTURE CONTRIBUTING docs/develop "
-        "docs/release CHANGELOG",
+        (
+            "INSTRUCTOR docs/trouble generated/routes generated/guesses ARCHITECTURE CONTRIBUTING"
+            " docs/develop docs/release CHANGELOG"
+        ),
     ),
 )
 
 
 def main() -> int:
     """Assemble and build. The exit status tells whether it is whole."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=SITE, help="folder for the sources put together and the pages")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=SITE, help="folder for the sources put together and the pages"
+    )
     out = parser.parse_args().out.resolve()
-    if lacking := [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]:
-        print(f"the site needs {', '.join(lacking)}: make setup, or pip install -c constraints.txt '.[site]'")
+    if lacking := [
+        package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None
+    ]:
+        print(
+            f"the site needs {', '.join(lacking)}: make setup, or pip install -c constraints.txt"
+            " '.[site]'"
+        )
         return 1
     folder_for(out)
     begun = time.monotonic()
     source = assemble(out / "source")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", str(ROOT / "docs")]
     done = subprocess.run(
-        [*command, "-d", str(out / "doctrees"), str(source), str(out / "html")], env=environment, check=False
+        [*command, "-d", str(out / "doctrees"), str(source), str(out / "html")],
+        env=environment,
+        check=False,
     )
     if done.returncode:
         print("the site is not whole: mend what is said above")
         return done.returncode
     name_switches(out / "html")
     (out / "html" / ".nojekyll").touch()
-    print(f"{out / 'html' / 'index.html'}: {len(list((out / 'html').rglob('*.html')))} pages, ", end="")
+    print(
+        f"{out / 'html' / 'index.html'}: {len(list((out / 'html').rglob('*.html')))} pages, ",
+        end="",
+    )
     print(f"{time.monotonic() - begun:.0f} s")
     return 0
 
@@ -93,15 +119,28 @@ def assemble(source: Path) -> Path:
 
     shutil.rmtree(source, ignore_errors=True)
     for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "_static"))
+        shutil.copytree(
+            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "_static")
+        )
     shutil.copytree(ROOT / "docs" / "_static", source / "_static")
     for page in ROOT.glob("*.md"):
         text = page.read_text(encoding="utf-8")
-        (source / ("index.md" if page.name == "README.md" else page.name)).write_text(text, encoding="utf-8")
+        (source / ("index.md" if page.name == "README.md" else page.name)).write_text(
+            text, encoding="utf-8"
+        )
     for page in source.rglob("*.md"):
-        text = re.sub(r"\]\(((?:\.\./)*)README\.md\b", r"](\1index.md", page.read_text(encoding="utf-8"))
+        text = re.sub(
+            r"\]\(((?:\.\./)*)README\.md\b", r"](\1index.md", page.read_text(encoding="utf-8")
+        )
         page.write_text(text, encoding="utf-8")
-    for extra in ("LICENSE", "LICENSE-CC-BY-4.0", "pyproject.toml", "constraints.txt", "environment.yml", "Makefile"):
+    for extra in (
+        "LICENSE",
+        "LICENSE-CC-BY-4.0",
+        "pyproject.toml",
+        "constraints.txt",
+        "environment.yml",
+        "Makefile",
+    ):
         shutil.copy(ROOT / extra, source)
     for path in sorted((source / "notebooks").glob("*.ipynb")):
         notebook = with_boards(with_hints(json.loads(path.read_text(encoding="utf-8")), path.stem))
@@ -117,7 +156,11 @@ def _add_contents(source: Path) -> None:
     for title, sentence, patterns in PARTS:
         found = []
         for pattern in patterns.split():
-            pages = (path for path in source.glob(f"{pattern}.*") if path.suffix in (".md", ".ipynb", ".rst"))
+            pages = (
+                path
+                for path in source.glob(f"{pattern}.*")
+                if path.suffix in (".md", ".ipynb", ".rst")
+            )
             found += sorted(f"/{path.relative_to(source).with_suffix('')}" for path in pages)
         if found:
             parts.append(f"/parts/{title.lower().replace(' ', '_')}")

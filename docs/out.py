@@ -12,4 +12,6 @@ def folder_for(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as e:
-        sys.exit(f"--out is {out}, and nothing can be written there ({e.strerror}): name another folder.")
+        sys.exit(
+            f"--out is {out}, and nothing can be written there ({e.strerror}): name another folder."
+        )

@@ -29,7 +29,9 @@ def write(folder: Path, notebooks: list[Path]) -> None:
     """Write all generated pages into ``folder``."""
     folder.mkdir(parents=True)
     (folder / "exercises.md").write_text(exercise_page(notebooks), encoding="utf-8")
-    (folder / "figures.md").write_text(figure_page(notebooks, folder / "thumbnails"), encoding="utf-8")
+    (folder / "figures.md").write_text(
+        figure_page(notebooks, folder / "thumbnails"), encoding="utf-8"
+    )
     (folder / "references.md").write_text(reference_page(notebooks), encoding="utf-8")
     import guesses
     import live
@@ -54,14 +56,18 @@ def exercise_page(notebooks: list[Path]) -> str:
         where = f"{exercise.notebook} · {number_of(exercise)}"
         link = f"[{exercise.title}](../notebooks/{path.name}#{anchor(exercise)})"
         rows.append(
-            f"| {where} | {link} | `{exercise.name}` | {exercise.stars} | {exercise.minutes} | {len(exercise.hints)} |"
+            f"| {where} | {link} | `{exercise.name}` | {exercise.stars} | {exercise.minutes} |"
+            f" {len(exercise.hints)} |"
         )
     return "\n".join(
         (
             "# Exercises",
             "",
-            f"{len(rows)} functions to complete, {minutes / 60:.0f} hours in all. Each has a check that runs your "
-            "answer, hints one step at a time, and a tested solution (`solution(…)` in the notebook).",
+            (
+                f"{len(rows)} functions to complete, {minutes / 60:.0f} hours in all. Each has a"
+                " check that runs your answer, hints one step at a time, and a tested solution"
+                " (`solution(…)` in the notebook)."
+            ),
             "",
             "| | exercise | function | difficulty | minutes | hints |",
             "|---|---|---|---|---|---|",
@@ -77,7 +83,10 @@ def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
     parts = [
         "# Figures",
         "",
-        "Every figure of the chapters, in order. Each is drawn by `course_pp.show` and leads to its place.",
+        (
+            "Every figure of the chapters, in order. Each is drawn by `course_pp.show` and leads to"
+            " its place."
+        ),
         "",
     ]
     for path in notebooks:
@@ -105,7 +114,9 @@ def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
 
 
 def _pictures(notebook: dict) -> list[str]:
-    datas = (output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ()))
+    datas = (
+        output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ())
+    )
     return ["".join(data["image/png"]) for data in datas if "image/png" in data]
 
 
@@ -114,9 +125,11 @@ def schedule_page() -> str:
     parts = [
         "# Schedules that move",
         "",
-        "4 ranks, 8 microbatches, a backward twice as long as a forward. Give a timeline the focus: the space bar "
-        "plays, the arrow keys step. Each needs a script, and no kernel. "
-        "[Which schedule?](../docs/which_schedule.md) compares them.",
+        (
+            "4 ranks, 8 microbatches, a backward twice as long as a forward. Give a timeline the"
+            " focus: the space bar plays, the arrow keys step. Each needs a script, and no kernel."
+            " [Which schedule?](../docs/which_schedule.md) compares them."
+        ),
         "",
     ]
     for name in names():
@@ -134,14 +147,21 @@ def reference_page(notebooks: list[Path]) -> str:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         found = re.search(
             r"\*\*References\*\*\n(.*?)(?=\n\*\*|\nPrevious|\n#|\Z)",
-            "\n\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"),
+            "\n\n".join(
+                "".join(cell["source"])
+                for cell in notebook["cells"]
+                if cell["cell_type"] == "markdown"
+            ),
             re.S,
         )
         if found:
             parts += [
                 f"## [{title_of(notebook)}](../notebooks/{path.name})",
                 "",
-                found[1].strip().replace("](", "](../notebooks/").replace("../notebooks/http", "http"),
+                found[1]
+                .strip()
+                .replace("](", "](../notebooks/")
+                .replace("../notebooks/http", "http"),
                 "",
             ]
     return "\n".join(parts)
@@ -150,11 +170,16 @@ def reference_page(notebooks: list[Path]) -> str:
 @cache
 def public_modules() -> list[ModuleType]:
     """The packages and modules directly below `course_pp` that list what is public."""
-    names = sorted(info.name for info in pkgutil.iter_modules(course_pp.__path__) if not info.name.startswith("_"))
+    names = sorted(
+        info.name
+        for info in pkgutil.iter_modules(course_pp.__path__)
+        if not info.name.startswith("_")
+    )
     return [
         module
         for name in names
-        if (module := importlib.import_module(f"course_pp.{name}")) and getattr(module, "__all__", None)
+        if (module := importlib.import_module(f"course_pp.{name}"))
+        and getattr(module, "__all__", None)
     ]
 
 
@@ -218,7 +243,11 @@ def _directive(module: ModuleType, public: str) -> list[str]:
 
 def _owner(value: object, public: str) -> str | None:
     """The package on whose page a class or function is described: its own, or the first that passes it on."""
-    home = getattr(value, "__module__", "") if inspect.isclass(value) or inspect.isroutine(value) else ""
+    home = (
+        getattr(value, "__module__", "")
+        if inspect.isclass(value) or inspect.isroutine(value)
+        else ""
+    )
     home = ".".join(home.split(".")[:2])
     listing = [each.__name__ for each in public_modules() if getattr(each, public, None) is value]
     listing = [each for each in listing if public in importlib.import_module(each).__all__]

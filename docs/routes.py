@@ -1,7 +1,8 @@
-"""Ways through the course for 45 minutes to a semester, by the clock: python docs/routes.py --route a_day --start 9:30
+"""Ways through the course for 45 minutes to a semester, by the clock: python docs/routes.py --route
+a_day --start 9:30
 
-A section takes a minute to turn to and its share, by length, of the other minutes that its notebook states. Exercises
-bring their own minutes.
+A section takes a minute to turn to and its share, by length, of the other minutes that its notebook
+states. Exercises bring their own minutes.
 """
 
 import argparse
@@ -115,7 +116,9 @@ ROUTES = (
         "cut a model in two dimensions, and start it on a cluster",
         (
             Part("00", (), ("shift",), pause=15),
-            Part("01", ("1", "2", "3", "4", "On the cluster"), ("assign_layers",), pause=5, running=3),
+            Part(
+                "01", ("1", "2", "3", "4", "On the cluster"), ("assign_layers",), pause=5, running=3
+            ),
             Part("02", (), ("bubble", "afab_order", "accumulate"), pause=60),
             Part("03", (), ("order_1f1b", "step_without_deadlock"), pause=15),
             Part("04", ("1",)),
@@ -133,7 +136,11 @@ ROUTES = (
         "plan a run, train it, and let it survive a crash",
         (
             *(Part(f"{number:02}") for number in range(13)),
-            Part("13", ("1", "2", "3", "4", "5", "6", "Recap"), tuple(each.name for each in exercises_of("13")[:-1])),
+            Part(
+                "13",
+                ("1", "2", "3", "4", "5", "6", "Recap"),
+                tuple(each.name for each in exercises_of("13")[:-1]),
+            ),
         ),
         "the last clinic, which leaves time to hand in; the exercises are homework",
         set_up=10,
@@ -194,7 +201,10 @@ def sections_of(notebook: str) -> tuple[Section, ...]:
                 found[-1][1].append({**cell, "source": piece})
     lengths = [sum(_length(cell) for cell in cells) for _, cells in found]
     shares = _shared_out(minutes - len(found), lengths)
-    return tuple(Section(title, cells, 1 + share) for (title, cells), share in zip(found, shares, strict=True))
+    return tuple(
+        Section(title, cells, 1 + share)
+        for (title, cells), share in zip(found, shares, strict=True)
+    )
 
 
 def _shared_out(minutes: int, weights: Sequence[int]) -> list[int]:
@@ -213,9 +223,14 @@ def chosen(part: Part) -> list[Section]:
     sections = sections_of(part.notebook)
     for beginning in part.sections:
         if not any(_begins(section, beginning) for section in sections):
-            raise ValueError(f"notebook {part.notebook} has no section {beginning!r}: mend docs/routes.py")
+            raise ValueError(
+                f"notebook {part.notebook} has no section {beginning!r}: mend docs/routes.py"
+            )
     return [
-        replace(section, minutes=section.minutes + part.running * section.title.startswith("On the cluster"))
+        replace(
+            section,
+            minutes=section.minutes + part.running * section.title.startswith("On the cluster"),
+        )
         for section in sections
         if not part.sections or any(_begins(section, each) for each in part.sections)
     ]
@@ -227,20 +242,28 @@ def _begins(section: Section, beginning: str) -> bool:
 
 def exercises_in(part: Part) -> tuple[Exercise, ...]:
     """The exercises of a part of a route; a whole notebook that names none has all of its own."""
-    return tuple(map(find, part.exercises)) if part.sections or part.exercises else exercises_of(part.notebook)
+    return (
+        tuple(map(find, part.exercises))
+        if part.sections or part.exercises
+        else exercises_of(part.notebook)
+    )
 
 
 def left_for_home(part: Part) -> list[Exercise]:
     """The exercises that stand in its sections and are not to be done in the room."""
     text = "".join(cell["source"] for section in chosen(part) for cell in section.cells)
-    written = [each for each in exercises_of(part.notebook) if f"### Exercise {number_of(each)} " in text]
+    written = [
+        each for each in exercises_of(part.notebook) if f"### Exercise {number_of(each)} " in text
+    ]
     return [each for each in written if each not in exercises_in(part)]
 
 
 def minutes_of(part: Part) -> tuple[int, int]:
     """Minutes of reading and running, and of the exercises."""
     exercises = exercises_in(part)
-    return sum(section.minutes for section in chosen(part)), sum(exercise.minutes for exercise in exercises)
+    return sum(section.minutes for section in chosen(part)), sum(
+        exercise.minutes for exercise in exercises
+    )
 
 
 def goals(route: Route) -> list[str]:
@@ -262,8 +285,8 @@ class Row:
         week: 1, 2, … where each part has a meeting of its own, else 0.
         begins: minutes after midnight.
         minutes: until the next line.
-        what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"hand in and form"``, ``"break"``, ``"lunch"``,
-            or the notebook's title.
+        what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"hand in and form"``,
+            ``"break"``, ``"lunch"``, or the notebook's title.
         part: of the route, None beside the notebooks.
         questions: those of the minutes that are left for questions.
     """
@@ -282,7 +305,8 @@ class Row:
 
 
 def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
-    """A route by the clock. What set-up, quiz, notebooks, exercises and breaks leave of it is for questions.
+    """A route by the clock. What set-up, quiz, notebooks, exercises and breaks leave of it is for
+    questions.
 
     Args:
         start: minutes after midnight; each meeting of a weekly route begins then.
@@ -292,9 +316,18 @@ def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
     rows = []
     for meeting, parts in enumerate(meetings, start=1):
         first = [("set-up", route.set_up), ("quiz before", asked)] if meeting == 1 else []
-        last = [("quiz after", asked), ("hand in and form", route.hand_in)] if meeting == len(meetings) else []
+        last = (
+            [("quiz after", asked), ("hand in and form", route.hand_in)]
+            if meeting == len(meetings)
+            else []
+        )
         work = [minutes_of(part)[0] if route.weekly else sum(minutes_of(part)) for part in parts]
-        left = route.minutes - sum(work) - sum(part.pause for part in parts) - sum(each for _, each in first + last)
+        left = (
+            route.minutes
+            - sum(work)
+            - sum(part.pause for part in parts)
+            - sum(each for _, each in first + last)
+        )
         lines: list[tuple] = [*first]
         for part, minutes, more in zip(parts, work, _shared_out(left, work), strict=True):
             lines.append((title_of(read(part.notebook)), minutes + more, part, more))
@@ -337,9 +370,12 @@ def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
     lines = [
         "# Routes",
         "",
-        "A section takes a minute, and its share, by length, of the other minutes that its notebook states. Exercises "
-        "bring their own, a question of the quiz half a minute, runs on a cluster some more. What is left of the time "
-        "is for questions. `make slides` makes one deck a route.",
+        (
+            "A section takes a minute, and its share, by length, of the other minutes that its"
+            " notebook states. Exercises bring their own, a question of the quiz half a minute,"
+            " runs on a cluster some more. What is left of the time is for questions. `make slides`"
+            " makes one deck a route."
+        ),
         "",
     ]
     for route in routes:
@@ -348,10 +384,12 @@ def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
         lines += [
             f"## {route.title}",
             "",
-            f"People can {'; '.join(goals(route))}. {reading} minutes of notebooks, {solving} of exercises"
-            f"{' at home' * route.weekly}, {sum(row.questions for row in rows)} for questions; up to "
-            f"{ranks_of(route)} ranks at once for each person. `{quiz_call(route, 'before')}` asks "
-            f"{len(quiz_of(route))} questions.",
+            (
+                f"People can {'; '.join(goals(route))}. {reading} minutes of notebooks, {solving}"
+                f" of exercises{' at home' * route.weekly}, {sum(row.questions for row in rows)}"
+                f" for questions; up to {ranks_of(route)} ranks at once for each person."
+                f" `{quiz_call(route, 'before')}` asks {len(quiz_of(route))} questions."
+            ),
             "",
             "| from | notebook | sections | minutes | exercises | minutes | questions |",
             "|---|---|---|---|---|---|---|",
@@ -367,17 +405,30 @@ def _line(row: Row) -> str:
     if row.part is None:
         return f"| {row.when} | {row.what} | | {row.minutes} | | | |"
     minutes, more = minutes_of(row.part)
-    titles = "; ".join(section.title for section in chosen(row.part)) if row.part.sections else "all"
+    titles = (
+        "; ".join(section.title for section in chosen(row.part)) if row.part.sections else "all"
+    )
     whole = exercises_in(row.part) == exercises_of(row.part.notebook)
     names = "all" if whole else ", ".join(f"`{name}`" for name in row.part.exercises)
     link = f"[{row.part.notebook}](../notebooks/{path_of(row.part.notebook).name})"
-    return f"| {row.when} | {link} | {titles} | {minutes} | {names} | {more or ''} | {row.questions} |"
+    return (
+        f"| {row.when} | {link} | {titles} | {minutes} | {names} | {more or ''} | {row.questions} |"
+    )
 
 
 def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Route], int]:
     """What a command line says, its routes, and the minute at which they start. Ends with a sentence if it is wrong."""
-    parser.add_argument("--route", metavar="NAME", help=f"one of {', '.join(each.name for each in ROUTES)}; else all")
-    parser.add_argument("--start", default="9:00", metavar="H:MM", help="when a meeting begins (default: %(default)s)")
+    parser.add_argument(
+        "--route",
+        metavar="NAME",
+        help=f"one of {', '.join(each.name for each in ROUTES)}; else all",
+    )
+    parser.add_argument(
+        "--start",
+        default="9:00",
+        metavar="H:MM",
+        help="when a meeting begins (default: %(default)s)",
+    )
     args = parser.parse_args()
     try:
         return args, [route(args.route)] if args.route else [*ROUTES], _minute(args.start)

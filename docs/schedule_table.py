@@ -52,7 +52,9 @@ def written() -> str:
     """The table as the page has it."""
     found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", PAGE.read_text(encoding="utf-8"))
     if found is None:
-        raise ValueError(f"docs/schedules.md has no table that begins with {HEADER[0]!r}: put that line back")
+        raise ValueError(
+            f"docs/schedules.md has no table that begins with {HEADER[0]!r}: put that line back"
+        )
     return found[0].rstrip()
 
 

@@ -1,7 +1,8 @@
-"""Slides of each route, made of the notebooks' own headings, questions, results and code: make slides ROUTE=a_day
+"""Slides of each route, made of the notebooks' own headings, questions, results and code: make
+slides ROUTE=a_day
 
-Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down go on; N unfolds what the
-speaker says, here and on paper.
+Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down go on;
+N unfolds what the speaker says, here and on paper.
 """
 
 import argparse
@@ -13,7 +14,19 @@ from html import escape
 from pathlib import Path
 
 import routes
-from as_html import after_a_guess, bare, blocks, figures, guessed, page, printed, rendered, spoken, to_read, to_see
+from as_html import (
+    after_a_guess,
+    bare,
+    blocks,
+    figures,
+    guessed,
+    page,
+    printed,
+    rendered,
+    spoken,
+    to_read,
+    to_see,
+)
 from out import folder_for
 from routes import Part, Route, Row, Section, clock
 
@@ -22,7 +35,8 @@ from course_pp.exercises.exercise import exercises_of
 OUT = routes.NOTEBOOKS.parent / "runs" / "slides"
 LINES = 22  # of code that fit on a slide of 720 pixels, none smaller than 16
 WIDTH = 86  # letters that fit beside each other on one of 1,024
-# What %torchrun says first on a login node of a cluster, where the notebooks' own run says that ranks run here.
+# What %torchrun says first on a login node of a cluster, where the notebooks' own run says that
+# ranks run here.
 ON_A_CLUSTER = """\
 Ranks run in a Slurm job of their own: 1 node, {n} GPUs.
 $ srun -p gpu -N 1 -n 1 -c {n} --gres=gpu:{n} -t 6 torchrun --nproc-per-node={n} …"""
@@ -100,7 +114,9 @@ class Slide:
 
 def main() -> int:
     """Write one deck a route."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the decks")
     args, chosen, start = routes.asked_for(parser)
     folder_for(args.out)
@@ -116,9 +132,14 @@ def deck(route: Route, start: int = 9 * 60) -> str:
     rows = routes.timetable(route, start)
     shown = [_html(_first(route, rows), "")]
     for row in rows:
-        foot = f"{row.when} to {clock(row.begins + row.minutes)} · {escape(row.what.partition(':')[0])}"
+        foot = (
+            f"{row.when} to {clock(row.begins + row.minutes)} ·"
+            f" {escape(row.what.partition(':')[0])}"
+        )
         shown += [_html(slide, foot, at_home=row.week > 0) for slide in _slides_of_row(row, route)]
-    pages = "\n".join(each.format(number=f"{i} / {len(shown)}") for i, each in enumerate(shown, start=1))
+    pages = "\n".join(
+        each.format(number=f"{i} / {len(shown)}") for i, each in enumerate(shown, start=1)
+    )
     body = f"<main>\n{pages}\n</main><script>{SCRIPT}</script>"
     return page(f"Pipeline parallelism: {route.title}", STYLE, body)
 
@@ -127,7 +148,9 @@ def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
     """A slide, in which the number is left open."""
     home = at_home and slide.exercise
     told = f"{slide.minutes} minute{'s' * (slide.minutes > 1)}{' at home' * home}"
-    minutes = f'<span class="{"home" if home else "minutes"}">{told}</span>' if slide.minutes else ""
+    minutes = (
+        f'<span class="{"home" if home else "minutes"}">{told}</span>' if slide.minutes else ""
+    )
     length = len(re.sub("<[^>]+>", "", slide.body))
     kind = "wide" if slide.wide else "short" if length < 500 else "middle" if length < 800 else ""
     notes = rendered("\n\n".join(slide.notes))
@@ -140,20 +163,28 @@ def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
 
 def _first(route: Route, rows: list[Row]) -> Slide:
     lines = [
-        (row.when, row.what, ", ".join(row.part.exercises) if row.part and not route.weekly else "") for row in rows
+        (row.when, row.what, ", ".join(row.part.exercises) if row.part and not route.weekly else "")
+        for row in rows
     ]
     if not route.weekly:
         lines.append((clock(rows[-1].begins + rows[-1].minutes), "end", ""))
     table = "".join(
-        f"<tr><td>{when}</td><td>{what}</td><td><code>{names}</code></td></tr>" for when, what, names in lines
+        f"<tr><td>{when}</td><td>{what}</td><td><code>{names}</code></td></tr>"
+        for when, what, names in lines
     )
     goals = "".join(f"<li>{goal}</li>" for goal in routes.goals(route))
-    body = f'<p>{escape(route.title)}. Afterwards you can</p><ul>{goals}</ul><table class="timetable">{table}</table>'
+    body = (
+        f"<p>{escape(route.title)}. Afterwards you can</p><ul>{goals}</ul><table"
+        f' class="timetable">{table}</table>'
+    )
     return Slide("<h1>Pipeline parallelism</h1>", body)
 
 
 def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
-    heading, end = f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>", clock(row.begins + row.minutes)
+    heading, end = (
+        f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>",
+        clock(row.begins + row.minutes),
+    )
     if row.part is None:
         call = routes.quiz_call(route, row.what.split()[-1])
         told = _AROUND.get(row.what.split()[0], "Back at {end}.").format(end=end, call=call)
@@ -166,7 +197,9 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
     told += f", {row.questions} for questions" if row.questions else ""
     room, home = routes.exercises_in(row.part), routes.left_for_home(row.part)
     todo = (("At home" if route.weekly else "Exercises", room), ("At home", home))
-    named = " ".join(f"{where}: {', '.join(f'`{each.name}`' for each in them)}." for where, them in todo if them)
+    named = " ".join(
+        f"{where}: {', '.join(f'`{each.name}`' for each in them)}." for where, them in todo if them
+    )
     yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>{rendered(named)}')
     for section in chosen:
         yield from slides_of(section, row.part)
@@ -175,7 +208,8 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
 
 
 _AROUND = {
-    "set-up": """\
+    "set-up": (
+        """\
 Open your own copy and run the first cell. In the course's folder:
 
     make lab
@@ -184,13 +218,17 @@ On a login node that all share, in a folder of your own:
 
     PATH_TO/.venv/bin/python -m course_pp lab --folder my_course
 
-Red? `make doctor`, or `PATH_TO/.venv/bin/python -m course_pp doctor`, says why.""",
-    "quiz": """\
+Red? `make doctor`, or `PATH_TO/.venv/bin/python -m course_pp doctor`, says why."""
+    ),
+    "quiz": (
+        """\
 In a new cell:
 
     from course_pp.exercises import quiz
-    {call}""",
-    "hand": """\
+    {call}"""
+    ),
+    "hand": (
+        """\
 In a new cell:
 
     from course_pp.exercises import progress
@@ -199,7 +237,8 @@ In a new cell:
 It writes exercises and quiz, and no name, to `ID.json` beside the notebook: send or upload that file. If the teacher
 names a folder, write its path in place of the dot.
 
-Then fill in the form.""",
+Then fill in the form."""
+    ),
 }
 
 
@@ -226,7 +265,11 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
                 slide.body, slide.wide = slide.body + _pre(piece), True
             lead = None
             shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
-            result = [each for each in shown if each.body.startswith("<pre")][-1] if guessed(cell) else None
+            result = (
+                [each for each in shown if each.body.startswith("<pre")][-1]
+                if guessed(cell)
+                else None
+            )
             continue
         source, lead = spoken(cell["source"]), None
         told, others = after_a_guess(source) if result else ([], blocks(source, joined=clinic))
@@ -242,7 +285,9 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
                 exercise = exercises_of(part.notebook)[int(found[1]) - 1]
                 if exercise in routes.exercises_in(part):
                     title = f"<h2>Exercise {found[1]}{escape(found[2])}</h2>"
-                    stub = re.search(rf"^def {exercise.name}\(.*?\):$", after["source"], re.S | re.M)[0]
+                    stub = re.search(
+                        rf"^def {exercise.name}\(.*?\):$", after["source"], re.S | re.M
+                    )[0]
                     body = rendered(block[found.end() :]) + _pre(stub)
                     add(Slide(title, body, exercise.minutes, exercise=True))
             elif clinic and not block.startswith(("#", "<details>")):
@@ -256,7 +301,11 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
             elif not block.startswith("#"):
                 waiting.append(re.sub(r"</?details>|<summary>.*?</summary>", "", block))
     if not slides:
-        add(Slide(heading, rendered("\n\n".join(waiting if section.title == "Recap" else waiting[:1]))))
+        add(
+            Slide(
+                heading, rendered("\n\n".join(waiting if section.title == "Recap" else waiting[:1]))
+            )
+        )
     else:
         slides[-1].notes += waiting
     next(each for each in slides if not each.exercise).minutes = section.minutes
@@ -271,14 +320,19 @@ def _to_read(cell: dict) -> list[str]:
 def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
     """Bodies of slides of what a cell put out, and whether they are wide."""
     source, said = bare(cell["source"]), printed(cell).replace("; you have not guessed", "").strip()
-    asks_only = source != cell["source"] and "\n" not in source  # beside a guess to write down, a line
+    # beside a guess to write down, a line
+    asks_only = source != cell["source"] and "\n" not in source
     if "check(" in cell["source"] or (asks_only and not guessed(cell)):
         return
     if command := re.search(r"^%torchrun --nproc-per-node=(\d).*", source, re.M | re.S):
         here = "\n".join(said[said.find("Ranks run") :].splitlines()[:3])
         there = ON_A_CLUSTER.format(n=command[1])
         yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{there}"), True
-    if said and not (command or guessed(cell) or _to_read(cell)) and _height(f"{source}\n{said}") <= LINES:
+    if (
+        said
+        and not (command or guessed(cell) or _to_read(cell))
+        and _height(f"{source}\n{said}") <= LINES
+    ):
         yield _pre(source, said), True
     elif said and (guessed(cell) or not command):
         yield from ((_pre(piece), False) for piece in _pieces(said))
@@ -304,7 +358,9 @@ def _pieces(text: str) -> list[str]:
     if _height(text) <= LINES or len(lines) < 4:
         return ["\n".join(lines)]
     places = range(len(lines) // 4, 3 * len(lines) // 4)
-    cut = min(places, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(i - len(lines) / 2)))
+    cut = min(
+        places, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(i - len(lines) / 2))
+    )
     return _pieces("\n".join(lines[:cut])) + _pieces("\n".join(lines[cut:]))
 
 

@@ -29,7 +29,9 @@ def _forget_builtins(app: Sphinx, env: Any) -> None:
     getattr(env, "_viewcode_modules", {}).pop("builtins", None)
 
 
-def _keep_names_together(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def _keep_names_together(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
     """Sphinx takes all but the last word of ``:ivar schedule, n_chunks:`` for a type, and looks for a class of it."""
     for i, line in enumerate(lines):
         if found := re.match(r":(?:ivar|param) ((?:\w+, )+\w+):", line):
@@ -48,13 +50,20 @@ class AltText(SphinxTransform):
         images = [each for each in self.document.findall(nodes.image) if _output_of(each)]
         told = alt_texts(json.loads(path.read_text(encoding="utf-8")))
         if len(images) != len(told):
-            _log.warning("%d figures are shown, and the notebook has %d", len(images), len(told), location=str(path))
+            _log.warning(
+                "%d figures are shown, and the notebook has %d",
+                len(images),
+                len(told),
+                location=str(path),
+            )
         for i, (image, alt) in enumerate(zip(images, told, strict=False), start=1):
             image["alt"] = alt
             name = figure_id(path.stem, i)
             # Not on the picture itself: a timeline that moves takes its place.
             _output_of(image)["ids"].append(name)
-            self.env.domains.standard_domain.note_hyperlink_target(name, self.env.docname, name, alt.split(". ")[0])
+            self.env.domains.standard_domain.note_hyperlink_target(
+                name, self.env.docname, name, alt.split(". ")[0]
+            )
 
 
 def figure_id(notebook: str, number: int) -> str:
@@ -98,13 +107,24 @@ def glossary_terms(path: Path) -> dict[str, str]:
     terms = re.findall(r"^(\w.*)\n  \w", path.read_text(encoding="utf-8"), re.M)
     found = {}
     for term in terms:
-        plural = term[:-1] + "ies" if term.endswith("y") else term + ("es" if term.endswith(("s", "ch")) else "s")
+        plural = (
+            term[:-1] + "ies"
+            if term.endswith("y")
+            else term + ("es" if term.endswith(("s", "ch")) else "s")
+        )
         found |= {term.lower(): term, plural.lower(): term}
     return found
 
 
 def _is_linked_or_heading(node: nodes.Node) -> bool:
-    barred = (nodes.reference, nodes.title, nodes.literal, nodes.definition_list, addnodes.pending_xref, addnodes.desc)
+    barred = (
+        nodes.reference,
+        nodes.title,
+        nodes.literal,
+        nodes.definition_list,
+        addnodes.pending_xref,
+        addnodes.desc,
+    )
     while (node := node.parent) is not None:
         if isinstance(node, barred):
             return True
@@ -114,7 +134,9 @@ def _is_linked_or_heading(node: nodes.Node) -> bool:
 def _link_terms(text: nodes.Text, waiting: dict[str, str]) -> None:
     if not waiting:
         return
-    pattern = re.compile(r"\b(" + "|".join(sorted(map(re.escape, waiting), key=len, reverse=True)) + r")\b", re.I)
+    pattern = re.compile(
+        r"\b(" + "|".join(sorted(map(re.escape, waiting), key=len, reverse=True)) + r")\b", re.I
+    )
     parts: list[nodes.Node] = []
     rest = str(text)
     while match := pattern.search(rest):
@@ -123,7 +145,12 @@ def _link_terms(text: nodes.Text, waiting: dict[str, str]) -> None:
             parts.append(nodes.Text(rest[: match.end()]))
         else:
             link = addnodes.pending_xref(
-                "", nodes.inline("", match[0]), refdomain="std", reftype="term", reftarget=term, refexplicit=True
+                "",
+                nodes.inline("", match[0]),
+                refdomain="std",
+                reftype="term",
+                reftarget=term,
+                refexplicit=True,
             )
             link["classes"] = ["term"]
             parts += [nodes.Text(rest[: match.start()]), link]

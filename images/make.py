@@ -55,7 +55,9 @@ def measure_pipeline(rank: int, n_ranks: int, n_microbatches: int) -> Timeline:
     config = ModelConfig(dim=256, n_layers=8, n_heads=4, vocab_size=512, max_seq_len=128)
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
     module = build_stage_module(config, rank, n_ranks)
-    stage = build_pipeline_stage(module, mesh, "cpu", batch_size=4, seq_len=128, param_dtype=torch.float32)
+    stage = build_pipeline_stage(
+        module, mesh, "cpu", batch_size=4, seq_len=128, param_dtype=torch.float32
+    )
     pipeline = build_pipeline_schedule(stage, n_microbatches, CrossEntropy(), "1f1b")
     tokens = torch.randint(config.vocab_size, (4 * n_microbatches, 128))
     recorder = Recorder()
@@ -71,7 +73,14 @@ def moving(figure: show.ChartFigure) -> str:
     wide, high = (inches * 72 for inches in figure.get_size_inches())
     x0, y0, x1, y1 = figure.axes[0].get_position().extents
     left, right, top, bottom = x0 * wide, x1 * wide, (1 - y1) * high, (1 - y0) * high
-    place = {"left": left, "right": right, "top": top, "bottom": bottom, "width": right - left, "height": bottom - top}
+    place = {
+        "left": left,
+        "right": right,
+        "top": top,
+        "bottom": bottom,
+        "width": right - left,
+        "height": bottom - top,
+    }
     return figure.svg().rstrip().removesuffix("</svg>").rstrip() + MOVING.format(**place)
 
 
@@ -82,13 +91,19 @@ def put(name: str, figure: show.ChartFigure, page: str, moves: bool = False) -> 
     shown = re.compile(rf"!\[[^\]]*\]\(((?:\.\./)?images/{re.escape(name)})\)")
     text = path.read_text(encoding="utf-8")
     if not shown.search(text):
-        raise RuntimeError(f"{page} does not show images/{name}: remove it from images/make.py, or show it")
-    path.write_text(shown.sub(lambda found: f"![{figure.alt_text}]({found[1]})", text), encoding="utf-8")
+        raise RuntimeError(
+            f"{page} does not show images/{name}: remove it from images/make.py, or show it"
+        )
+    path.write_text(
+        shown.sub(lambda found: f"![{figure.alt_text}]({found[1]})", text), encoding="utf-8"
+    )
     print(f"images/{name}: {figure.alt_text}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("all", "tables"), default="all")
     what = parser.parse_args().what
     schedule_table.write()

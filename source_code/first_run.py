@@ -1,4 +1,5 @@
-"""One pipeline on the ranks there are: train ten steps on real text, prove it equals one process, draw the last step.
+"""One pipeline on the ranks there are: train ten steps on real text, prove it equals one process,
+draw the last step.
 
     torchrun --standalone --nproc-per-node=2 source_code/first_run.py
 
@@ -31,7 +32,9 @@ SCHEDULE, SEED, TOLERANCE = "1f1b", 42, 1e-11
 PICTURE = Path("runs/first_run.svg")
 
 
-def train_one_process(config: ModelConfig, batches: Batches) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_one_process(
+    config: ModelConfig, batches: Batches
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The reference: the whole model, each batch in one piece."""
     torch.manual_seed(SEED)
     model, loss_fn = Transformer(config).double(), CrossEntropy()
@@ -53,11 +56,15 @@ def main() -> None:
     train, _ = load_corpus().split()
     tokenizer = train_tokenizer(train)
     batches = Batches(packed(encode(train, tokenizer), SEQ_LEN), BATCH_SIZE, SEED)
-    config = ModelConfig(dim=128, n_layers=8, n_heads=4, vocab_size=tokenizer.vocab_size, max_seq_len=SEQ_LEN)
+    config = ModelConfig(
+        dim=128, n_layers=8, n_heads=4, vocab_size=tokenizer.vocab_size, max_seq_len=SEQ_LEN
+    )
 
     mesh, device = init_distributed(DistributedConfig(pp=n_ranks), SEED), get_device()
     module = build_stage_module(config, rank, n_ranks).to(device, torch.float64)
-    stage = build_pipeline_stage(module, mesh, device, BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, torch.float64)
+    stage = build_pipeline_stage(
+        module, mesh, device, BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, torch.float64
+    )
     pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), SCHEDULE)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
@@ -66,7 +73,9 @@ def main() -> None:
         recorder.clear()
         optimizer.zero_grad()
         with recorder.attach(stage):
-            loss = pipeline.step(batches[step].inputs.to(device), target=batches[step].targets.to(device))
+            loss = pipeline.step(
+                batches[step].inputs.to(device), target=batches[step].targets.to(device)
+            )
         optimizer.step()
         losses.append(loss.item())
         if rank == 0:
@@ -74,7 +83,9 @@ def main() -> None:
 
     timeline = recorder.timeline()
     parts = [None] * n_ranks
-    dist.all_gather_object(parts, {name: value.cpu() for name, value in module.state_dict().items()})
+    dist.all_gather_object(
+        parts, {name: value.cpu() for name, value in module.state_dict().items()}
+    )
     destroy_distributed()
     if rank == 0:
         report(config, batches, losses, parts)
@@ -84,7 +95,9 @@ def main() -> None:
         print(f"timeline of the last step: {PICTURE}\n  {figure.alt_text}")
 
 
-def report(config: ModelConfig, batches: Batches, losses: list[float], parts: list[dict[str, torch.Tensor]]) -> None:
+def report(
+    config: ModelConfig, batches: Batches, losses: list[float], parts: list[dict[str, torch.Tensor]]
+) -> None:
     """Compare with one process; exit with 1 if anything differs."""
     expected_losses, expected = train_one_process(config, batches)
     trained = {name: value for part in parts for name, value in part.items()}

@@ -2,10 +2,11 @@
 
     python source_code/kill_drill.py --kills 50
 
-A pipeline of two ranks trains and saves after every other step, in turns synchronously and asynchronously. Every second
-kill waits until a save is going on. After each kill the drill looks for processes that are left and for checkpoints
-that were complete and are not any more, and compares every loss, bit by bit, with those of a run that nobody
-interrupted. It prints a tally; exit code 1 if anything was wrong.
+A pipeline of two ranks trains and saves after every other step, in turns synchronously and
+asynchronously. Every second kill waits until a save is going on. After each kill the drill looks
+for processes that are left and for checkpoints that were complete and are not any more, and
+compares every loss, bit by bit, with those of a run that nobody interrupted. It prints a tally;
+exit code 1 if anything was wrong.
 """
 
 import argparse
@@ -25,14 +26,25 @@ import torch
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
-from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    init_distributed,
+)
 from course_pp.training.checkpoint import AsyncSaver, find_latest, resume, save, verify
 from course_pp.training.checkpoint.directory import step_of
 
 RANKS, STEPS, SAVE_EVERY, BATCH, SEQ_LEN, MICROBATCHES = 2, 40, 2, 4, 16, 4
 CONFIG = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=SEQ_LEN)
 GOOD = ("kills", "during a save", "between saves", "checkpoints completed", "losses compared")
-BAD = ("checkpoints lost", "damaged under a final name", "wrong losses", "orphans", "leftovers after the next save")
+BAD = (
+    "checkpoints lost",
+    "damaged under a final name",
+    "wrong losses",
+    "orphans",
+    "leftovers after the next save",
+)
 
 
 def train(rank: int, root: Path, log: Path, asynchronous: bool) -> None:
@@ -46,13 +58,19 @@ def train(rank: int, root: Path, log: Path, asynchronous: bool) -> None:
     loaded = resume(root, module, optimizer, device_mesh=mesh)
     (log / f"pid{rank}").write_text(str(os.getpid()))
     for step in range(loaded.step + 1 if loaded else 1, STEPS + 1):
-        tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step)
+        )
         optimizer.zero_grad()
         loss = schedule.step(tokens[:, :-1], target=tokens[:, 1:]).item()
         optimizer.step()
         note(rank, log / "losses", [step, float(loss).hex()])
         if step % SAVE_EVERY == 0:
-            before = saver.wait() if saver else save(root, step, module, optimizer, device_mesh=mesh, keep_last=3)
+            before = (
+                saver.wait()
+                if saver
+                else save(root, step, module, optimizer, device_mesh=mesh, keep_last=3)
+            )
             note(rank, log / "complete", before.step if before else 0)
             if saver:
                 saver.save(step, module, optimizer)
@@ -77,15 +95,25 @@ def cleared(directory: Path) -> Path:
     return directory
 
 
-def kill(root: Path, log: Path, in_save: bool, dice: random.Random, over: threading.Event, hit: list[str]) -> None:
+def kill(
+    root: Path, log: Path, in_save: bool, dice: random.Random, over: threading.Event, hit: list[str]
+) -> None:
     """Wait until all ranks train, then for the moment, and kill one of them; ``hit`` says when it was."""
     left = set(root.glob(".step_*"))  # by the kill before: they go when the next save begins
-    victim, least, delay_s = dice.randrange(RANKS), dice.randrange(4), dice.uniform(0, 0.02 if in_save else 0.2)
+    victim, least, delay_s = (
+        dice.randrange(RANKS),
+        dice.randrange(4),
+        dice.uniform(0, 0.02 if in_save else 0.2),
+    )
 
     def is_saving() -> bool:
         return any(file.parent not in left for file in root.glob(".step_*.tmp-*/*"))
 
-    while len(list(log.glob("pid*"))) < RANKS or len(noted(log / "complete")) < least or (in_save and not is_saving()):
+    while (
+        len(list(log.glob("pid*"))) < RANKS
+        or len(noted(log / "complete")) < least
+        or (in_save and not is_saving())
+    ):
         if over.wait(0.0005):
             return
     if not over.wait(delay_s):
@@ -93,10 +121,14 @@ def kill(root: Path, log: Path, in_save: bool, dice: random.Random, over: thread
         os.kill(int((log / f"pid{victim}").read_text()), signal.SIGKILL)
 
 
-def one_kill(root: Path, log: Path, number: int, dice: random.Random, expected: dict[int, str]) -> Counter:
+def one_kill(
+    root: Path, log: Path, number: int, dice: random.Random, expected: dict[int, str]
+) -> Counter:
     """Train until the kill, then count what it left; nothing is counted if the run ended before."""
     over, hit = threading.Event(), list[str]()
-    killer = threading.Thread(target=kill, args=(root, cleared(log), number % 2 == 0, dice, over, hit), daemon=True)
+    killer = threading.Thread(
+        target=kill, args=(root, cleared(log), number % 2 == 0, dice, over, hit), daemon=True
+    )
     killer.start()
     try:
         on_ranks(RANKS, train, root, log, number % 4 < 2, timeout_s=300)
@@ -124,12 +156,15 @@ def one_kill(root: Path, log: Path, number: int, dice: random.Random, expected: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill ranks at random moments and count what is lost.")
+    parser = argparse.ArgumentParser(
+        description="Kill ranks at random moments and count what is lost."
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
     arguments = parser.parse_args()
     dice, tally = random.Random(arguments.seed), Counter[str]()
-    warnings.simplefilter("error", UserWarning)  # as of an older checkpoint in place of a damaged one
+    # as of an older checkpoint in place of a damaged one
+    warnings.simplefilter("error", UserWarning)
     with tempfile.TemporaryDirectory() as folder:
         root, log = cleared(Path(folder) / "checkpoints"), cleared(Path(folder) / "log")
         on_ranks(RANKS, train, root, log, False, timeout_s=300)
@@ -137,7 +172,12 @@ def main() -> None:
         cleared(root)
         while tally["kills"] < arguments.kills:
             tally += one_kill(root, log, tally["kills"], dice, expected)
-            print(f"{tally['kills']} of {arguments.kills} kills", end="\r", file=sys.stderr, flush=True)
+            print(
+                f"{tally['kills']} of {arguments.kills} kills",
+                end="\r",
+                file=sys.stderr,
+                flush=True,
+            )
         save(root, STEPS + 1, torch.nn.Linear(1, 1), device_mesh=None)
         tally["leftovers after the next save"] = len(list(root.glob(".step_*")))
     for what in (*GOOD, *BAD):

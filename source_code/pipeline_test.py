@@ -1,10 +1,11 @@
 """The classic: a small decoder cut by hand over the ranks, one GPipe step over four microbatches.
 
-    torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py
-    srun -p gpu -N 1 --gres=gpu:2 torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py
+    torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py srun -p gpu -N 1
+    --gres=gpu:2 torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py
 
-Nothing here but torch's own pipelining and our model; train.py shows the same with the whole package. Any number of
-ranks up to the number of layers works, one included. The last rank prints the loss of each microbatch.
+Nothing here but torch's own pipelining and our model; train.py shows the same with the whole
+package. Any number of ranks up to the number of layers works, one included. The last rank prints
+the loss of each microbatch.
 """
 
 import argparse
@@ -30,9 +31,10 @@ N_MICROBATCHES, BATCH_SIZE, SEQ_LEN = 4, 32, 64
 def manual_split(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
     """The layers of one stage, cut from a whole model that never takes memory.
 
-    The whole model is built on the meta device, what belongs to other stages is dropped, and only then does the rest
-    get storage and values. Spelled out here because it is the point; course_pp.model.drop_other_stages does the same.
-    Raises ValueError if there are more stages than layers.
+    The whole model is built on the meta device, what belongs to other stages is dropped, and only
+    then does the rest get storage and values. Spelled out here because it is the point;
+    course_pp.model.drop_other_stages does the same. Raises ValueError if there are more stages than
+    layers.
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -48,18 +50,25 @@ def manual_split(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="decoder layers, at least one a rank (default 8)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, default=8, help="decoder layers, at least one a rank (default 8)"
+    )
     args = parser.parse_args()
 
     rank, _, n_ranks = get_world_info()
-    config = ModelConfig(dim=128, n_layers=args.layers, n_heads=4, vocab_size=1000, max_seq_len=SEQ_LEN)
+    config = ModelConfig(
+        dim=128, n_layers=args.layers, n_heads=4, vocab_size=1000, max_seq_len=SEQ_LEN
+    )
     model = manual_split(config, rank, n_ranks)
     init_distributed(DistributedConfig(pp=n_ranks))
     device = get_device()
     model.to_empty(device=device).init_weights_and_freqs()
 
-    tokens = torch.randint(config.vocab_size, (BATCH_SIZE, SEQ_LEN + 1)).to(device)  # the same on every rank: one seed
+    # the same on every rank: one seed
+    tokens = torch.randint(config.vocab_size, (BATCH_SIZE, SEQ_LEN + 1)).to(device)
     inputs, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     stage = PipelineStage(model, rank, n_ranks, device)

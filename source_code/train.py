@@ -1,17 +1,20 @@
-"""Train a Llama-style model on real text, over pipeline, tensor- and data-parallel ranks, and lose nothing on the way.
+"""Train a Llama-style model on real text, over pipeline, tensor- and data-parallel ranks, and lose
+nothing on the way.
 
-    torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b --microbatches 8
-    torchrun --standalone --nproc-per-node=8 source_code/train.py --pp 2 --tp 2 --dp-shard 2 --reshard auto
-    torchrun --nproc-per-node 2 source_code/train.py --engine runtime --schedule pipedream --versions 2bw --max-norm inf
-    torchrun --standalone --nproc-per-node=4 source_code/train.py --pp 2 --dp-shard 2 --ep 2 --experts 8 --top-k 2
-    torchrun --standalone --nproc-per-node=2 source_code/train.py --schedule own.csv --microbatches 4
-    torchrun --standalone --nproc-per-node=2 source_code/train.py --config run.toml --lr 1e-3
-    torchrun --standalone --nproc-per-node=2 source_code/train.py --checkpoint-dir runs/mine --save-every 50
+    torchrun --standalone --nproc-per-node=2 source_code/train.py --pp 2 --schedule 1f1b
+    --microbatches 8 torchrun --standalone --nproc-per-node=8 source_code/train.py --pp 2 --tp 2
+    --dp-shard 2 --reshard auto torchrun --nproc-per-node 2 source_code/train.py --engine runtime
+    --schedule pipedream --versions 2bw --max-norm inf torchrun --standalone --nproc-per-node=4
+    source_code/train.py --pp 2 --dp-shard 2 --ep 2 --experts 8 --top-k 2 torchrun --standalone
+    --nproc-per-node=2 source_code/train.py --schedule own.csv --microbatches 4 torchrun
+    --standalone --nproc-per-node=2 source_code/train.py --config run.toml --lr 1e-3 torchrun
+    --standalone --nproc-per-node=2 source_code/train.py --checkpoint-dir runs/mine --save-every 50
 
-A file has a key for each flag; it overrides the sizes of --model, and flags override it. The last command, given again,
-goes on from the newest checkpoint, at any other layout too. On SIGTERM or SIGUSR1 a run with --checkpoint-dir saves and
-ends with exit code 75 (course_pp.training.preemption: what torchrun makes of that).
-Without --text or --dataset the corpus is the source code of Python's own standard library: nothing is downloaded.
+A file has a key for each flag; it overrides the sizes of --model, and flags override it. The last
+command, given again, goes on from the newest checkpoint, at any other layout too. On SIGTERM or
+SIGUSR1 a run with --checkpoint-dir saves and ends with exit code 75 (course_pp.training.preemption:
+what torchrun makes of that). Without --text or --dataset the corpus is the source code of Python's
+own standard library: nothing is downloaded.
 """
 
 import sys
@@ -22,7 +25,13 @@ from course_pp.base.imports import imports_that_stay
 with imports_that_stay():
     from torch.distributed.device_mesh import DeviceMesh
 
-    from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, layer_costs, partition_by_cost
+    from course_pp.model import (
+        ModelConfig,
+        PipelineStageModule,
+        build_stage_module,
+        layer_costs,
+        partition_by_cost,
+    )
     from course_pp.parallel import (
         apply_ac,
         apply_compile,
@@ -51,13 +60,16 @@ with imports_that_stay():
     from course_pp.training.sampling import sample
 
 
-def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) -> list[PipelineStageModule]:
+def build_stages(
+    asked: Options, model: ModelConfig, mesh: DeviceMesh | None
+) -> list[PipelineStageModule]:
     """This rank's stages, balanced so that the output head does not slow the last one down."""
     indices, n_stages = stages_of_rank(asked.train, get_pp_rank(mesh), get_pp_size(mesh))
     flops = layer_costs(model, asked.model.seq_len)
     layer_ranges = partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
     device = get_device(share=asked.layout.share_gpus)
-    usual: Precision = "bf16" if device.type == "cuda" else "fp32"  # half precision is slow on a CPU
+    # half precision is slow on a CPU
+    usual: Precision = "bf16" if device.type == "cuda" else "fp32"
     dtype = DTYPES[usual if asked.train.precision == "auto" else asked.train.precision]
     modules = [build_stage_module(model, i, n_stages, layer_ranges).to(device) for i in indices]
     for module in modules:
@@ -69,7 +81,12 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
         apply_ac(module, asked.layout.ac, device_mesh=mesh)
         if asked.layout.compile:
             apply_compile(module)
-        apply_fsdp2(module, mesh, default_mp_policy(dtype), reshard_after_forward=asked.layout.reshard_policy)
+        apply_fsdp2(
+            module,
+            mesh,
+            default_mp_policy(dtype),
+            reshard_after_forward=asked.layout.reshard_policy,
+        )
         compute_in(module, dtype)  # where no FSDP2 does
     return modules
 
@@ -77,33 +94,63 @@ def build_stages(asked: Options, model: ModelConfig, mesh: DeviceMesh | None) ->
 def run(asked: Options, preemption: Preemption | None) -> None:
     config, keep, text = asked.train, asked.checkpoints.checkpointer, asked.writing
     layout = asked.layout.distributed(get_world_info()[2])
-    train, validation, tokenizer = asked.data.load(asked.model.seq_len, config.batch * config.eval_batches)
+    train, validation, tokenizer = asked.data.load(
+        asked.model.seq_len, config.batch * config.eval_batches
+    )
     model = asked.model.config(tokenizer.vocab_size)
     check_vocabulary(model.vocab_size, tokenizer)
     mesh = init_distributed(layout, config.seed)
     modules = build_stages(asked, model, mesh)
-    trainer = Trainer(config, modules, train, validation, device_mesh=mesh, tokenizer_digest=tokenizer.digest)
-    files = {"tokenizer.json": tokenizer.definition} | ({ORDER_FILE: write_order(config.order)} if config.order else {})
+    trainer = Trainer(
+        config, modules, train, validation, device_mesh=mesh, tokenizer_digest=tokenizer.digest
+    )
+    files = {"tokenizer.json": tokenizer.definition} | (
+        {ORDER_FILE: write_order(config.order)} if config.order else {}
+    )
     keep |= {"attachments": files, "preemption": preemption}
     with Checkpointer(trainer, device_mesh=mesh, **keep) as checkpointer:
         loaded = checkpointer.resume(asked.checkpoints.resume)
         before = trainer.evaluate()
         if trainer.is_logging_rank:
-            sequences = "a stream of tokens" if asked.data.streaming else f"{len(train):,} × {train.seq_len} tokens"
+            sequences = (
+                "a stream of tokens"
+                if asked.data.streaming
+                else f"{len(train):,} × {train.seq_len} tokens"
+            )
             precision = trainer.config.precision
             lowered = "" if precision == "fp32" else f", computed in {precision}"
             print(f"{model.n_parameters:,} parameters, {sequences}, on {trainer.device}{lowered}")
-            print(f"resumed {loaded.path}" if loaded else f"validation loss before training {before:.3f}", flush=True)
-            said = loaded and what_changed(loaded.extra["config"], loaded.path, config.schedule, config.order)
+            print(
+                (
+                    f"resumed {loaded.path}"
+                    if loaded
+                    else f"validation loss before training {before:.3f}"
+                ),
+                flush=True,
+            )
+            said = loaded and what_changed(
+                loaded.extra["config"], loaded.path, config.schedule, config.order
+            )
             if said:
                 print(said, flush=True)
         fitted = trainer.fit(checkpointer.after_step)
-    how = {"vocab_size": tokenizer.vocab_size, "special_ids": tokenizer.special_ids, "seed": config.seed}
+    how = {
+        "vocab_size": tokenizer.vocab_size,
+        "special_ids": tokenizer.special_ids,
+        "seed": config.seed,
+    }
     written = sample(modules, tokenizer.encode(text.prompt), text.sample, device_mesh=mesh, **how)
     if trainer.is_logging_rank:
         entropy = unigram_entropy(validation[:].targets)
-        print(f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy {entropy:.3f}")
-        print(f"{fitted.speed.tokens_per_s:,.0f} tokens a second" if fitted.steps else "no step was left to train")
+        print(
+            f"validation loss {fitted.validation_loss:.3f} nats a token; unigram entropy"
+            f" {entropy:.3f}"
+        )
+        print(
+            f"{fitted.speed.tokens_per_s:,.0f} tokens a second"
+            if fitted.steps
+            else "no step was left to train"
+        )
         if written:
             print(f"sample: {text.prompt}{tokenizer.decode(written)}")
 

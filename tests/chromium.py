@@ -22,11 +22,17 @@ _FLAGS = (
 def page() -> Iterator[Any]:
     """A page of a headless Chromium that keeps what it throws in ``page.thrown``."""
     if not (executable := next(filter(None, map(shutil.which, _CHROMIUM)), None)):
-        lacking("browser", "there is no Chromium here: apt-get install chromium enables the browser tests")
+        lacking(
+            "browser",
+            "there is no Chromium here: apt-get install chromium enables the browser tests",
+        )
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        lacking("browser", "there is no playwright here: pip install playwright enables the browser tests")
+        lacking(
+            "browser",
+            "there is no playwright here: pip install playwright enables the browser tests",
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=list(_FLAGS))
         page = browser.new_page(viewport={"width": 1280, "height": 900})

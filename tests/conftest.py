@@ -23,7 +23,8 @@ from tests.chromium import page as page  # one for all folders: a process drives
 os.environ["COURSE_PP_WHERE"] = "local"
 # Workers of pytest-xdist get the width of a terminal that is not theirs.
 os.environ.pop("COLUMNS", None)
-# A shell that put us into the background has told us to ignore it, and tests interrupt themselves and what they start.
+# A shell that put us into the background has told us to ignore it, and tests interrupt themselves
+# and what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
@@ -83,7 +84,11 @@ def reaches_starter(function: Callable[..., Any]) -> bool:
         mentioned = mentioned_by(function)
         if any(starter in mentioned for starter in STARTERS):
             return True
-        todo |= {f for f in mentioned if str(getattr(f, "__module__", "")).startswith(("tests.", "course_pp."))} - seen
+        todo |= {
+            f
+            for f in mentioned
+            if str(getattr(f, "__module__", "")).startswith(("tests.", "course_pp."))
+        } - seen
     return False
 
 
@@ -110,18 +115,23 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_inherit_imports(request: pytest.FixtureRequest) -> None:
-    """Ranks that a file's tests start find what the file imports, and its ``RANKS_IMPORT``, imported already.
+    """Ranks that a file's tests start find what the file imports, and its ``RANKS_IMPORT``,
+    imported already.
 
     Otherwise each of the thousands of ranks would import it anew.
     """
     if request.node.nodeid in STARTING_FILES and "not ranks" not in request.config.option.markexpr:
-        fork_server.SERVERS.get().preload((request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ())))
+        fork_server.SERVERS.get().preload(
+            (request.module.__name__, *getattr(request.module, "RANKS_IMPORT", ()))
+        )
 
 
 @pytest.fixture(autouse=True)
 def _starts_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where tests that start ranks are left out, one that went unnoticed is told to say so."""
-    if "not ranks" in request.config.option.markexpr and not request.node.get_closest_marker("ranks"):
+    if "not ranks" in request.config.option.markexpr and not request.node.get_closest_marker(
+        "ranks"
+    ):
         monkeypatch.setattr(fork_server.ForkServer, "__init__", _refuse)
 
 

@@ -72,7 +72,9 @@ def sharded_adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in _parameters(modules):
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
-    return torch.optim.AdamW([{"params": each} for each in by_mesh.values()], lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(
+        [{"params": each} for each in by_mesh.values()], lr=LEARNING_RATE, fused=True
+    )
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -80,7 +82,9 @@ def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(p for m in modules for p in m.parameters()))
 
 
-def batches(config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     """``n`` random batches of (inputs, target), each (batch, seq_len)."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(config.vocab_size, (n, batch, seq_len + 1), generator=generator)
@@ -88,7 +92,11 @@ def batches(config: ModelConfig, batch: int, seq_len: int, n: int, seed: int = 0
 
 
 def train_in_one_process(
-    config: ModelConfig, data: list[tuple[Tensor, Tensor]], loss_fn: nn.Module, seed: int = 0, **kwargs: Tensor
+    config: ModelConfig,
+    data: list[tuple[Tensor, Tensor]],
+    loss_fn: nn.Module,
+    seed: int = 0,
+    **kwargs: Tensor,
 ) -> Trained:
     """The reference: the whole model in float64, each batch in one piece. Gradients are the first step's."""
     torch.manual_seed(seed)
@@ -102,7 +110,9 @@ def train_in_one_process(
     return train([model], len(data), step)
 
 
-def assert_equals_one_process(ranks: list[Trained], reference: Trained, config: ModelConfig) -> None:
+def assert_equals_one_process(
+    ranks: list[Trained], reference: Trained, config: ModelConfig
+) -> None:
     """:func:`assert_same_training` for this package's model, whose tied weights have a second name."""
     tied = (("embed.weight", "head.weight"),) if config.tie_embeddings else ()
     assert_same_training(ranks, reference, tied)
@@ -114,7 +124,8 @@ def assert_same_training(
     tied: Sequence[Sequence[str]] = (),
     tolerances: tuple[float, float] = (GRADIENT_TOLERANCE, PARAMETER_TOLERANCE),
 ) -> None:
-    """Every rank's loss, and all gradients and parameters of the ranks together, equal the reference's.
+    """Every rank's loss, and all gradients and parameters of the ranks together, equal the
+    reference's.
 
     Args:
         tied: for each weight with several names these; the reference has the first.
@@ -123,7 +134,11 @@ def assert_same_training(
     first_name = {name: names[0] for names in tied for name in names}
     for rank, trained in enumerate(ranks):
         torch.testing.assert_close(
-            trained.losses, reference.losses, rtol=tolerances[0], atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
+            trained.losses,
+            reference.losses,
+            rtol=tolerances[0],
+            atol=0,
+            msg=lambda m, r=rank: f"rank {r}: {m}",
         )
     for kind, tolerance in zip(("gradients", "parameters"), tolerances, strict=True):
         expected = getattr(reference, kind)
@@ -132,7 +147,9 @@ def assert_same_training(
             for name, value in getattr(trained, kind).items():
                 source = first_name.get(name, name)
                 seen.add(source)
-                _assert_close(value, expected[source], tolerance, f"{kind} of {name} on rank {rank}")
+                _assert_close(
+                    value, expected[source], tolerance, f"{kind} of {name} on rank {rank}"
+                )
         assert seen == set(expected), f"{kind} held by no rank: {set(expected) - seen}"
 
 

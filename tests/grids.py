@@ -27,8 +27,11 @@ def examples(n: int) -> settings:
     return settings(deadline=None, max_examples=n if IN_FULL else n // 3)
 
 
-def folded(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As ``pytest.mark.parametrize``, but one test for all cases: for sizes, of which an id would say nothing.
+def folded(
+    names: str, cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``pytest.mark.parametrize``, but one test for all cases: for sizes, of which an id would
+    say nothing.
 
     The first case that fails ends the test, and its error says which case that is.
 
@@ -48,7 +51,9 @@ def folded(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], 
                 try:
                     function(*args, **given, **row)
                 except BaseException as error:  # a skip, too
-                    error.add_note(f"in the case {', '.join(f'{key}={value!r}' for key, value in row.items())}")
+                    error.add_note(
+                        f"in the case {', '.join(f'{key}={value!r}' for key, value in row.items())}"
+                    )
                     raise
 
         rest = [parameter for name, parameter in taken.parameters.items() if name not in keys]
@@ -59,9 +64,11 @@ def folded(names: str, cases: Iterable[Any]) -> Callable[[Callable[..., None]], 
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination of the axes' values, for ``pytest.mark.parametrize``; all but a sample are marked ``full``.
+    """Every combination of the axes' values, for ``pytest.mark.parametrize``; all but a sample are
+    marked ``full``.
 
-    The sample holds every value of every axis, and of the axes beside the longest as many pairs as fit.
+    The sample holds every value of every axis, and of the axes beside the longest as many pairs as
+    fit.
 
     Args:
         axes: values of one parameter each; tuples, or ``pytest.param``, are values of several.

@@ -1,6 +1,7 @@
 """The kernels that run notebooks in tests listen on sockets in files.
 
-A TCP port that was free when it was chosen may be taken before the kernel binds it: ranks of other tests take hundreds.
+A TCP port that was free when it was chosen may be taken before the kernel binds it: ranks of other
+tests take hundreds.
 """
 
 import tempfile

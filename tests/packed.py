@@ -38,7 +38,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM, bias=False), nn.Linear(DIM, DIM)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 3 * DIM, bias=False),
+            nn.Linear(DIM, DIM),
+        )
 
     def forward(self, x: Tensor, offsets: Offsets, mask: Mask | None) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -49,7 +53,9 @@ class Block(nn.Module):
             documents = [slice(*ends) for ends in pairwise(starts)]
             if max(document.stop - document.start for document in documents) > offsets.longest:
                 raise ValueError(f"a document is longer than {offsets.longest}")
-            rows.append(torch.cat([_attend(q[row, each], k[row, each], v[row, each]) for each in documents]))
+            rows.append(
+                torch.cat([_attend(q[row, each], k[row, each], v[row, each]) for each in documents])
+            )
         return x + self.out(torch.stack(rows))
 
 
@@ -73,7 +79,10 @@ class Packed(nn.Module):
     def cut(self, n_stages: int) -> list["Packed"]:
         names = list(self.parts)
         bounds = [round(stage * len(names) / n_stages) for stage in range(n_stages + 1)]
-        return [Packed({name: self.parts[name] for name in names[start:end]}) for start, end in pairwise(bounds)]
+        return [
+            Packed({name: self.parts[name] for name in names[start:end]})
+            for start, end in pairwise(bounds)
+        ]
 
 
 def model(tied: bool = True) -> Packed:
@@ -96,7 +105,9 @@ class Rows:
 
     def documents(self) -> list[tuple[Tensor, Tensor, Offsets]]:
         found = []
-        for tokens, targets, starts in zip(self.tokens, self.targets, self.offsets.starts.tolist(), strict=True):
+        for tokens, targets, starts in zip(
+            self.tokens, self.targets, self.offsets.starts.tolist(), strict=True
+        ):
             for start, end in pairwise(starts):
                 whole = Offsets(torch.tensor([[0, end - start]]), end - start)
                 found.append((tokens[None, start:end], targets[None, start:end], whole))
@@ -106,8 +117,15 @@ class Rows:
 def packed(rows: int, length: int, seed: int) -> Rows:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCAB, (rows, length), generator=generator)
-    cuts = torch.stack([torch.randperm(length - 1, generator=generator)[: N_DOCUMENTS - 1] + 1 for _ in range(rows)])
-    starts = torch.cat([torch.zeros(rows, 1), cuts.sort(1).values, torch.full((rows, 1), length)], 1).long()
+    cuts = torch.stack(
+        [
+            torch.randperm(length - 1, generator=generator)[: N_DOCUMENTS - 1] + 1
+            for _ in range(rows)
+        ]
+    )
+    starts = torch.cat(
+        [torch.zeros(rows, 1), cuts.sort(1).values, torch.full((rows, 1), length)], 1
+    ).long()
     targets = tokens.roll(-1, 1).scatter(1, starts[:, 1:] - 1, -100)
     return Rows(tokens, targets, Offsets(starts, int(starts.diff(dim=1).max())))
 
@@ -118,7 +136,10 @@ SIZES = [
 ]
 """Rows and length of each microbatch of two data ranks, in two steps."""
 
-STEPS = [[packed(*size, seed=10 * step + i) for i, size in enumerate(sizes)] for step, sizes in enumerate(SIZES)]
+STEPS = [
+    [packed(*size, seed=10 * step + i) for i, size in enumerate(sizes)]
+    for step, sizes in enumerate(SIZES)
+]
 STEPS[0][1].targets.fill_(-100)  # a microbatch that counts no token
 
 
@@ -129,7 +150,10 @@ def one_process(data: Sequence[Sequence[Rows]], tied: bool = True) -> Trained:
     def step(i: int) -> Tensor:
         documents = [document for rows in data[i] for document in rows.documents()]
         n_tokens = sum(loss_fn.count(targets) for _, targets, _ in documents)
-        loss = sum(loss_fn.total(whole(tokens, offsets), targets) / n_tokens for tokens, targets, offsets in documents)
+        loss = sum(
+            loss_fn.total(whole(tokens, offsets), targets) / n_tokens
+            for tokens, targets, offsets in documents
+        )
         loss.backward()
         return loss.detach()
 
@@ -138,10 +162,14 @@ def one_process(data: Sequence[Sequence[Rows]], tied: bool = True) -> Trained:
 
 def of_ranks(dp: int) -> list[list[Rows]]:
     """By step what ``dp`` data ranks have, which take turns."""
-    return [[rows for rank in range(dp) for rows in step[rank::dp][:N_MICROBATCHES]] for step in STEPS]
+    return [
+        [rows for rank in range(dp) for rows in step[rank::dp][:N_MICROBATCHES]] for step in STEPS
+    ]
 
 
-def given(data: Sequence[Rows], is_first: bool, is_last: bool, masked: bool = False) -> dict[str, Any]:
+def given(
+    data: Sequence[Rows], is_first: bool, is_last: bool, masked: bool = False
+) -> dict[str, Any]:
     """What a rank gives: the ends to the ends, and its own objects to every stage."""
     keywords = [{"offsets": rows.offsets} for rows in data]
     for each, rows in zip(keywords, data, strict=True):

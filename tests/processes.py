@@ -1,8 +1,8 @@
 """One question for every test that starts ranks: is a process left behind?
 
-The test process adopts orphans (Linux), so every process that was started from here, however deep and in
-whichever session or group, stays below it in the tree until it ends. What a process that was there before starts
-meanwhile, such as the browser that tests share, is that process's own.
+The test process adopts orphans (Linux), so every process that was started from here, however deep
+and in whichever session or group, stays below it in the tree until it ends. What a process that was
+there before starts meanwhile, such as the browser that tests share, is that process's own.
 """
 
 import ctypes

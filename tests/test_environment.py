@@ -19,7 +19,10 @@ def pinned():
     entries = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     malformed = [entry for entry in entries if not re.fullmatch(r"[\w.-]+==[\w.!]+", entry)]
     assert not malformed, f"constraints.txt pins exact public versions only: {malformed}"
-    return {canonicalize_name(name): version for name, version in (entry.split("==") for entry in entries)}
+    return {
+        canonicalize_name(name): version
+        for name, version in (entry.split("==") for entry in entries)
+    }
 
 
 def conda_pip_section():
@@ -30,7 +33,10 @@ def conda_pip_section():
 def declared():
     """Every requirement of pyproject.toml, the extras' included, but not the package's own name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(r for extra in project["optional-dependencies"].values() for r in extra)]
+    texts = [
+        *project["dependencies"],
+        *(r for extra in project["optional-dependencies"].values() for r in extra),
+    ]
     return [r for r in map(Requirement, texts) if r.name != project["name"]]
 
 
@@ -38,7 +44,9 @@ def declared():
 def test_constraints_pin_every_declared_requirement_within_its_range(requirement):
     version = pinned().get(canonicalize_name(requirement.name))
     assert version is not None, f"{requirement.name} is not in constraints.txt"
-    assert requirement.specifier.contains(version), f"{requirement.name}=={version} is outside {requirement.specifier}"
+    assert requirement.specifier.contains(version), (
+        f"{requirement.name}=={version} is outside {requirement.specifier}"
+    )
 
 
 def test_environment_names_the_versions_of_constraints():
@@ -60,4 +68,6 @@ def test_python_of_the_environment_is_one_the_package_allows():
     dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     python = next(d for d in dependencies if isinstance(d, str) and d.startswith("python="))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert Requirement(f"python{project['requires-python']}").specifier.contains(python.removeprefix("python="))
+    assert Requirement(f"python{project['requires-python']}").specifier.contains(
+        python.removeprefix("python=")
+    )

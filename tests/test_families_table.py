@@ -19,7 +19,10 @@ HEADER = (
 def row(name: str) -> str:
     model, given = build(name), example(name)
     if problems := explain(model, given):
-        return f"| {name} | `{type(model).__name__}` | | | no: {problems[0].kind}: {problems[0].what} |"
+        return (
+            f"| {name} | `{type(model).__name__}` | | | no: {problems[0].kind}:"
+            f" {problems[0].what} |"
+        )
     sent, said, ties = [], [], 0
     for n_stages in (2, 4):
         stages = auto_split(model, given, n_stages)
@@ -33,7 +36,10 @@ def row(name: str) -> str:
             value = stage(**value)
         said.append("equal" if torch.equal(whole, tensor_of(value)) else "DIFFERENT")
     tied = str(ties) if ties else "none"
-    return f"| {name} | `{type(model).__name__}` | {sent[0]} / {sent[1]} | {tied} | {said[0]} / {said[1]} |"
+    return (
+        f"| {name} | `{type(model).__name__}` | {sent[0]} / {sent[1]} | {tied} | {said[0]} /"
+        f" {said[1]} |"
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from tests.grids import crossed, folded
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (6, 2, 2), (2, 7), (2, 3, 2), (1, 4), (3,)], ids=str)
-def test_every_combination_is_there_once_and_every_value_is_in_the_sample(sizes: tuple[int, ...]) -> None:
+def test_every_combination_is_there_once_and_every_value_is_in_the_sample(
+    sizes: tuple[int, ...],
+) -> None:
     axes = [[f"{axis}{i}" for i in range(size)] for axis, size in zip("abc", sizes, strict=False)]
     grid = crossed(*axes)
     assert sorted(each.values for each in grid) == sorted(product(*axes))
@@ -20,14 +22,18 @@ def test_every_combination_is_there_once_and_every_value_is_in_the_sample(sizes:
 
 
 def test_tuples_are_values_of_several_parameters_and_names_are_kept() -> None:
-    first, *_ = crossed([("1f1b", 2), ("zb_v", 3)], [pytest.param(len, id="length"), pytest.param(abs, id="size")])
+    first, *_ = crossed(
+        [("1f1b", 2), ("zb_v", 3)], [pytest.param(len, id="length"), pytest.param(abs, id="size")]
+    )
     assert first.values == ("1f1b", 2, len)
     assert first.id == "1f1b-2-length"
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(7))
-def test_a_sample_is_the_first_case_and_every_nth_after_it(number: int, request: pytest.FixtureRequest) -> None:
+def test_a_sample_is_the_first_case_and_every_nth_after_it(
+    number: int, request: pytest.FixtureRequest
+) -> None:
     assert (request.node.get_closest_marker("long") is None) == (number in (0, 3, 6))
 
 

@@ -11,8 +11,8 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings, beside `base`, which imports none. `exercises` and `notebook` are for
-# cells: nothing imports `exercises`.
+# What each package may import from its siblings, beside `base`, which imports none. `exercises` and
+# `notebook` are for cells: nothing imports `exercises`.
 ARROWS: dict[str, set[str]] = {
     "base": set(),
     "schedule": set(),
@@ -46,9 +46,13 @@ HEAVY = {"torch", "transformers", "datasets"}
         ("course_pp.notebook", HEAVY | {"matplotlib"}),
     ],
 )
-def test_importing_a_light_package_keeps_the_heavy_ones_out(module: str, kept_out: set[str]) -> None:
+def test_importing_a_light_package_keeps_the_heavy_ones_out(
+    module: str, kept_out: set[str]
+) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert kept_out.isdisjoint(done.stdout.split())
 
 
@@ -73,7 +77,11 @@ def test_packages_import_only_along_the_arrows(package: str) -> None:
     wrong = {
         str(path.relative_to(ROOT)): sorted(extra)
         for path in (ROOT / package).rglob("*.py")
-        if (extra := siblings_imported(path) - allowed - LATE.get(str(path.relative_to(ROOT)), set()))
+        if (
+            extra := siblings_imported(path)
+            - allowed
+            - LATE.get(str(path.relative_to(ROOT)), set())
+        )
     }
     assert not wrong
 

@@ -31,9 +31,14 @@ def test_a_schedule_is_drawn_with_its_numbers_under_it(capsys: pytest.CaptureFix
     assert err == ""
 
 
-def test_what_several_stages_of_a_rank_hold_is_said_to_be_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_several_stages_of_a_rank_hold_is_said_to_be_of_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(command("zb_v", "--ranks", "4", "--microbatches", "8")) == 0
-    assert "peaks        8 8 8 8 activations of a stage, 2 of which make one of a rank, held" in capsys.readouterr().out
+    assert (
+        "peaks        8 8 8 8 activations of a stage, 2 of which make one of a rank, held"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,9 @@ def test_costs_are_read_as_numbers_fractions_or_one_a_stage(
     assert f"makespan     {makespan}\n" in capsys.readouterr().out
 
 
-def test_sizes_without_a_closed_form_say_under_which_condition_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_without_a_closed_form_say_under_which_condition_there_is_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(command("zb_v", "--latency", "1")) == 0
     out = capsys.readouterr().out
     assert "formula      none" in out
@@ -78,7 +85,10 @@ def test_sizes_without_a_closed_form_say_under_which_condition_there_is_one(caps
         (command("1f1b", "--latency", "-1"), "at least 0"),
         (command("1f1b", "--forward", "1,2"), "one for each"),
         (command("1f1b", "--save", "chart.pdf"), "end the name in .png or .svg"),
-        (command("1f1b", "--json", "no/such/folder/x.json"), "schedule: no/such/folder/x.json: No such file"),
+        (
+            command("1f1b", "--json", "no/such/folder/x.json"),
+            "schedule: no/such/folder/x.json: No such file",
+        ),
         (command("1f1b", "--json", "--trace"), "give the others a FILE"),
         (command("1f1b", "--csv", ""), "--csv has an empty name"),
     ],
@@ -102,7 +112,10 @@ def test_figures_traces_and_numbers_are_written_beside_the_chart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     svg, trace, numbers = tmp_path / "x.svg", tmp_path / "trace.json", tmp_path / "x.json"
-    assert main(command("zb_h1", "--save", str(svg), "--trace", str(trace), "--json", str(numbers))) == 0
+    assert (
+        main(command("zb_h1", "--save", str(svg), "--trace", str(trace), "--json", str(numbers)))
+        == 0
+    )
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     written = json.loads(numbers.read_text(encoding="utf-8"))
@@ -112,18 +125,24 @@ def test_figures_traces_and_numbers_are_written_beside_the_chart(
 
 
 @pytest.mark.parametrize("refused", [("--save", "x.pdf"), ("--json", "--trace")])
-def test_nothing_is_written_beside_what_is_refused(refused: tuple[str, str], tmp_path: Path) -> None:
+def test_nothing_is_written_beside_what_is_refused(
+    refused: tuple[str, str], tmp_path: Path
+) -> None:
     assert main(command("1f1b", "--csv", str(tmp_path / "x.csv"), *refused)) == 2
     assert not list(tmp_path.iterdir())
 
 
-def test_the_order_of_actions_is_printed_as_torch_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_of_actions_is_printed_as_torch_reads_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(command("1f1b", "--ranks", "2", "--microbatches", "2", "--csv")) == 0
     assert capsys.readouterr().out == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
 @pytest.mark.parametrize("option", ["--json", "--trace"])
-def test_without_a_file_only_what_was_asked_for_is_printed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_only_what_was_asked_for_is_printed(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command("gpipe", option)) == 0
     assert json.loads(capsys.readouterr().out)
 
@@ -148,7 +167,11 @@ def test_colour_is_for_terminals_unless_asked_for_or_refused(
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
     )
 
 
@@ -170,19 +193,42 @@ def test_drawing_as_text_imports_neither_matplotlib_nor_torch() -> None:
     ("line", "code", "said"),
     [
         ('"$@" --json | true; exit ${PIPESTATUS[0]}', 141, ""),
-        ('"$@" > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
-        ('"$@" --json > /dev/full', 2, "python -m course_pp schedule: standard output: No space left on device\n"),
-        ('"$@" --csv /dev/full', 2, "python -m course_pp schedule: /dev/full: No space left on device\n"),
-        ('"$@" --save full.svg', 2, "python -m course_pp schedule: full.svg: No space left on device\n"),
+        (
+            '"$@" > /dev/full',
+            2,
+            "python -m course_pp schedule: standard output: No space left on device\n",
+        ),
+        (
+            '"$@" --json > /dev/full',
+            2,
+            "python -m course_pp schedule: standard output: No space left on device\n",
+        ),
+        (
+            '"$@" --csv /dev/full',
+            2,
+            "python -m course_pp schedule: /dev/full: No space left on device\n",
+        ),
+        (
+            '"$@" --save full.svg',
+            2,
+            "python -m course_pp schedule: full.svg: No space left on device\n",
+        ),
     ],
 )
 @pytest.mark.slow
-def test_what_cannot_be_written_is_named_in_one_line(line: str, code: int, said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_named_in_one_line(
+    line: str, code: int, said: str, tmp_path: Path
+) -> None:
     (tmp_path / "full.svg").symlink_to("/dev/full")
     command = [sys.executable, "-m", "course_pp", "schedule", "zb_v", "--microbatches", "64"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
-        ["bash", "-c", line, "bash", *command], stderr=subprocess.PIPE, text=True, timeout=60, cwd=tmp_path, env=environ
+        ["bash", "-c", line, "bash", *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environ,
     )
     assert (done.returncode, done.stderr) == (code, said)
 

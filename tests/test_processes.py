@@ -8,13 +8,18 @@ import pytest
 
 from tests.processes import no_process_left
 
-_SHELL = "import subprocess, sys\nfor command in sys.stdin: print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+_SHELL = (
+    "import subprocess, sys\nfor command in sys.stdin: print(subprocess.Popen(['sleep', '60']).pid,"
+    " flush=True)"
+)
 
 
 @pytest.fixture
 def shell() -> Iterator[subprocess.Popen[str]]:
     """A process that starts another for each line it reads."""
-    with subprocess.Popen([sys.executable, "-c", _SHELL], text=True, stdin=-1, stdout=-1, process_group=0) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SHELL], text=True, stdin=-1, stdout=-1, process_group=0
+    ) as process:
         try:
             yield process
         finally:
@@ -34,7 +39,10 @@ def test_what_an_older_process_starts_is_its_own(shell: subprocess.Popen[str]) -
 
 
 def test_what_the_test_itself_started_is_left_behind() -> None:
-    with pytest.raises(AssertionError, match=r"left behind: .*sleep 59"), no_process_left(within_s=0.0):
+    with (
+        pytest.raises(AssertionError, match=r"left behind: .*sleep 59"),
+        no_process_left(within_s=0.0),
+    ):
         sleeping = subprocess.Popen(["sleep", "59"])
     sleeping.kill()
     sleeping.wait()

@@ -53,17 +53,27 @@ def test_ci_runs_the_test_command_of_the_readme_and_then_only_what_it_leaves_out
     [parts] = re.findall(r"parts\.py (.*)", (ROOT / ".ci" / "run").read_text())
     first, then, *others = parts.split()
     assert (first, then) == (command, "then")
-    [within] = re.findall(rf"^{command}: .*\n\t@\$\(PARTS\) (.*)", (ROOT / "Makefile").read_text(), re.M)
+    [within] = re.findall(
+        rf"^{command}: .*\n\t@\$\(PARTS\) (.*)", (ROOT / "Makefile").read_text(), re.M
+    )
     targets, environment = [*within.split(), *others], {**os.environ, "MAKEFLAGS": ""}
     assert len({*targets}) == len(targets)
-    commands = subprocess.check_output(["make", "-n", *targets], cwd=ROOT, text=True, env=environment)
+    commands = subprocess.check_output(
+        ["make", "-n", *targets], cwd=ROOT, text=True, env=environment
+    )
     found = re.findall(r"notebooks/\w+\.ipynb", commands)
-    assert sorted(found) == sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert sorted(found) == sorted(
+        f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")
+    )
 
 
 def test_containers_install_what_is_pinned_from_files_that_exist():
     docker = (ROOT / "Dockerfile").read_text()
-    copied = [name for line in re.findall(r"^COPY --chown=learner (.*) \S+$", docker, re.M) for name in line.split()]
+    copied = [
+        name
+        for line in re.findall(r"^COPY --chown=learner (.*) \S+$", docker, re.M)
+        for name in line.split()
+    ]
     assert copied
     assert all((ROOT / name).exists() for name in copied)
     for recipe in (docker, (ROOT / "apptainer.def").read_text()):
@@ -75,7 +85,10 @@ def test_containers_install_what_is_pinned_from_files_that_exist():
     "path",
     re.findall(
         r"`((?:course_pp|tests|docs|source_code)/[\w/]+\.\w+)`",
-        "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "INSTRUCTOR.md")),
+        "".join(
+            (ROOT / name).read_text()
+            for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "INSTRUCTOR.md")
+        ),
     ),
 )
 def test_files_that_the_guides_name_exist(path):
@@ -102,7 +115,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
         pass
 
 
-# Takes what set-up asks of Python: makes a .venv of itself, and writes down what pip is called with.
+# Takes what set-up asks of Python: makes a .venv of itself, and writes down what pip is called
+# with.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
 "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp /bin/true .venv/bin/jupyter ;;
@@ -126,8 +140,14 @@ def test_an_index_of_wheels_that_cannot_be_reached_is_left_out_with_a_sentence(t
             server.server_close()
         command = ["make", "setup", "CPU=1", f"PYTHON={python}", f"INDEX={index}"]
         environment = {**os.environ, "MAKEFLAGS": "", "no_proxy": "127.0.0.1"}
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
     assert ran.returncode == 0, ran.stderr
-    installs = [line for line in (tmp_path / "pip.log").read_text().splitlines() if "--editable" in line]
+    installs = [
+        line for line in (tmp_path / "pip.log").read_text().splitlines() if "--editable" in line
+    ]
     assert [f"--extra-index-url {index}" in line for line in installs] == [reachable]
-    assert (f"cannot reach {index}: going on with what pip is set up for" in ran.stderr) != reachable
+    assert (
+        f"cannot reach {index}: going on with what pip is set up for" in ran.stderr
+    ) != reachable

@@ -19,8 +19,16 @@ from tests.source_code.scripts import TRAIN_IMPORTS, labelled_lines
 RANKS_IMPORT = TRAIN_IMPORTS
 
 
-LINKS = [(page, target) for page, text in PAGES.items() for target in re.findall(r"\]\((?!http)([^)]+)\)", text)]
-PICTURES = [(page, *found) for page, text in PAGES.items() for found in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)]
+LINKS = [
+    (page, target)
+    for page, text in PAGES.items()
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", text)
+]
+PICTURES = [
+    (page, *found)
+    for page, text in PAGES.items()
+    for found in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text)
+]
 
 
 @pytest.mark.parametrize(("page", "target"), sorted(set(LINKS)))
@@ -30,7 +38,9 @@ def test_links_lead_to_a_file_and_a_heading(page, target):
     assert path.exists()
     if anchor:
         headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
-        assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in {
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+        }
 
 
 @pytest.mark.parametrize(("page", "alt", "name"), PICTURES)
@@ -72,7 +82,9 @@ def test_the_example_without_torch_runs(capsys):
     assert peaks.startswith("(4, 3, 2, 1) rank ")
 
 
-@pytest.mark.parametrize("command", re.findall(r"^python -m course_pp (schedule [^#\n]*)", TEXT, re.M))
+@pytest.mark.parametrize(
+    "command", re.findall(r"^python -m course_pp (schedule [^#\n]*)", TEXT, re.M)
+)
 def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)) == 0
@@ -110,7 +122,11 @@ def run_example(rank, source):
 
 
 def test_the_examples_run_and_every_rank_knows_the_loss():
-    for name, n_ranks, classes in (("pipeline.py", 2, 1000), ("yours.py", 2, 10), ("experts.py", 4, 512)):
+    for name, n_ranks, classes in (
+        ("pipeline.py", 2, 1000),
+        ("yours.py", 2, 10),
+        ("experts.py", 4, 512),
+    ):
         losses = on_ranks(n_ranks, run_example, script(name), backend=None)
         assert len(set(losses)) == 1
         assert abs(losses[0] - math.log(classes)) < 1, "an untrained model guesses"
@@ -142,7 +158,10 @@ def run_attached(rank, source):
 def test_the_example_of_a_loss_in_the_middle_tells_both_ranks_its_sums():
     first, second = on_ranks(2, run_attached, script("attached.py"), backend=None)
     assert first == second
-    assert {name: 0.005 <= value <= 0.01 for name, value in first.items()} == {"balance 0": True, "balance 1": True}
+    assert {name: 0.005 <= value <= 0.01 for name, value in first.items()} == {
+        "balance 0": True,
+        "balance 1": True,
+    }
 
 
 def run_residuals(rank, source):
@@ -161,18 +180,24 @@ def run_residuals(rank, source):
     expected = {stage: [p.grad for p in alone[stage].parameters()] for stage in mine}
     torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
     plan = names["pipeline"]._executor.plan
-    return loss.item() - names["loss"].item(), sum("'block" in str(m) for row in plan.outgoing.values() for m in row)
+    return loss.item() - names["loss"].item(), sum(
+        "'block" in str(m) for row in plan.outgoing.values() for m in row
+    )
 
 
 def test_the_example_of_attention_residuals_equals_one_process_and_sends_each_value_once():
     for difference, n_sent in on_ranks(2, run_residuals, script("residuals.py"), backend=None):
         assert abs(difference) <= 1e-12
-        assert n_sent == 5 * 4, "of five values and five gradients each rank sends half, for each of four microbatches"
+        assert n_sent == 5 * 4, (
+            "of five values and five gradients each rank sends half, for each of four microbatches"
+        )
 
 
 def mean_loss(model, texts):
     """The mean over the tokens of texts that are read one by one."""
-    return sum(CrossEntropy().total(model(text), text) for text in texts) / sum(text.numel() for text in texts)
+    return sum(CrossEntropy().total(model(text), text) for text in texts) / sum(
+        text.numel() for text in texts
+    )
 
 
 def run_answers(rank, pieces, folder):
@@ -190,7 +215,9 @@ def run_answers(rank, pieces, folder):
     def answer_is(*steps):
         losses = [mean_loss(whole, texts) for texts in steps]
         sum(losses).backward()
-        expected = {"head.weight": whole.embed.weight.grad} | {n: p.grad for n, p in whole.named_parameters()}
+        expected = {"head.weight": whole.embed.weight.grad} | {
+            n: p.grad for n, p in whole.named_parameters()
+        }
         for name, p in part.named_parameters():
             torch.testing.assert_close(p.grad, expected[name], rtol=0, atol=1e-12)
         assert names["loss"].item() == pytest.approx(losses[-1].item(), rel=1e-12)
@@ -199,7 +226,9 @@ def run_answers(rank, pieces, folder):
     ask(2)
     answer_is([tokens])
     exec(pieces[3], names)
-    assert names["norm"].item() == pytest.approx(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0).item(), 1e-12)
+    assert names["norm"].item() == pytest.approx(
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0).item(), 1e-12
+    )
     ask(4)
     answer_is([*names["batches"]])
     ask(5)
@@ -209,7 +238,9 @@ def run_answers(rank, pieces, folder):
     answer_is(names["lengths"])
     ask(7)
     one_by_one = [
-        text for row, ends in zip(names["rows"], names["ends"], strict=True) for text in row.tensor_split(ends, 1)
+        text
+        for row, ends in zip(names["rows"], names["ends"], strict=True)
+        for text in row.tensor_split(ends, 1)
     ]
     answer_is(one_by_one, tokens.tensor_split([3, 7], 1))
     ask(8)
@@ -225,7 +256,9 @@ def run_answers(rank, pieces, folder):
 def test_ten_questions_have_the_answers_of_one_process(tmp_path):
     section = PAGES["docs/package.md"].split("## Ten questions")[1]
     assert re.findall(r"^\*\*(\d+)\. ", section, re.M) == [str(number) for number in range(1, 11)]
-    on_ranks(2, run_answers, re.findall(r"```python\n(.*?)```", section, re.S), tmp_path, backend=None)
+    on_ranks(
+        2, run_answers, re.findall(r"```python\n(.*?)```", section, re.S), tmp_path, backend=None
+    )
 
 
 @pytest.mark.ranks

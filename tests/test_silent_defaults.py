@@ -27,7 +27,10 @@ SILENT: dict[str, tuple[Callable[[], object], str]] = {
     for value in (0, [], {}, "", False)
 } | {
     "pareto of no schedules": (lambda: pareto(2, 4, schedules=()), "schedules"),
-    "half a stage a rank": (lambda: get_stage_indices("interleaved_1f1b", 0, 2, 1.5), "stages_per_rank"),
+    "half a stage a rank": (
+        lambda: get_stage_indices("interleaved_1f1b", 0, 2, 1.5),
+        "stages_per_rank",
+    ),
     "half a rank": (lambda: get_stage_indices("1f1b", 0.5, 2), "pp_rank"),
     "targets of another shape": (lambda: Sequences(ROWS, ROWS[:, :3]), "targets"),
     "inputs in one dimension": (lambda: Sequences(ROWS[0], ROWS[0]), "inputs"),

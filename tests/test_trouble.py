@@ -116,7 +116,9 @@ def killed(rank):
 
 @when("A rank is killed: out of memory")
 def _(folder, monkeypatch):
-    return raised(on_ranks, 1, killed, where="local") + ended_by_slurm(folder, monkeypatch, "OUT_OF_MEMORY")
+    return raised(on_ranks, 1, killed, where="local") + ended_by_slurm(
+        folder, monkeypatch, "OUT_OF_MEMORY"
+    )
 
 
 def tools(folder, monkeypatch, **programs):

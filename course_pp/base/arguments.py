@@ -1,7 +1,9 @@
 """Arguments of a wrong class, refused by name at the names that a learner types.
 
-:func:`checked` holds each argument against the annotation of its parameter. Values (a size of at least 1, a known name)
-are the function's own business. A list will do for a tuple, and NumPy's numbers for Python's; True is no integer.
+:func:`checked` holds each argument against the annotation of its parameter. Values (a size of at
+    least 1, a known name)
+are the function's own business. A list will do for a tuple, and NumPy's numbers for Python's; True
+is no integer.
 """
 
 import reprlib
@@ -22,7 +24,8 @@ _MOST_TIMEOUT_S = 365 * 24 * 3600  # beyond some centuries clocks overflow
 
 
 class WrongArgument(TypeError, ValueError):
-    """An argument that is not of the class its parameter takes; also a ValueError, as wrong values are.
+    """An argument that is not of the class its parameter takes; also a ValueError, as wrong values
+    are.
 
     Attributes:
         function: whose argument it is, such as ``simulate``.
@@ -35,9 +38,11 @@ class WrongArgument(TypeError, ValueError):
 
 
 def checked(thing: _F) -> _F:
-    """Raise WrongArgument for arguments that the annotations of ``thing``, a function or class, rule out.
+    """Raise WrongArgument for arguments that the annotations of ``thing``, a function or class,
+    rule out.
 
-    Above ``@dataclass``, below ``@classmethod``. Not for what runs for every microbatch: a check costs microseconds.
+    Above ``@dataclass``, below ``@classmethod``. Not for what runs for every microbatch: a check
+    costs microseconds.
     """
     if isinstance(thing, type):
         thing.__init__ = checked(thing.__init__)  # type: ignore[misc]
@@ -54,11 +59,15 @@ def checked(thing: _F) -> _F:
     return cast(_F, door)
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> None:
-    """As :func:`checked`, called by ``function`` itself: where all ranks must refuse together, not one at its door.
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], name: str = ""
+) -> None:
+    """As :func:`checked`, called by ``function`` itself: where all ranks must refuse together, not
+    one at its door.
 
     Args:
-        arguments: by parameter, such as ``locals()`` on the first line; other names are passed over.
+        arguments: by parameter, such as ``locals()`` on the first line; other names are passed
+            over.
         name: what a user called, if that is not ``function`` itself.
     """
     _check(function.__init__ if isinstance(function, type) else function, arguments.items(), name)  # type: ignore[misc]
@@ -75,7 +84,9 @@ def _check(function: Callable[..., Any], arguments: Any, name: str) -> None:
 def refuse_unless(holds: bool, function: str, argument: str, value: object, remedy: str) -> None:
     """Raise WrongArgument unless ``holds``: for what annotations cannot say, in the same words."""
     if not holds:
-        raise WrongArgument(f"{function}: {argument} is {described(value)}: {remedy}", function, argument)
+        raise WrongArgument(
+            f"{function}: {argument} is {described(value)}: {remedy}", function, argument
+        )
 
 
 def refuse_below(least: int, function: str, **sizes: int | None) -> None:
@@ -121,7 +132,8 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return lambda value: True
     classes: Any = (tuple, list) if kind is tuple else kind
-    if kind.__name__ == "ProcessGroup":  # torch gives -100 to who is no member, which has a refusal of its own
+    # torch gives -100 to who is no member, which has a refusal of its own
+    if kind.__name__ == "ProcessGroup":
         return lambda value: isinstance(value, classes) or (type(value) is int and value == -100)
     if not inner or kind is Callable:
         return lambda value: isinstance(value, classes)

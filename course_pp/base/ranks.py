@@ -1,7 +1,8 @@
 """How ranks agree, gather and refuse together: the one place.
 
-A rank that raises alone leaves its peers waiting for a message that never comes. So what can go wrong on one rank is
-settled by all of them before the next message, and either all go on or all raise the same sentence:
+A rank that raises alone leaves its peers waiting for a message that never comes. So what can go
+wrong on one rank is settled by all of them before the next message, and either all go on or all
+raise the same sentence:
 
     ranks = Ranks(group)
     data = ranks.collectively(lambda: load(path))      # fails on one: all raise
@@ -12,9 +13,9 @@ settled by all of them before the next message, and either all go on or all rais
     sizes = ranks.gather(len(data))                    # everyone's value, by rank
     most = ranks.largest(len(data))                    # the largest of them, for less
 
-Each of these begins with one small all-reduce of the same size, in which ranks see whether all are in the same public
-function of this package. If one saves while another steps, all are told so. Each raises :class:`RankMissing` if a rank
-has ended or the time limit is over.
+Each of these begins with one small all-reduce of the same size, in which ranks see whether all are
+in the same public function of this package. If one saves while another steps, all are told so. Each
+raises :class:`RankMissing` if a rank has ended or the time limit is over.
 """
 
 import pickle
@@ -46,19 +47,29 @@ MEETING_BYTES = 3 * torch.int64.itemsize
 
 
 class RankMissing(RuntimeError):
-    """A rank of the group has ended, or did not come within the time limit. The group is of no use afterwards.
+    """A rank of the group has ended, or did not come within the time limit. The group is of no use
+    afterwards.
 
     Attributes:
-        rank: the rank that noticed, numbered within the group of ``n_ranks``, after ``waited_s`` seconds.
+        rank: the rank that noticed, numbered within the group of ``n_ranks``, after ``waited_s``
+            seconds.
         missing: the ranks that have not reported that they waited too; empty if nobody can tell. If
             they are several, one of them is the cause, and the others may still be waiting for it.
-        began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing one first.
+        began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing
+            one first.
     """
 
     began_elsewhere = True
 
-    def __init__(self, rank: int, n_ranks: int, waited_s: float, missing: Sequence[int] = ()) -> None:
-        self.rank, self.n_ranks, self.waited_s, self.missing = rank, n_ranks, waited_s, tuple(missing)
+    def __init__(
+        self, rank: int, n_ranks: int, waited_s: float, missing: Sequence[int] = ()
+    ) -> None:
+        self.rank, self.n_ranks, self.waited_s, self.missing = (
+            rank,
+            n_ranks,
+            waited_s,
+            tuple(missing),
+        )
         if len(self.missing) == 1:
             who = f"rank {self.missing[0]}, ended or did not come: look at what was printed there"
         elif missing:  # a rank that still waits for the first one cannot report either
@@ -70,7 +81,8 @@ class RankMissing(RuntimeError):
         else:
             who = "the others, and one of them has ended or did not come: look at what they printed"
         super().__init__(
-            f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for {who}, and make this call on every rank of the group"
+            f"rank {rank} of {n_ranks} waited {waited_s:.1f} s for {who}, and make this call on"
+            " every rank of the group"
         )
 
     def __reduce__(self) -> tuple[type["RankMissing"], tuple[int, int, float, tuple[int, ...]]]:
@@ -80,15 +92,17 @@ class RankMissing(RuntimeError):
 @checked
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group. A process without one is alone, and every method works there too.
+    """The ranks of a process group. A process without one is alone, and every method works there
+    too.
 
-    Call each method on all ranks of the group, in the same order. What it refuses is a ValueError on every rank (in a
-    subclass, its ``refusal``).
+    Call each method on all ranks of the group, in the same order. What it refuses is a ValueError
+    on every rank (in a subclass, its ``refusal``).
 
     Attributes:
         group: None is the default group.
         alone: this process does not communicate, although there is a process group.
-        limit_s: the longest that a rank waits for the others, in seconds; None is the group's own limit.
+        limit_s: the longest that a rank waits for the others, in seconds; None is the group's own
+            limit.
     """
 
     group: dist.ProcessGroup | None = None
@@ -165,14 +179,20 @@ class Ranks:
     def _travels(self, error: Exception) -> bool:
         """Whether ``error`` can be raised on all ranks as it is, with its fields."""
         try:
-            return isinstance(error, self.refusal) and str(pickle.loads(pickle.dumps(error))) == str(error)
+            return isinstance(error, self.refusal) and str(
+                pickle.loads(pickle.dumps(error))
+            ) == str(error)
         except Exception:
             return False
 
     @staticmethod
     def sentence(error: Exception) -> str:
         """Return what a failure of :meth:`collectively` is called on the other ranks."""
-        return str(error) if isinstance(error, OSError | TypeError | ValueError) else f"{type(error).__name__}: {error}"
+        return (
+            str(error)
+            if isinstance(error, OSError | TypeError | ValueError)
+            else f"{type(error).__name__}: {error}"
+        )
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -189,18 +209,24 @@ class Ranks:
         """Return the largest ``number`` if all ranks are in the same call; otherwise refuse on all of them."""
         call, tag = _call()
         most = torch.tensor([number, tag, -tag], device=self._device)
-        self._wait(lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout))
+        self._wait(
+            lambda timeout: self._group.allreduce([most], dist.ReduceOp.MAX, timeout=timeout)
+        )
         if dist.get_backend(self.group) == "fake":  # a dry run, whose tensors have no values
             return number
         largest, highest, lowest = most.tolist()
         if highest != -lowest:
             told = self._all_gather(call.encode()[:_CALL_BYTES], _CALL_BYTES)
-            raise self.refusal(_difference_of_calls([part.rstrip(b"\0").decode(errors="replace") for part in told]))
+            raise self.refusal(
+                _difference_of_calls([part.rstrip(b"\0").decode(errors="replace") for part in told])
+            )
         return int(largest)
 
     def _all_gather(self, mine: bytes, size: int) -> list[bytes]:
         """Return everyone's bytes, by rank, filled up with zeros to ``size``."""
-        padded = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
+        padded = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8).to(
+            self._device
+        )
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         self._wait(lambda timeout: self._group.allgather(everyone, padded, timeout=timeout))
         return [part.cpu().numpy().tobytes() for part in everyone]
@@ -219,24 +245,30 @@ class Ranks:
         try:
             store, ends = self._group.get_group_store(), time.monotonic() + _ROLL_CALL_S
             store.set(f"{_WAITED}{self.rank}", "")
-            while absent := [rank for rank in range(self.size) if not store.check([f"{_WAITED}{rank}"])]:
+            while absent := [
+                rank for rank in range(self.size) if not store.check([f"{_WAITED}{rank}"])
+            ]:
                 if time.monotonic() > ends:
                     break
                 time.sleep(_ROLL_CALL_S / 20)
-        except (AttributeError, RuntimeError):  # not in this release of torch; or the store was the missing rank's
+        except (AttributeError, RuntimeError):
+            # not in this release of torch; or the store was the missing rank's
             return ()
         return tuple(absent)
 
 
 def _call() -> tuple[str, int]:
-    """Return the public functions of this package that the user's code is in, outermost first, and a tag.
+    """Return the public functions of this package that the user's code is in, outermost first, and
+    a tag.
 
     The tag is of the innermost, which exchanges something: ranks may come to it by different ways.
     """
     names: list[str] = []
     innermost = ""
     frame = sys._getframe(1)
-    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("course_pp."):
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith(
+        "course_pp."
+    ):
         name = frame.f_code.co_name
         if name[0] not in "_<" and module not in _GO_BETWEENS:
             names.insert(0, name)
@@ -248,13 +280,19 @@ def _call() -> tuple[str, int]:
 def _difference_of_calls(calls: Sequence[str]) -> str:
     """Return a sentence on the first rank that is in another call than rank 0."""
     rank = next(rank for rank, call in enumerate(calls) if call != calls[0])
-    both = next(pair for pair in zip_longest(calls[0].split(), calls[rank].split()) if pair[0] != pair[1])
+    both = next(
+        pair for pair in zip_longest(calls[0].split(), calls[rank].split()) if pair[0] != pair[1]
+    )
     here, there = (f"{name}()" if name else "another call" for name in both)
-    return f"rank 0 is in {here}, rank {rank} in {there}: make the same calls on every rank, in the same order"
+    return (
+        f"rank 0 is in {here}, rank {rank} in {there}: make the same calls on every rank, in the"
+        " same order"
+    )
 
 
 class RefusingTogether:
-    """A ``with`` block in which each rank checks what it was given. Its end is a collective: all raise, or all go on.
+    """A ``with`` block in which each rank checks what it was given. Its end is a collective: all
+    raise, or all go on.
 
         with refusing_together(device_mesh):
             check_arguments(apply_fsdp2, locals())
@@ -263,8 +301,8 @@ class RefusingTogether:
     Send nothing inside. If several ranks raise, all raise what the lowest one does.
 
     Args:
-        groups: this rank's groups, asked one after another, which together reach every rank. If there are none, this
-            rank is alone.
+        groups: this rank's groups, asked one after another, which together reach every rank. If
+            there are none, this rank is alone.
     """
 
     def __init__(self, groups: Sequence[Ranks]) -> None:
@@ -274,7 +312,10 @@ class RefusingTogether:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if not self._groups or not isinstance(error, Exception | None):
             return  # alone; or an interrupt, which is no refusal
@@ -293,17 +334,21 @@ class RefusingTogether:
 
 
 def refusing_together(device_mesh: DeviceMesh | None) -> RefusingTogether:
-    """Return a block that raises on every rank of a mesh if it raises on any, as :class:`RefusingTogether`.
+    """Return a block that raises on every rank of a mesh if it raises on any, as
+    :class:`RefusingTogether`.
 
     Args:
-        device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of all ranks.
+        device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of
+            all ranks.
     """
     if device_mesh is None or not dist.is_initialized():
         return RefusingTogether([])
     if not isinstance(device_mesh, DeviceMesh) or device_mesh.size() == dist.get_world_size():
         return RefusingTogether([Ranks()])
     # Each row of ranks tells the next: after the last, all know.
-    return RefusingTogether([Ranks(device_mesh.get_group(dimension)) for dimension in range(device_mesh.ndim)])
+    return RefusingTogether(
+        [Ranks(device_mesh.get_group(dimension)) for dimension in range(device_mesh.ndim)]
+    )
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
@@ -311,7 +356,10 @@ def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
     for rank, theirs in enumerate(facts):
         for name, value in facts[0].items():
             if theirs[name] != value:
-                return f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give every rank the same"
+                return (
+                    f"rank {rank} was given {name}={theirs[name]!r}, rank 0 {value!r}: give every"
+                    " rank the same"
+                )
     return None
 
 
@@ -321,7 +369,10 @@ def rank_by_stage(held: Sequence[Iterable[int]]) -> dict[int, int]:
     for rank, theirs in enumerate(held):
         for stage in theirs:
             if stage in found:
-                raise ValueError(f"ranks {found[stage]} and {rank} both hold stage {stage}: give it to one of them")
+                raise ValueError(
+                    f"ranks {found[stage]} and {rank} both hold stage {stage}: give it to one of"
+                    " them"
+                )
             found[stage] = rank
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"stages {sorted(found)} are held: number them from 0 without gaps")

@@ -1,4 +1,5 @@
-"""The shapes that one rank holds of a decoder, as tensor and expert parallelism cut it, in FSDP2's groups.
+"""The shapes that one rank holds of a decoder, as tensor and expert parallelism cut it, in FSDP2's
+groups.
 
 Pure Python: the planner and the stack's own predictions count elements from the same shapes.
 """
@@ -33,8 +34,8 @@ class Group:
 
     Attributes:
         shapes: the shape of each parameter, as tensor and expert parallelism leave it.
-        ep: the number of ranks that hold different experts, so that ``dp_shard / ep`` ranks share this group. Above 1
-            the group holds experts, and FSDP2 cuts them by columns.
+        ep: the number of ranks that hold different experts, so that ``dp_shard / ep`` ranks share
+            this group. Above 1 the group holds experts, and FSDP2 cuts them by columns.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -64,7 +65,8 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in FSDP2's groups.
+    """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in
+    FSDP2's groups.
 
     Attributes:
         index: the stage's number, from 0 to ``n_stages - 1``.
@@ -103,7 +105,10 @@ class StagePlan:
 
     @property
     def groups(self) -> list[Group]:
-        return [*([self.root] if self.root else []), *(group for layer in self.layers for group in layer)]
+        return [
+            *([self.root] if self.root else []),
+            *(group for layer in self.layers for group in layer),
+        ]
 
     def total(self, of: Callable[[Group], int]) -> int:
         """Return the sum over the groups; layers of one kind, being alike, are asked once."""
@@ -121,13 +126,22 @@ def coordinates(rank: int, *, pp: int, dp_replicate: int, dp_shard: int, tp: int
     return Coordinates(at_pp, at_replicate, at_shard, at_tp)
 
 
-def stage_plans(config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int, ep: int = 1) -> list[StagePlan]:
+def stage_plans(
+    config: ModelConfig, indices: Iterable[int], n_stages: int, tp: int, ep: int = 1
+) -> list[StagePlan]:
     """Return the stages ``indices`` of ``n_stages``, layers split evenly."""
     has_experts = tuple(map(config.has_experts, range(config.n_layers)))
     ranges = compute_layer_assignment(config.n_layers, n_stages)
     dense, sparse = _dense(config, tp), _sparse(config, tp, ep) if config.n_experts else ()
     return [
-        StagePlan(i, n_stages, _root(config, tp, i, n_stages), dense, sparse, has_experts[slice(*ranges[i])])
+        StagePlan(
+            i,
+            n_stages,
+            _root(config, tp, i, n_stages),
+            dense,
+            sparse,
+            has_experts[slice(*ranges[i])],
+        )
         for i in indices
     ]
 
@@ -150,22 +164,33 @@ def held_elements(group: Group, dp_shard: int, at: int) -> int:
 def _cut(group: Group, n_shards: int) -> list[tuple[int, int]]:
     """Return for each shape how many slices FSDP2 shares out, and their size: rows; of experts columns, if it can."""
     by_columns = [int(group.ep > 1 and shape[1] % n_shards == 0) for shape in group.shapes]
-    return [(shape[i], prod(shape) // shape[i]) for shape, i in zip(group.shapes, by_columns, strict=True)]
+    return [
+        (shape[i], prod(shape) // shape[i])
+        for shape, i in zip(group.shapes, by_columns, strict=True)
+    ]
 
 
-def unsharded_elements(stages: Iterable[StagePlan], dp_shard: int, policy: bool | int, *, pipelined: bool) -> int:
-    """Return the most elements of gathered parameters alive in a step, as ``parallel.traffic_and_memory`` has them.
+def unsharded_elements(
+    stages: Iterable[StagePlan], dp_shard: int, policy: bool | int, *, pipelined: bool
+) -> int:
+    """Return the most elements of gathered parameters alive in a step, as
+    ``parallel.traffic_and_memory`` has them.
 
-    ``policy`` is ``reshard_after_forward``. The backward of a pipelined step keeps what it gathered.
+    ``policy`` is ``reshard_after_forward``. The backward of a pipelined step keeps what it
+    gathered.
     """
     left = Fraction(not policy) if isinstance(policy, bool) else Fraction(1, policy)
     n_elements = Fraction(0)
     for stage in stages:
-        kinds = [[gathered_elements(group, dp_shard) for group in layer] for layer in (stage.dense, stage.sparse)]
+        kinds = [
+            [gathered_elements(group, dp_shard) for group in layer]
+            for layer in (stage.dense, stage.sparse)
+        ]
         layers = [kinds[sparse] for sparse in stage.has_experts]
         every, most = sum(map(sum, layers)), 0
         for i, layer in enumerate(layers):
-            # A layer in use, and the group that backward gathers ahead; from one shard there is nothing to gather.
+            # A layer in use, and the group that backward gathers ahead; from one shard there is
+            # nothing to gather.
             ahead = layers[i - 1][0] if i and dp_shard > 1 else 0
             most = max(most, sum(layer) + ahead)
         full = every if pipelined else most
@@ -180,7 +205,8 @@ def _root(config: ModelConfig, tp: int, index: int, n_stages: int) -> Group:
         root.append((config.dim,))
         if shards_head(config, tp):
             root.append((config.vocab_size // tp, config.dim))
-        elif n_stages > 1 or not config.tie_embeddings:  # a whole tied model has one matrix for both ends
+        elif n_stages > 1 or not config.tie_embeddings:
+            # a whole tied model has one matrix for both ends
             root.append(matrix)
     return Group(tuple(root))
 
@@ -203,7 +229,12 @@ def _sparse(config: ModelConfig, tp: int, ep: int) -> Layer:
 def _attention(config: ModelConfig, tp: int) -> tuple[Shape, ...]:
     """Return the shapes of attention and both norms: column-wise matrices lose rows, row-wise ones columns."""
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_heads * config.head_dim
-    shapes: tuple[Shape, ...] = ((dim,), (q_dim // tp, dim), (kv_dim // tp, dim), (kv_dim // tp, dim))
+    shapes: tuple[Shape, ...] = (
+        (dim,),
+        (q_dim // tp, dim),
+        (kv_dim // tp, dim),
+        (kv_dim // tp, dim),
+    )
     shapes += ((dim, q_dim // tp), (dim,))
     if config.qkv_bias:
         shapes += ((q_dim // tp,), (kv_dim // tp,), (kv_dim // tp,))

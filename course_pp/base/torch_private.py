@@ -191,7 +191,9 @@ def is_collective(operation: Any) -> bool:
     return operation.namespace in ("c10d", "_c10d_functional")
 
 
-def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device) -> Tensor:
+def norms_of(
+    tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device
+) -> Tensor:
     """Return the norm of each tensor that is not empty, float64 (n,), summed in float32 or wider."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
@@ -200,7 +202,10 @@ def norms_of(tensors: Sequence[Tensor], norm_type: float, foreach: bool, device:
         norms = torch._foreach_norm(tensors, norm_type)
     else:
         dtypes = (t.dtype if t.dtype.itemsize >= 4 else torch.float32 for t in tensors)
-        norms = tuple(torch.linalg.vector_norm(t, norm_type, dtype=d) for t, d in zip(tensors, dtypes, strict=True))
+        norms = tuple(
+            torch.linalg.vector_norm(t, norm_type, dtype=d)
+            for t, d in zip(tensors, dtypes, strict=True)
+        )
     return torch.stack([norm.double() for norm in norms])
 
 
@@ -266,7 +271,9 @@ def is_transformed() -> bool:
 class OpenGradScaler(GradScaler):
     """torch's ``GradScaler``, with plain names for what a scaler of several ranks needs."""
 
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor) -> None:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor
+    ) -> None:
         """Multiply an optimizer's gradients by ``inv_scale``; add 1 to ``found`` for infinities."""
         raise NotImplementedError
 
@@ -303,7 +310,9 @@ def with_good_steps(scaler_state: Mapping[str, Any], n: int) -> dict[str, Any]:
     return {**scaler_state, "_growth_tracker": n}
 
 
-def with_rates(scheduler_state: Mapping[str, Any], rates: Sequence[float | Tensor]) -> dict[str, Any]:
+def with_rates(
+    scheduler_state: Mapping[str, Any], rates: Sequence[float | Tensor]
+) -> dict[str, Any]:
     """Return the state of a learning rate scheduler that last set these rates."""
     return {**scheduler_state, "_last_lr": list(rates)}
 
@@ -354,7 +363,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``sent[i]`` rows of ``x`` to rank i of the group, in order; return the rows that came, by rank.
+    """Send ``sent[i]`` rows of ``x`` to rank i of the group, in order; return the rows that came,
+    by rank.
 
     Backward sends the gradients back. Every rank takes part, whatever the numbers.
     """
@@ -538,9 +548,9 @@ def all_reducing_as_set(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Keep what ``set_requires_all_reduce`` was set to, through a step in the ``with`` block.
 
     It is torch's switch for accumulation under HSDP: with False a step leaves the replicas for a
-    later step. torch's stages call ``set_requires_gradient_sync``, which sets both switches, so this
-    one is set again after each call. From torch 2.15 on a check refuses what is left for later; the
-    reduction itself is right, so the check is left out.
+    later step. torch's stages call ``set_requires_gradient_sync``, which sets both switches, so
+    this one is set again after each call. From torch 2.15 on a check refuses what is left for
+    later; the reduction itself is right, so the check is left out.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -595,7 +605,9 @@ def _waits(group: Any) -> bool:
 def gathered_bytes(group: Any) -> int:
     """Return how many bytes of gathered parameters a group holds, from the gather's start."""
     if group.is_unsharded:
-        outputs = [output for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
+        outputs = [
+            output for parameter in group.fsdp_params for output in parameter.all_gather_outputs
+        ]
         return sum(output.untyped_storage().nbytes() for output in outputs)
     if group._all_gather_result is not None:
         n_bytes: int = group._all_gather_result.all_gather_output.nbytes

@@ -1,6 +1,7 @@
 """What will fail on this machine, before a room finds out: ``python -m course_pp doctor``.
 
-:func:`examine` runs all checks side by side, each alone with its errors, all under one time limit. Nothing here needs
+:func:`examine` runs all checks side by side, each alone with its errors, all under one time limit.
+    Nothing here needs
 torch, Slurm, a home folder or /proc.
 """
 
@@ -31,14 +32,18 @@ def examine() -> list[Finding]:
 def run_checks(checks: Sequence[Check], limit_s: float = _LIMIT_S) -> list[Finding]:
     """Run ``checks`` at once and return their findings in the order of the checks.
 
-    One that is not done in time becomes a finding that says so, and is left to itself: a dead network file system
-    cannot be interrupted.
+    One that is not done in time becomes a finding that says so, and is left to itself: a dead
+    network file system cannot be interrupted.
     """
     answers: queue.SimpleQueue[tuple[Check, list[Finding]]] = queue.SimpleQueue()
     for check in checks:
-        threading.Thread(target=lambda check=check: answers.put((check, check.findings())), daemon=True).start()
+        threading.Thread(
+            target=lambda check=check: answers.put((check, check.findings())), daemon=True
+        ).start()
     late = f"no answer within {limit_s:.0f} s", "look for a file system or a service that hangs"
-    found = {check: [Finding(check.name, False, late[0], check.breaks, late[1])] for check in checks}
+    found = {
+        check: [Finding(check.name, False, late[0], check.breaks, late[1])] for check in checks
+    }
     limit, answered = time.monotonic() + limit_s, 0
     while answered < len(checks):
         try:
@@ -51,8 +56,12 @@ def run_checks(checks: Sequence[Check], limit_s: float = _LIMIT_S) -> list[Findi
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print a list of objects, one a finding")
-    parser.add_argument("--short", action="store_true", help="print only what is wrong, and one line of summary")
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of objects, one a finding"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="print only what is wrong, and one line of summary"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,6 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         return bool(wrong)
     for finding in wrong if arguments.short else findings:
         print(finding)
-    summary = f"{len(wrong)} of {len(findings)} lines are wrong." if wrong else f"All {len(findings)} lines are right."
+    summary = (
+        f"{len(wrong)} of {len(findings)} lines are wrong."
+        if wrong
+        else f"All {len(findings)} lines are right."
+    )
     print(summary)
     return bool(wrong)

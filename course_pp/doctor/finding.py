@@ -25,7 +25,9 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        says, breaks, remedy = (" ".join(text.split()).rstrip(".") for text in (self.says, self.breaks, self.remedy))
+        says, breaks, remedy = (
+            " ".join(text.split()).rstrip(".") for text in (self.says, self.breaks, self.remedy)
+        )
         if self.ok:
             return f"ok    {self.name}: {says}"
         breaks = breaks and f" What fails: {breaks}."

@@ -42,7 +42,13 @@ _MEMORY = (("memory.max", "memory.current", "inactive_file"),
 def python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
     says = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version[:2] < OLDEST_PYTHON:
-        return Finding("Python", False, f"{says} is too old", "all notebooks", "make clean lab PYTHON=python3.11")
+        return Finding(
+            "Python",
+            False,
+            f"{says} is too old",
+            "all notebooks",
+            "make clean lab PYTHON=python3.11",
+        )
     return Finding("Python", True, says)
 
 
@@ -55,7 +61,13 @@ def memory() -> Finding:
     says = f"{free / _GIB:.1f} GiB free, {_MEMORY_BYTES / _GIB:.0f} GiB needed"
     if free < _MEMORY_BYTES:
         breaks = f"{_EIGHT_RANKS}: the system kills a rank"
-        return Finding("memory", False, says, breaks, "close other programs, or ask for a larger machine or job")
+        return Finding(
+            "memory",
+            False,
+            says,
+            breaks,
+            "close other programs, or ask for a larger machine or job",
+        )
     return Finding("memory", True, says)
 
 
@@ -74,17 +86,27 @@ def shared_memory() -> Finding:
     name = "shared memory"
     if not sys.platform.startswith("linux"):
         return Finding(name, True, "not needed on this system")
-    breaks = "NCCL between GPUs of one machine, and training with data workers (workers > 0); the notebooks run"
-    remedy = "in a container, start it with --shm-size=1g or --ipc=host; else mount -t tmpfs tmpfs /dev/shm"
+    breaks = (
+        "NCCL between GPUs of one machine, and training with data workers (workers > 0); the"
+        " notebooks run"
+    )
+    remedy = (
+        "in a container, start it with --shm-size=1g or --ipc=host; else mount -t tmpfs tmpfs"
+        " /dev/shm"
+    )
     if not SHARED_MEMORY.is_dir():
         return Finding(name, False, f"there is no {SHARED_MEMORY}", breaks, remedy)
     try:
         _write(SHARED_MEMORY)
     except OSError as error:
-        return Finding(name, False, f"{SHARED_MEMORY} takes no file ({error.strerror})", breaks, remedy)
+        return Finding(
+            name, False, f"{SHARED_MEMORY} takes no file ({error.strerror})", breaks, remedy
+        )
     free = shutil.disk_usage(SHARED_MEMORY).free
     if free < _SHARED_BYTES:
-        return Finding(name, False, f"only {free / _MIB:.0f} MiB free in {SHARED_MEMORY}", breaks, remedy)
+        return Finding(
+            name, False, f"only {free / _MIB:.0f} MiB free in {SHARED_MEMORY}", breaks, remedy
+        )
     return Finding(name, True, f"{free / _GIB:.1f} GiB free in {SHARED_MEMORY}")
 
 
@@ -94,7 +116,8 @@ def disk() -> list[Finding]:
             "disk here",
             Path.cwd,
             "notebook 09, which writes checkpoints beside itself, and saving any notebook",
-            "free some, or copy the course to another disk: python -m course_pp lab --folder FOLDER",
+            "free some, or copy the course to another disk: python -m course_pp lab --folder"
+            " FOLDER",
         ),
         _place(
             "disk for temporary files",
@@ -111,7 +134,9 @@ def _place(name: str, find: Callable[[], Path], breaks: str, remedy: str) -> Fin
         folder = find()
         _write(folder)
     except OSError as error:
-        return Finding(name, False, f"{folder} takes no file ({error.strerror or error})", breaks, remedy)
+        return Finding(
+            name, False, f"{folder} takes no file ({error.strerror or error})", breaks, remedy
+        )
     free = shutil.disk_usage(folder).free
     if free < _DISK_BYTES:
         says = f"only {free / _MIB:.0f} MiB free in {folder}, {_DISK_BYTES / _MIB:.0f} MiB needed"
@@ -144,7 +169,9 @@ def home() -> Finding:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return Finding(name, False, f"{folder} takes no locked file ({error.strerror})", breaks, remedy)
+        return Finding(
+            name, False, f"{folder} takes no locked file ({error.strerror})", breaks, remedy
+        )
     return Finding(name, True, f"can be kept below {folder}")
 
 
@@ -152,9 +179,17 @@ def open_files() -> Finding:
     """Say whether a process may open enough files: a rank needs some in its caller, and one for each other rank."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
-        return Finding("open files", True, f"{soft if soft != resource.RLIM_INFINITY else 'any number'} allowed")
+        return Finding(
+            "open files",
+            True,
+            f"{soft if soft != resource.RLIM_INFINITY else 'any number'} allowed",
+        )
     able = hard == resource.RLIM_INFINITY or hard >= _OPEN_FILES
-    remedy = "ulimit -n 4096 before make lab" if able else f"raise the hard limit of {hard} (limits.conf)"
+    remedy = (
+        "ulimit -n 4096 before make lab"
+        if able
+        else f"raise the hard limit of {hard} (limits.conf)"
+    )
     says = f"a process may open {soft}, {_OPEN_FILES} needed"
     return Finding("open files", False, says, f"JupyterLab, and {_EIGHT_RANKS}", remedy)
 
@@ -173,7 +208,9 @@ def processes() -> Finding:
     left = min(limits)
     says = f"{left} more may be started, {_PROCESSES} needed with their threads"
     if left < _PROCESSES:
-        return Finding("processes", False, says, _EIGHT_RANKS, "end other programs, or raise ulimit -u")
+        return Finding(
+            "processes", False, says, _EIGHT_RANKS, "end other programs, or raise ulimit -u"
+        )
     return Finding("processes", True, says)
 
 
@@ -189,7 +226,10 @@ def _threads_of_this_user() -> int:
 def ports() -> Finding:
     """Say whether a process can connect to another on this machine, as ranks and the kernel do."""
     name, breaks = "ports", "every rank and every kernel, so all notebooks"
-    remedy = "let the firewall pass the loopback interface (127.0.0.1), and bring it up: ip link set lo up"
+    remedy = (
+        "let the firewall pass the loopback interface (127.0.0.1), and bring it up: ip link set"
+        " lo up"
+    )
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -218,7 +258,9 @@ def host_name() -> Finding:
     except OSError:
         says = f"{name!r} has no address"
         remedy = f"add the line 127.0.1.1 {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Finding("host name", False, says, "%torchrun cells of all notebooks, which wait or fail", remedy)
+        return Finding(
+            "host name", False, says, "%torchrun cells of all notebooks, which wait or fail", remedy
+        )
     return Finding("host name", True, f"{name} is {address}")
 
 
@@ -232,13 +274,27 @@ def clock() -> Finding:
         late.append(time.monotonic() - begun - 0.02)
     step = (time.time() - wall) - (time.monotonic() - steady)
     if abs(step) > _STEP_S:
-        says = f"the time of day moved by {step * 1e3:.0f} ms against the steady clock in {_CLOCK_S:.0f} s"
-        return Finding("clock", False, says, "times in logs and make (no notebook)", "wait until NTP has settled")
+        says = (
+            f"the time of day moved by {step * 1e3:.0f} ms against the steady clock in"
+            f" {_CLOCK_S:.0f} s"
+        )
+        return Finding(
+            "clock",
+            False,
+            says,
+            "times in logs and make (no notebook)",
+            "wait until NTP has settled",
+        )
     late.sort()
     typical = late[len(late) // 2]
-    says = f"no step in {_CLOCK_S:.0f} s; a sleep of 20 ms ends {max(0.0, typical) * 1e3:.1f} ms late"
+    says = (
+        f"no step in {_CLOCK_S:.0f} s; a sleep of 20 ms ends {max(0.0, typical) * 1e3:.1f} ms late"
+    )
     if typical > _LATE_S:
-        breaks = "no cell, but emulated timelines of notebooks 02 to 06 and 11 show more idle time than the prose says"
+        breaks = (
+            "no cell, but emulated timelines of notebooks 02 to 06 and 11 show more idle time than"
+            " the prose says"
+        )
         return Finding("clock", False, says, breaks, "close what else runs here")
     return Finding("clock", True, says)
 
@@ -248,7 +304,9 @@ def cores() -> Finding:
     says = f"{n}, which {n} ranks can use at once"
     if n < 2:
         breaks = "no cell, but measured timelines of notebooks 01 and 07 to 09 show no speed-up"
-        return Finding("cores", False, "one: ranks take turns", breaks, "take a machine or job with 2 cores")
+        return Finding(
+            "cores", False, "one: ranks take turns", breaks, "take a machine or job with 2 cores"
+        )
     return Finding("cores", True, says)
 
 
@@ -258,8 +316,14 @@ def shared_folder() -> Finding:
     kind = _file_system(here)
     if kind is None:
         return Finding("file system", True, f"of unknown kind at {here}")
-    network = kind.startswith(("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "afs"))
-    return Finding("file system", True, f"{kind} at {here}" + (", shared" if network else ", of this machine alone"))
+    network = kind.startswith(
+        ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "9p", "afs")
+    )
+    return Finding(
+        "file system",
+        True,
+        f"{kind} at {here}" + (", shared" if network else ", of this machine alone"),
+    )
 
 
 def _file_system(folder: Path) -> str | None:
@@ -274,7 +338,8 @@ def _file_system(folder: Path) -> str | None:
     return best and best[1]
 
 
-# What control groups leave: limits of a container or a job, at every level above this process, in either version.
+# What control groups leave: limits of a container or a job, at every level above this process, in
+# either version.
 
 
 def memory_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
@@ -284,9 +349,13 @@ def memory_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
         for limit, used, droppable in _MEMORY:
             with contextlib.suppress(OSError, ValueError):
                 most = int((group / limit).read_text())
-                counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                counted = dict(
+                    line.split() for line in (group / "memory.stat").read_text().splitlines()
+                )
                 if most < _NO_LIMIT:
-                    left.append(most - int((group / used).read_text()) + int(counted.get(droppable, 0)))
+                    left.append(
+                        most - int((group / used).read_text()) + int(counted.get(droppable, 0))
+                    )
     return min(left, default=None)  # no limit is the word "max"
 
 
@@ -294,7 +363,9 @@ def processes_left(root: Path = _ROOT, ours: Path = _OURS) -> int | None:
     left = []
     for group in _levels("pids", root, ours):
         with contextlib.suppress(OSError, ValueError):
-            left.append(int((group / "pids.max").read_text()) - int((group / "pids.current").read_text()))
+            left.append(
+                int((group / "pids.max").read_text()) - int((group / "pids.current").read_text())
+            )
     return min(left, default=None)
 
 
@@ -309,7 +380,9 @@ def _levels(controller: str, root: Path, ours: Path) -> Iterator[Path]:
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
-            mounts = (root / controllers, root / controller) if controllers else (root, root / "unified")
+            mounts = (
+                (root / controllers, root / controller) if controllers else (root, root / "unified")
+            )
             for mount in mounts:
                 below = Path(path.lstrip("/"))
                 bases |= {mount / each for each in (below, *below.parents)}

@@ -1,6 +1,8 @@
-"""What is installed: the packages of the course, torch and its build, GPUs, the front end of the widgets.
+"""What is installed: the packages of the course, torch and its build, GPUs, the front end of the
+widgets.
 
-torch is asked in a process of its own: a build for another machine ends the process that imports it.
+torch is asked in a process of its own: a build for another machine ends the process that imports
+it.
 """
 
 from __future__ import annotations
@@ -32,13 +34,19 @@ PACKAGES = (
     ("matplotlib", "matplotlib", _FIGURES),
     ("numpy", "numpy", _FIGURES),
     ("PIL", "pillow", _FIGURES),
-    ("tokenizers", "tokenizers", "training on text: %torchrun source_code/train.py in notebooks 07 to 09 and 12"),
+    (
+        "tokenizers",
+        "tokenizers",
+        "training on text: %torchrun source_code/train.py in notebooks 07 to 09 and 12",
+    ),
     ("tqdm", "tqdm", "training: %torchrun source_code/train.py"),
     ("transformers", "transformers", "notebooks 09, 10 and 12"),
     ("xxhash", "xxhash", "notebooks 09 and 12"),
 )
 _MANAGER = "@jupyter-widgets/jupyterlab-manager"
-_WIDGETS_BREAK = "explore(), the buttons of quiz(), the board of notebook 11; figures and play() still show"
+_WIDGETS_BREAK = (
+    "explore(), the buttons of quiz(), the board of notebook 11; figures and play() still show"
+)
 _PROBE = """
 import json, time
 begun = time.monotonic()
@@ -67,7 +75,13 @@ def packages() -> list[Finding]:
     missing = [(name, breaks) for module, name, breaks in PACKAGES if find_spec(module) is None]
     if missing:
         return [
-            Finding(f"package {name}", False, "not installed", breaks, f"{sys.executable} -m pip install {name}")
+            Finding(
+                f"package {name}",
+                False,
+                "not installed",
+                breaks,
+                f"{sys.executable} -m pip install {name}",
+            )
             for name, breaks in missing
         ]
     return [Finding("packages", True, f"{len(PACKAGES)} found")]
@@ -76,7 +90,9 @@ def packages() -> list[Finding]:
 def widgets() -> Finding:
     """Say whether sliders appear in JupyterLab: ipywidgets in the kernel, and its extension in the page."""
     name = "widgets"
-    remedy = f"{sys.executable} -m pip install ipywidgets jupyterlab_widgets, then restart JupyterLab"
+    remedy = (
+        f"{sys.executable} -m pip install ipywidgets jupyterlab_widgets, then restart JupyterLab"
+    )
     try:
         kernel = version("ipywidgets")
     except PackageNotFoundError:
@@ -95,11 +111,15 @@ def widgets() -> Finding:
         disabled = json.loads(config.read_text(encoding="utf-8")).get("disabledExtensions", {})
         if disabled.get(_MANAGER) if isinstance(disabled, dict) else _MANAGER in disabled:
             remedy = f"jupyter labextension enable {_MANAGER}"
-            return Finding(name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy)
+            return Finding(
+                name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy
+            )
     extension = json.loads(page.read_text(encoding="utf-8"))["version"]
     # ipywidgets 8 speaks to version 5 of the extension or newer, ipywidgets 7 to older ones.
     if (int(kernel.split(".")[0]) >= 8) != (int(extension.split(".")[0]) >= 5):
-        says = f"ipywidgets {kernel} in the kernel, its extension {extension} in the page do not fit"
+        says = (
+            f"ipywidgets {kernel} in the kernel, its extension {extension} in the page do not fit"
+        )
         return Finding(name, False, says, _WIDGETS_BREAK, remedy)
     return Finding(name, True, f"ipywidgets {kernel}, JupyterLab extension {extension}")
 
@@ -117,14 +137,24 @@ def ask_torch() -> dict[str, Any] | Finding:
     if find_spec("torch") is None:
         return Finding("torch", False, "not installed", _ALL, INSTALL_TORCH)
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S)
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         says = f"its import takes more than {_IMPORT_LIMIT_S:.0f} s"
-        remedy = "close what else runs here and try again; if it stays slow, put .venv on a local disk"
+        remedy = (
+            "close what else runs here and try again; if it stays slow, put .venv on a local disk"
+        )
         return Finding("torch", False, says, f"the first cell of {_ALL}", remedy)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return Finding("torch", False, f"cannot be imported ({last})", _ALL, f"make clean lab, or {INSTALL_TORCH}")
+        return Finding(
+            "torch",
+            False,
+            f"cannot be imported ({last})",
+            _ALL,
+            f"make clean lab, or {INSTALL_TORCH}",
+        )
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
@@ -136,7 +166,10 @@ def _build(said: dict[str, Any]) -> Finding:
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         says = f"{said['version']} is too old: {oldest} or newer is needed"
-        breaks = "%torchrun of notebooks 02 to 10, torch's run in 11: they use torch.distributed.pipelining, FSDP2"
+        breaks = (
+            "%torchrun of notebooks 02 to 10, torch's run in 11: they use"
+            " torch.distributed.pipelining, FSDP2"
+        )
         return Finding("torch", False, says, breaks, f"make clean lab, or {INSTALL_TORCH}")
     if numbers > NEWEST_TRIED_TORCH:
         newest = ".".join(map(str, NEWEST_TRIED_TORCH))
@@ -146,7 +179,11 @@ def _build(said: dict[str, Any]) -> Finding:
 
 def _gloo(said: dict[str, Any]) -> Finding:
     if not said["gloo"]:
-        what = "torch.distributed has no gloo" if said["distributed"] else "torch has no torch.distributed"
+        what = (
+            "torch.distributed has no gloo"
+            if said["distributed"]
+            else "torch has no torch.distributed"
+        )
         return Finding("backends", False, what, f"every rank, so {_ALL}", INSTALL_TORCH)
     return Finding("backends", True, "gloo" + (", NCCL" if said["nccl"] else ""))
 
@@ -154,23 +191,44 @@ def _gloo(said: dict[str, Any]) -> Finding:
 def _gpus(said: dict[str, Any]) -> list[Finding]:
     breaks = "runs on GPUs (make test-gpu, source_code/train.py); the notebooks run on the CPU"
     if "gpu_error" in said:
-        return [Finding("GPUs", False, f"cannot be used ({said['gpu_error']})", breaks, "look at nvidia-smi")]
+        return [
+            Finding(
+                "GPUs", False, f"cannot be used ({said['gpu_error']})", breaks, "look at nvidia-smi"
+            )
+        ]
     gpus = said["gpus"]
     if not gpus:
         if list(Path("/dev").glob("nvidia[0-9]*")):
-            built = "is built for the CPU" if not said["cuda"] else f"for CUDA {said['cuda']} sees none: driver too old"
-            remedy = "make clean lab without CPU=1" if not said["cuda"] else "a newer driver, or an older CUDA build"
-            return [Finding("GPUs", False, f"this machine has some, but torch {built}", breaks, remedy)]
+            built = (
+                "is built for the CPU"
+                if not said["cuda"]
+                else f"for CUDA {said['cuda']} sees none: driver too old"
+            )
+            remedy = (
+                "make clean lab without CPU=1"
+                if not said["cuda"]
+                else "a newer driver, or an older CUDA build"
+            )
+            return [
+                Finding("GPUs", False, f"this machine has some, but torch {built}", breaks, remedy)
+            ]
         return [Finding("GPUs", True, "none; the whole course runs on the CPU")]
-    names = ", ".join(f"{name} ({free / 2**30:.0f} of {whole / 2**30:.0f} GiB free)" for name, free, whole in gpus)
+    names = ", ".join(
+        f"{name} ({free / 2**30:.0f} of {whole / 2**30:.0f} GiB free)" for name, free, whole in gpus
+    )
     findings = [Finding("GPUs", True, f"{len(gpus)}: {names}")]
     if not said["nccl"]:
-        findings.append(Finding("NCCL", False, "torch has none", breaks, "make clean lab without CPU=1"))
+        findings.append(
+            Finding("NCCL", False, "torch has none", breaks, "make clean lab without CPU=1")
+        )
     else:
         findings.append(Finding("NCCL", True, str(said["nccl_version"])))
     if said["apart"]:
         pairs = ", ".join(f"{i} to {j}" for i, j in said["apart"][:4])
-        says = f"no direct access from GPU {pairs}: messages between them go through the host, which is slower"
+        says = (
+            f"no direct access from GPU {pairs}: messages between them go through the host, which"
+            " is slower"
+        )
         findings.append(Finding("peer access", True, says))
     elif len(gpus) > 1:
         findings.append(Finding("peer access", True, "every GPU reaches every other"))

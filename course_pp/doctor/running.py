@@ -1,6 +1,7 @@
 """What a run shows: two ranks here; and of a Slurm cluster its limits, and a job of two tasks.
 
-Ranks start in a process of their own, which has a time limit: where they cannot meet, nobody waits for long.
+Ranks start in a process of their own, which has a time limit: where they cannot meet, nobody waits
+for long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LARGE = 2**24  # bytes
 _ALL = "all notebooks"
 _ON_THE_CLUSTER = f"%torchrun and on_ranks on the cluster in {_ALL}"
 _REMEDY = (
-    "mend what is wrong above; if nothing is, the machine is too busy or its disk too slow: try again when it is quiet"
+    "mend what is wrong above; if nothing is, the machine is too busy or its disk too slow: try"
+    " again when it is quiet"
 )
 _PROBE = """
 import json, sys, time
@@ -70,9 +72,20 @@ print(json.dumps([first, time.monotonic() - begun, latency, bandwidth]))
 def ranks() -> list[Finding]:
     name = "two ranks"
     if find_spec("torch") is None or find_spec("cloudpickle") is None:
-        return [Finding(name, False, "not tried: torch or cloudpickle is missing", _ALL, "see the line of the package")]
+        return [
+            Finding(
+                name,
+                False,
+                "not tried: torch or cloudpickle is missing",
+                _ALL,
+                "see the line of the package",
+            )
+        ]
     package = str(Path(__file__).resolve().parents[2])
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
+    }
     child = subprocess.Popen(
         [sys.executable, "-c", _PROBE, str(_LARGE)],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -93,7 +106,9 @@ def ranks() -> list[Finding]:
     calls = Finding(name, True, says)
     if later > _SLOW_CALL_S:
         breaks = f"no cell, but every on_ranks and check of {_ALL} takes as long"
-        calls = Finding(name, False, says, breaks, "close what else runs here; put .venv on a local disk")
+        calls = Finding(
+            name, False, says, breaks, "close what else runs here; put .venv on a local disk"
+        )
     says = f"{latency * 1e6:.0f} µs for 4 bytes, {bandwidth / 1e9:.1f} GB/s for 16 MiB"
     return [calls, Finding("messages", True, says)]
 
@@ -105,8 +120,12 @@ def slurm() -> list[Finding]:
     try:
         site, file = load_site(), site_file()
     except (OSError, ValueError) as error:
-        return [Finding("site.toml", False, f"cannot be read ({error})", _ON_THE_CLUSTER, "correct it")]
-    settings = Finding("site.toml", True, _from_home(file) if file else "none; the cluster's own defaults hold")
+        return [
+            Finding("site.toml", False, f"cannot be read ({error})", _ON_THE_CLUSTER, "correct it")
+        ]
+    settings = Finding(
+        "site.toml", True, _from_home(file) if file else "none; the cluster's own defaults hold"
+    )
     found = _sinfo(site)
     return [settings, found, *([_job(site)] if found.ok and found.name == "partition" else [])]
 
@@ -119,42 +138,72 @@ def _from_home(file: Path) -> str:
 
 def _sinfo(site: Site) -> Finding:
     name, breaks = "Slurm", _ON_THE_CLUSTER
-    remedy = "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this machine"
+    remedy = (
+        "ask whoever runs the cluster; until then COURSE_PP_WHERE=local runs everything on this"
+        " machine"
+    )
     sinfo = shutil.which("sinfo")
     if sinfo is None:
-        return Finding(name, False, "srun is on PATH, sinfo is not", breaks, "load the whole of Slurm's module")
+        return Finding(
+            name, False, "srun is on PATH, sinfo is not", breaks, "load the whole of Slurm's module"
+        )
     try:
         done = subprocess.run(
             [sinfo, "--noheader", "--format=%P|%a|%l|%D|%T|%c"],
             capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Finding(name, False, f"the cluster does not answer within {_ANSWER_LIMIT_S:.0f} s", breaks, remedy)
+        return Finding(
+            name,
+            False,
+            f"the cluster does not answer within {_ANSWER_LIMIT_S:.0f} s",
+            breaks,
+            remedy,
+        )
     if done.returncode:
         if not configured():
-            return Finding(name, True, "srun is installed, no cluster is configured; ranks run on this machine")
-        last = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("sinfo: ").removeprefix("error: ")
+            return Finding(
+                name, True, "srun is installed, no cluster is configured; ranks run on this machine"
+            )
+        last = (
+            (done.stderr.strip().splitlines() or [""])[-1]
+            .removeprefix("sinfo: ")
+            .removeprefix("error: ")
+        )
         return Finding(name, False, f"the cluster is down ({last})", breaks, remedy)
     rows = [row.split("|") for row in done.stdout.splitlines() if row.count("|") == 5]
     wanted = site.partition
-    ours = [row for row in rows if (row[0].rstrip("*") == wanted if wanted else row[0].endswith("*"))]
+    ours = [
+        row for row in rows if (row[0].rstrip("*") == wanted if wanted else row[0].endswith("*"))
+    ]
     if not ours:
         known = ", ".join(sorted({row[0].rstrip("*") for row in rows})) or "none"
         says = f"no partition {wanted!r}" if wanted else "no default partition"
-        return Finding("partition", False, f"{says}; there are {known}", breaks, "set partition in site.toml")
+        return Finding(
+            "partition", False, f"{says}; there are {known}", breaks, "set partition in site.toml"
+        )
     partition, _, limit, *_ = ours[0]
     states = ("idle", "mixed", "allocated")
     usable = sum(int(row[3]) for row in ours if row[1] == "up" and row[4].rstrip("*$~#") in states)
-    says = f"{partition.rstrip('*')}: {usable} nodes usable, {ours[0][5]} cores each, at most {limit}"
+    says = (
+        f"{partition.rstrip('*')}: {usable} nodes usable, {ours[0][5]} cores each, at most {limit}"
+    )
     if not usable:
-        return Finding("partition", False, says, breaks, "wait for its nodes, or set another partition in site.toml")
+        return Finding(
+            "partition",
+            False,
+            says,
+            breaks,
+            "wait for its nodes, or set another partition in site.toml",
+        )
     return Finding("partition", True, says)
 
 
 def configured() -> bool:
     """Return whether somebody has set up a cluster for this machine, beyond installing its tools."""
     return bool(os.environ.get("SLURM_CONF")) or any(
-        Path(file).exists() for file in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")
+        Path(file).exists()
+        for file in ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf")
     )
 
 
@@ -165,19 +214,42 @@ def _job(site: Site) -> Finding:
     token = f".course_pp_doctor_{secrets.token_hex(4)}"
     files = [Path(folder).expanduser() / token for folder in (os.getcwd(), site.folder)]
     task = 'for file; do test -e "$file" && echo "seen" || echo "unseen $file"; done'
-    command = [*place.srun, "-n", "2", f"--immediate={int(_ANSWER_LIMIT_S)}", "-D", "/", "sh", "-c", task, "sh"]
+    command = [
+        *place.srun,
+        "-n",
+        "2",
+        f"--immediate={int(_ANSWER_LIMIT_S)}",
+        "-D",
+        "/",
+        "sh",
+        "-c",
+        task,
+        "sh",
+    ]
     remedy = f"try it by hand: {' '.join([*place.srun, '-n', '2', 'hostname'])}"
     try:
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
         done = subprocess.run(
-            [*command, *map(str, files)], capture_output=True, text=True, timeout=_JOB_LIMIT_S, check=False
+            [*command, *map(str, files)],
+            capture_output=True,
+            text=True,
+            timeout=_JOB_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, False, f"two tasks have not run within {_JOB_LIMIT_S:.0f} s", breaks, remedy)
+        return Finding(
+            name, False, f"two tasks have not run within {_JOB_LIMIT_S:.0f} s", breaks, remedy
+        )
     except (OSError, RuntimeError) as error:
-        return Finding(name, False, f"no file for the nodes can be made ({error})", breaks, "set folder in site.toml")
+        return Finding(
+            name,
+            False,
+            f"no file for the nodes can be made ({error})",
+            breaks,
+            "set folder in site.toml",
+        )
     finally:
         for file in files:
             with contextlib.suppress(OSError):
@@ -185,13 +257,19 @@ def _job(site: Site) -> Finding:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return Finding(name, False, f"two tasks do not run ({last})", breaks, remedy)
-    unseen = [line.removeprefix("unseen ") for line in done.stdout.splitlines() if line.startswith("unseen ")]
+    unseen = [
+        line.removeprefix("unseen ")
+        for line in done.stdout.splitlines()
+        if line.startswith("unseen ")
+    ]
     if unseen:
         says = f"it runs, but its node does not see {Path(unseen[0]).parent}"
         remedy = "put the course, and folder of site.toml, on a file system that all nodes share"
         return Finding(name, False, says, breaks, remedy)
     seen = " and ".join(str(file.parent) for file in files)
-    return Finding(name, True, f"{done.stdout.count('seen') // len(files)} tasks ran and saw {seen}")
+    return Finding(
+        name, True, f"{done.stdout.count('seen') // len(files)} tasks ran and saw {seen}"
+    )
 
 
 def limits() -> list[Finding]:
@@ -200,20 +278,35 @@ def limits() -> list[Finding]:
     if not all(map(shutil.which, ("sinfo", "sacctmgr", "scontrol"))) or not configured():
         return []
     try:
-        ours = _said("sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", f"format={_ASSOCIATION}")
+        ours = _said(
+            "sacctmgr",
+            "-nP",
+            "show",
+            "assoc",
+            f"user={getpass.getuser()}",
+            f"format={_ASSOCIATION}",
+        )
         qualities = _said("sacctmgr", "-nP", "show", "qos", f"format={_QUALITY}")
         partition = _fields_of_partition(_said("scontrol", "-o", "show", "partition"))
     except (OSError, KeyError, subprocess.SubprocessError):
         return [Finding(name, True, "not known: the accounting of Slurm does not answer")]
     rows = _rows(ours, qualities, partition)
-    cpus = min((int(n) for _, tres, _, _ in rows for n in re.findall(r"\bcpu=(\d+)", tres)), default=None)
+    cpus = min(
+        (int(n) for _, tres, _, _ in rows for n in re.findall(r"\bcpu=(\d+)", tres)), default=None
+    )
     jobs = min((int(most) for _, _, most, _ in rows if most), default=None)
     minutes = min((_minutes(wall) for *_, wall in rows if wall), default=None)
     told = [f"{cpus} CPUs at once"] if cpus is not None else []
     told += [f"{jobs} job{'s' * (jobs != 1)} at once"] if jobs is not None else []
     told += [f"{minutes:.0f} minutes a job"] if minutes is not None else []
-    said = f"{' and '.join(dict.fromkeys(row[0] for row in rows)) or 'no QOS'}: {', '.join(told) or 'none'}"
-    ask = "ask for a higher limit, or set COURSE_PP_WHERE=local, which runs everything on this machine"
+    said = (
+        f"{' and '.join(dict.fromkeys(row[0] for row in rows)) or 'no QOS'}:"
+        f" {', '.join(told) or 'none'}"
+    )
+    ask = (
+        "ask for a higher limit, or set COURSE_PP_WHERE=local, which runs everything on this"
+        " machine"
+    )
     if cpus is not None and cpus < _RANKS:
         breaks = "notebooks 02 to 04 and 08, whose job of 8 ranks waits for ever"
         return [Finding(name, False, f"{said}; {_RANKS} CPUs needed", breaks, ask)]
@@ -222,12 +315,22 @@ def limits() -> list[Finding]:
         return [Finding(name, False, f"{said}; {_JOBS} jobs needed", breaks, ask)]
     if minutes is not None and minutes < _MINUTES:
         remedy = f"set time_limit in site.toml to at most {minutes:.0f} minutes"
-        return [Finding(name, False, f"{said}; {_MINUTES} minutes needed", "on_ranks in all notebooks", remedy)]
+        return [
+            Finding(
+                name,
+                False,
+                f"{said}; {_MINUTES} minutes needed",
+                "on_ranks in all notebooks",
+                remedy,
+            )
+        ]
     return [Finding(name, True, said)]
 
 
 def _said(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_ANSWER_LIMIT_S, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -242,7 +345,9 @@ def _fields_of_partition(lines: list[str]) -> dict[str, str]:
     return {}
 
 
-def _rows(ours: list[str], qualities: list[str], partition: dict[str, str]) -> list[tuple[str, str, str, str]]:
+def _rows(
+    ours: list[str], qualities: list[str], partition: dict[str, str]
+) -> list[tuple[str, str, str, str]]:
     """Of each that limits a job without further words: name, resources, jobs at once, time."""
     rows, used = [], set()
     for line in ours:

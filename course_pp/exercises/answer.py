@@ -26,9 +26,9 @@ _LABEL = "[rank 0] "
 class Answer:
     """A function to be judged.
 
-    Calling it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, in a sentence, for an answer that does not end,
-    raises, exits, ends its process, changes its arguments or waits for a message that never comes, and `Pending` for
-    the stub.
+    Calling it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, in a sentence, for an answer
+    that does not end, raises, exits, ends its process, changes its arguments or waits for a message
+    that never comes, and `Pending` for the stub.
 
     Args:
         fn: the function, or whatever else can be called.
@@ -36,7 +36,9 @@ class Answer:
         name: what messages call it; its own name if None.
     """
 
-    def __init__(self, fn: Callable[..., Any], limit_s: float = 5.0, name: str | None = None) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], limit_s: float = 5.0, name: str | None = None
+    ) -> None:
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
         self._fn = fn
         self.limit_s = limit_s
@@ -61,14 +63,16 @@ class Answer:
         return self._call_each([args], kwargs)[0]
 
     def calls(self, rows: Sequence[tuple[Any, ...]], call: str | None = None) -> list[Any]:
-        """Return ``[fn(*row) for row in rows]``, called in one other process and within one time limit.
+        """Return ``[fn(*row) for row in rows]``, called in one other process and within one time
+        limit.
 
         ``call`` is how messages write a call whose arguments would be too long to read.
         """
         return self._call_each([tuple(row) for row in rows], {}, call)
 
     def on_ranks(self, n: int, harness: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``harness(rank, fn, *args)`` on ``n`` ranks with a process group; return their results in rank order.
+        """Run ``harness(rank, fn, *args)`` on ``n`` ranks with a process group; return their
+        results in rank order.
 
         ``harness`` is a function of the grader's module. It may raise `Mistake` itself.
         """
@@ -78,7 +82,9 @@ class Answer:
         except Exception as e:
             raise self._why_no_value(e, f"`{self.name}`, {on},", n) from None
 
-    def _call_each(self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], written: str | None = None) -> list[Any]:
+    def _call_each(
+        self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], written: str | None = None
+    ) -> list[Any]:
         for row in rows:
             self._refuse_other_parameters(row, kwargs)
         with tempfile.TemporaryDirectory() as folder:
@@ -111,10 +117,14 @@ class Answer:
                 return _endless(error.waits, call, self.limit_s)
             case RankDied():
                 whose = "its whole process" if n_ranks == 1 else f"the process of rank {error.rank}"
-                return Stopped("died", f"{call} ended {whose}.", _why_died(error, n_ranks, self.source))
+                return Stopped(
+                    "died", f"{call} ended {whose}.", _why_died(error, n_ranks, self.source)
+                )
             case LaunchError():
                 cause = "It changes Python itself, or ends processes."
-                return Stopped("broken", f"{call} broke the process that it ran in.", cause, str(error))
+                return Stopped(
+                    "broken", f"{call} broke the process that it ran in.", cause, str(error)
+                )
             case TypeError() | AttributeError():
                 return self._unsendable(error)
         return error
@@ -129,7 +139,8 @@ class Answer:
         except TypeError as e:
             raise Stopped(
                 "parameters",
-                f"`{self.name}{signature}` cannot be called as `{written_call(self.name, *row, **kwargs)}`: {e}.",
+                f"`{self.name}{signature}` cannot be called as"
+                f" `{written_call(self.name, *row, **kwargs)}`: {e}.",
                 "Keep the parameters of the stub.",
             ) from None
 
@@ -141,8 +152,9 @@ class Answer:
         return Stopped(
             "unsendable",
             f"`{self.name}` cannot be sent to another process, which is where it is checked.",
-            "It is, or uses, something of the notebook that exists only here, such as an open file, a lock, a "
-            "generator or `exit`: make it inside the function, and give values back with `return`.",
+            "It is, or uses, something of the notebook that exists only here, such as an open file,"
+            " a lock, a generator or `exit`: make it inside the function, and give values back with"
+            " `return`.",
             str(error.__cause__ or error),
         )
 
@@ -152,14 +164,20 @@ def written_call(name: str, *args: Any, **kwargs: Any) -> str:
     short = _Short()
     short.maxlist = short.maxtuple = short.maxset = 8
     short.maxother = short.maxstring = 60
-    typed = [short.repr(arg) for arg in args] + [f"{key}={short.repr(value)}" for key, value in kwargs.items()]
+    typed = [short.repr(arg) for arg in args] + [
+        f"{key}={short.repr(value)}" for key, value in kwargs.items()
+    ]
     return f"{name}({', '.join(typed)})"
 
 
 class _Short(reprlib.Repr):
     def repr_Tensor(self, tensor: Any, level: int) -> str:  # noqa: N802
         """By its shape: ``<tensor of 6 × 4>``. `reprlib` looks for a method by the name of the class."""
-        return f"<tensor of {' × '.join(map(str, tensor.shape))}>" if tensor.dim() else f"tensor({tensor.item():g})"
+        return (
+            f"<tensor of {' × '.join(map(str, tensor.shape))}>"
+            if tensor.dim()
+            else f"tensor({tensor.item():g})"
+        )
 
 
 class _Kept(io.TextIOBase):
@@ -187,16 +205,25 @@ def _endless(waits: tuple[Wait, ...], call: str, limit_s: float) -> Stopped:
     running = [wait for wait in waits if wait.operation != RETURNED]
     late = f"was still running after {limit_s:g} s"
     if any(wait.peers for wait in waits):
-        return Stopped("endless", f"{call} {late}.", diagnosis(waits), "\n".join(map(state, running)), waits=waits)
+        return Stopped(
+            "endless",
+            f"{call} {late}.",
+            diagnosis(waits),
+            "\n".join(map(state, running)),
+            waits=waits,
+        )
     slowest = next(iter(running), waits[0])
     who = f" rank {slowest.rank}," if len(waits) > 1 else ""
     where = f", {slowest.where}" if slowest.where else ""
     cause = (
-        "Look for a loop whose condition never changes, or for something that waits. If there is none, this machine "
-        "is busy: run the cell again."
+        "Look for a loop whose condition never changes, or for something that waits. If there is"
+        " none, this machine is busy: run the cell again."
     )
     if not slowest.where:
-        cause = "None of its own lines was running, so this machine may just be busy: run the cell again."
+        cause = (
+            "None of its own lines was running, so this machine may just be busy: run the cell"
+            " again."
+        )
     return Stopped("endless", f"{call}{who} {late}{where}.", cause, waits=waits)
 
 
@@ -207,7 +234,7 @@ def _why_died(died: RankDied, n_ranks: int, source: str) -> str:
         return "Something in it called `os._exit`: give the value back with `return` instead."
     if died.exit_code == -signal.SIGABRT:
         return (
-            "gloo ends a process whose message is longer than the tensor that receives it: compare the shape and the "
-            "dtype of what is sent with those of that tensor."
+            "gloo ends a process whose message is longer than the tensor that receives it: compare"
+            " the shape and the dtype of what is sent with those of that tensor."
         )
     return why_ended(died.exit_code)

@@ -1,4 +1,5 @@
-"""The bench on which hand-written steps are tried: a small model, its batch, one process's gradients, and real ranks.
+"""The bench on which hand-written steps are tried: a small model, its batch, one process's
+gradients, and real ranks.
 
 Graders, labs and clinics of all notebooks use it.
 """
@@ -92,9 +93,10 @@ class Outcome(NamedTuple):
     Attributes:
         returned: by the step.
         losses: what the loss function gave here, call by call.
-        gradients: what was added to those that were there before, by name in the whole model; None for nothing.
-        events: ``F`` where a forward ended, ``B`` where a backward through the stage's output began, ``W`` where the
-            gradient of its first weight was computed: ``"FFBWFBW"``.
+        gradients: what was added to those that were there before, by name in the whole model; None
+            for nothing.
+        events: ``F`` where a forward ended, ``B`` where a backward through the stage's output
+            began, ``W`` where the gradient of its first weight was computed: ``"FFBWFBW"``.
         places: the most memory that held inputs of the stage at once, in inputs.
     """
 
@@ -123,12 +125,15 @@ def two_layers(width: int) -> nn.Module:
 def with_norm(width: int) -> nn.Module:
     """A block that ends in a norm, so that what comes out is as large as what goes in."""
     wide = 4 * width
-    return nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.LayerNorm(width))
+    return nn.Sequential(
+        nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.LayerNorm(width)
+    )
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A model of equal blocks in float64, the batch it is given, and how this notebook's steps are called.
+    """A model of equal blocks in float64, the batch it is given, and how this notebook's steps are
+    called.
 
     Attributes:
         call: ``call(step, seat)`` calls a step on a rank.
@@ -137,7 +142,8 @@ class Bench:
         block: ``block(width)`` makes a block of the model.
         rows: of a microbatch.
         n_blocks: they are shared out as evenly as can be.
-        before: what each number of each gradient is before a step, which has to add to it; None for no gradient.
+        before: what each number of each gradient is before a step, which has to add to it; None for
+            no gradient.
     """
 
     call: Callable[[Step, Seat], Any]
@@ -156,7 +162,9 @@ class Bench:
     def batch(self, m: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of m microbatches."""
         seeded = torch.Generator().manual_seed(m)
-        inputs, targets = torch.randn(2, m * self.rows, self.width, dtype=torch.float64, generator=seeded)
+        inputs, targets = torch.randn(
+            2, m * self.rows, self.width, dtype=torch.float64, generator=seeded
+        )
         return inputs, targets
 
     def one_process(self, m: int) -> tuple[float, dict[str, Tensor]]:
@@ -164,16 +172,27 @@ class Bench:
         model, (inputs, targets) = self.model(), self.batch(m)
         loss = self.loss_fn(model(inputs), targets)
         loss.backward()
-        return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), {
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
 
-    def seat(self, rank: int, m: int, stages: Sequence[int] | None = None, n_stages: int | None = None) -> Seat:
+    def seat(
+        self, rank: int, m: int, stages: Sequence[int] | None = None, n_stages: int | None = None
+    ) -> Seat:
         """What ``rank`` has; of ``n_stages`` stages, one a rank unless given, it holds ``stages``."""
         model, n = self.model(), n_stages or dist.get_world_size()
-        held: list[nn.Module] = [partition_model(model, n, index) for index in (stages or [rank])]
-        return Seat(held, *self.batch(m), m, self.loss_fn, Link((self.rows, self.width), torch.float64))
+        held: list[nn.Module] = [partition_model(model, n, index) for index in stages or [rank]]
+        return Seat(
+            held, *self.batch(m), m, self.loss_fn, Link((self.rows, self.width), torch.float64)
+        )
 
     def on_rank(
-        self, rank: int, step: Step, sizes: Sequence[int], demand: Demand | None = None, stagger_s: float = 0.0
+        self,
+        rank: int,
+        step: Step,
+        sizes: Sequence[int],
+        demand: Demand | None = None,
+        stagger_s: float = 0.0,
     ) -> list[Outcome]:
         """Run the step on this rank, one stage on each, once for each number of microbatches."""
         outcomes = []
@@ -194,7 +213,9 @@ class Bench:
         for stage in seat.stages:
             _watch(stage, events, inputs)
             for parameter in stage.parameters():
-                parameter.grad = None if self.before is None else torch.full_like(parameter, self.before)
+                parameter.grad = (
+                    None if self.before is None else torch.full_like(parameter, self.before)
+                )
 
         def noted_loss(output: Tensor, target: Tensor) -> Tensor:
             loss: Tensor = self.loss_fn(output, target)
@@ -208,7 +229,9 @@ class Bench:
             last_message_waited_for(rank, rank - 1),
         ):
             returned = self.call(step, seat._replace(loss_fn=noted_loss))
-        gradients = {name: self._added(p) for stage in seat.stages for name, p in stage.named_parameters()}
+        gradients = {
+            name: self._added(p) for stage in seat.stages for name, p in stage.named_parameters()
+        }
         returned = returned.detach() if isinstance(returned, Tensor) else returned
         places = inputs.most_bytes // (self.rows * self.width * 8)
         return Outcome(returned, tuple(losses), gradients, "".join(events), places)
@@ -222,7 +245,8 @@ class Bench:
     def tried(
         self, answer: Answer, sizes: Mapping[int, Sequence[int]], demand: Demand | None = None
     ) -> Iterator[tuple[str, int, list[Outcome]]]:
-        """Run an answer on each number of ranks; yield for each m where it was, m, and the outcome of each rank.
+        """Run an answer on each number of ranks; yield for each m where it was, m, and the outcome
+        of each rank.
 
         ``demand(rank, m, order)`` may refuse on a rank what would leave the others waiting.
 
@@ -238,14 +262,24 @@ class Bench:
                 where = f"On {p} rank{'s' * (p > 1)} with {m} microbatch{'es' * (m > 1)}"
                 yield where, m, [rank[index] for rank in ranks]
 
-    def ran(self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0) -> list[Outcome]:
+    def ran(
+        self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0
+    ) -> list[Outcome]:
         """Run a step on real ranks, each starting ``stagger_s`` after the one before; return the outcome of each."""
-        return [each for [each] in on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)]
+        return [
+            each
+            for [each] in on_ranks(
+                n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s
+            )
+        ]
 
     def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:
         """Compare with one process the losses and the gradients of each rank."""
         loss, expected = self.one_process(m)
-        found = tuple({name: _finding(g, expected[name]) for name, g in gradients.items()} for _, gradients in ranks)
+        found = tuple(
+            {name: _finding(g, expected[name]) for name, g in gradients.items()}
+            for _, gradients in ranks
+        )
         losses = ranks[-1][0]
         return Findings(found, sum(losses) / len(losses) if losses else None, loss)
 
@@ -255,8 +289,8 @@ class Findings:
     """A step's loss and gradients beside those of one process.
 
     Attributes:
-        by_rank: for each rank its parameters, by name in the whole model, and what became of their gradients:
-            ``"right"``, ``"none"`` or ``"wrong"``.
+        by_rank: for each rank its parameters, by name in the whole model, and what became of their
+            gradients: ``"right"``, ``"none"`` or ``"wrong"``.
         value: the mean loss of the step, or what else ``what`` says; None if there was none.
         of_one: that of one process.
     """
@@ -289,12 +323,16 @@ def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
     """Whether a gradient is ``factor`` times the right one, but for rounding."""
     if found is None:
         return False
-    return float((found - factor * expected).abs().max()) <= TOLERANCE * factor * float(expected.abs().max())
+    return float((found - factor * expected).abs().max()) <= TOLERANCE * factor * float(
+        expected.abs().max()
+    )
 
 
 def scaled(wrong: Wrong, expected: Mapping[str, Tensor], *factors: float) -> bool:
     """Whether each of the gradients that differ is the right one, times one of the factors."""
-    return all(any(same(g, expected[name], factor) for factor in factors) for (_, name), g in wrong.items())
+    return all(
+        any(same(g, expected[name], factor) for factor in factors) for (_, name), g in wrong.items()
+    )
 
 
 def _finding(gradient: Tensor | None, expected: Tensor) -> str:
@@ -330,12 +368,16 @@ def judge_gradients(
     if not wrong:
         return
     held = [outcome.gradients for outcome in ranks]
-    rows = [[name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(held)]
+    rows = [
+        [name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(held)
+    ]
     table = "\n".join(
         f"rank {rank}: {'all' if len(names) == len(held[rank]) else ', '.join(names) or 'none'}"
         for rank, names in enumerate(rows)
     )
-    symptom = f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
+    symptom = (
+        f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
+    )
     raise Mistake(symptom, why_wrong(wrong), f"These differ:\n{table}")
 
 

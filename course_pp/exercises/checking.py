@@ -20,9 +20,10 @@ from course_pp.exercises.progress import STORE
 def check(fn: Callable[..., Any]) -> Verdict:
     """Judge a function by what it does.
 
-    The exercise is found by the function's name, or by that of the caller's variable that holds it: ``fn`` may be
-    decorated, cached, a partial, a lambda with a name, or an object that can be called. Whatever it does, this does
-    not raise: it runs in processes of its own, under a time limit.
+    The exercise is found by the function's name, or by that of the caller's variable that holds it:
+    ``fn`` may be decorated, cached, a partial, a lambda with a name, or an object that can be
+    called. Whatever it does, this does not raise: it runs in processes of its own, under a time
+    limit.
 
     Raises:
         TypeError: ``fn`` is no function with a name.
@@ -31,7 +32,8 @@ def check(fn: Callable[..., Any]) -> Verdict:
     """
     if isinstance(fn, str) or not callable(fn):
         raise NoExercise(
-            f"check takes the function itself, check(name) without quotes or brackets, not {described(fn)}."
+            "check takes the function itself, check(name) without quotes or brackets, not"
+            f" {described(fn)}."
         )
     exercise = _exercise_of(fn, sys._getframe(1))
     try:
@@ -39,7 +41,9 @@ def check(fn: Callable[..., Any]) -> Verdict:
     except KeyboardInterrupt:
         raise Interrupted from None
     if verdict.status != "pending":
-        verdict = replace(verdict, note=STORE.record_attempt(exercise.name, verdict.status == "correct"))
+        verdict = replace(
+            verdict, note=STORE.record_attempt(exercise.name, verdict.status == "correct")
+        )
     return verdict.show()
 
 
@@ -56,16 +60,21 @@ def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
         exercise.grade(answer)
     except Pending as e:
         todo = f"Complete `{exercise.name}` and run the cell again."
-        return Verdict("pending", heading, f"{e} {todo}".lstrip(), printed=answer.printed, next_step=help_line)
+        return Verdict(
+            "pending", heading, f"{e} {todo}".lstrip(), printed=answer.printed, next_step=help_line
+        )
     except Mistake as e:
         return Verdict("not yet", heading, e.symptom, e.cause, e.example, answer.printed, help_line)
     except Exception as e:
         symptom = f"The check itself stopped: {type(e).__name__}: {e}"
         cause = (
-            f"`{exercise.name}` returned something the check did not expect. Compare it with what the stub asks for; "
-            "if it is as asked, this is a mistake of the course, and a report is welcome."
+            f"`{exercise.name}` returned something the check did not expect. Compare it with what"
+            " the stub asks for; if it is as asked, this is a mistake of the course, and a report"
+            " is welcome."
         )
-        return Verdict("not yet", heading, symptom, cause, printed=answer.printed, next_step=help_line)
+        return Verdict(
+            "not yet", heading, symptom, cause, printed=answer.printed, next_step=help_line
+        )
     return Verdict("correct", heading, printed=answer.printed)
 
 
@@ -93,13 +102,20 @@ def _exercise_of(asked: str | Callable[..., Any], caller: FrameType) -> Exercise
     if isinstance(asked, str):
         return find(asked)
     own = getattr(innermost(asked), "__name__", None)
-    variables = [name for names in (caller.f_locals, caller.f_globals) for name in names if names[name] is asked]
+    variables = [
+        name
+        for names in (caller.f_locals, caller.f_globals)
+        for name in names
+        if names[name] is asked
+    ]
     for name in (getattr(asked, "__name__", None), *variables, own):
         if isinstance(name, str) and (exercise := named(name)) is not None:
             return exercise
     name = getattr(asked, "__name__", own)
     if name == "<lambda>":
-        raise NoExercise("a lambda has no name by which its exercise could be found: write it with `def`.")
+        raise NoExercise(
+            "a lambda has no name by which its exercise could be found: write it with `def`."
+        )
     if not isinstance(name, str) or not callable(asked):
         raise NoExercise(f"{described(asked)} is neither the name of an exercise nor its function.")
     return find(name)

@@ -23,7 +23,8 @@ _LOOKS: dict[str, tuple[str, str]] = {
 
 
 class Shown:
-    """A value that a notebook shows where the call stands, in a loop or under an ``if`` too, and once a cell.
+    """A value that a notebook shows where the call stands, in a loop or under an ``if`` too, and
+    once a cell.
 
     Anywhere else it is shown as every value is.
     """
@@ -36,7 +37,8 @@ class Shown:
             from IPython.display import display
 
             display(self)
-            # Not a field, so that two that say the same stay equal; hence past the frozen dataclass.
+            # Not a field, so that two that say the same stay equal; hence past the frozen
+            # dataclass.
             object.__setattr__(self, "_shown_in", notebook.execution_count)
         return self
 
@@ -90,7 +92,10 @@ class Verdict(Shown):
     def text(self) -> str:
         """All of it as plain text."""
         symbol, _ = _LOOKS[self.status]
-        parts = [f"{symbol} {self.status} · {self.heading}", *(text for _, text in self._sentences())]
+        parts = [
+            f"{symbol} {self.status} · {self.heading}",
+            *(text for _, text in self._sentences()),
+        ]
         parts += [_under(title, text) for title, text in self._blocks()]
         return "\n".join(parts + [part for part in (self.next_step, self.note) if part])
 
@@ -99,18 +104,31 @@ class Verdict(Shown):
 
     def _sentences(self) -> list[tuple[str, str]]:
         cause = f"Likely cause: {self.cause}" if self.cause else ""
-        return [(kind, text) for kind, text in (("symptom", self.symptom), ("cause", cause)) if text]
+        return [
+            (kind, text) for kind, text in (("symptom", self.symptom), ("cause", cause)) if text
+        ]
 
     def _blocks(self) -> list[tuple[str, str]]:
-        return [(title, text) for title, text in (("Example", self.example), ("It printed", self.printed)) if text]
+        return [
+            (title, text)
+            for title, text in (("Example", self.example), ("It printed", self.printed))
+            if text
+        ]
 
     def _repr_html_(self) -> str:
         symbol, colour = _LOOKS[self.status]
         parts = [f"<div><b>{symbol} {self.status}</b> · {_html(self.heading)}</div>"]
         parts += [f"<div>{_html(text)}</div>" for _, text in self._sentences()]
         wrapped = "margin:0 0 0 1.5em;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
-        parts += [f'<div>{title}:</div><pre style="{wrapped}">{escape(text)}</pre>' for title, text in self._blocks()]
-        parts += [f'<div style="opacity:0.8">{_html(text)}</div>' for text in (self.next_step, self.note) if text]
+        parts += [
+            f'<div>{title}:</div><pre style="{wrapped}">{escape(text)}</pre>'
+            for title, text in self._blocks()
+        ]
+        parts += [
+            f'<div style="opacity:0.8">{_html(text)}</div>'
+            for text in (self.next_step, self.note)
+            if text
+        ]
         style = f"border-left:5px solid {colour};padding:0.2em 0 0.2em 0.8em;max-width:60em"
         return f'<div role="status" style="{style}">{"".join(parts)}</div>'
 

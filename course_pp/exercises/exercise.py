@@ -25,7 +25,8 @@ class Exercise:
     """A function that the learner completes.
 
     Attributes:
-        solution: a function that passes; its name is the exercise's. Runs in the notebook as its source stands here.
+        solution: a function that passes; its name is the exercise's. Runs in the notebook as its
+            source stands here.
         grade: returns if the answer is right and raises `Mistake` if not.
         notebook: the number at the beginning of the notebook's name, ``"02"``.
         title: what is to be done, a few words.
@@ -67,10 +68,18 @@ def _without_annotations(source: str) -> str:
         if isinstance(node, ast.arg) and node.annotation is not None:
             spans.append((node.lineno, node.col_offset + len(node.arg.encode()), node.annotation))
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            spans.append((node.target.end_lineno or 0, node.target.end_col_offset or 0, node.annotation))
+            spans.append(
+                (node.target.end_lineno or 0, node.target.end_col_offset or 0, node.annotation)
+            )
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             line = source.splitlines()[node.returns.lineno - 1].encode()
-            spans.append((node.returns.lineno, line[: node.returns.col_offset].rindex(b")") + 1, node.returns))
+            spans.append(
+                (
+                    node.returns.lineno,
+                    line[: node.returns.col_offset].rindex(b")") + 1,
+                    node.returns,
+                )
+            )
     lines = [line.encode() for line in source.splitlines()]
     for number, begin, annotation in sorted(spans, key=lambda span: span[:2], reverse=True):
         text = lines[number - 1]
@@ -102,7 +111,9 @@ def exercises_of(notebook: str) -> tuple[Exercise, ...]:
     """The exercises of a notebook in their order, ``()`` if it has none."""
     if notebook not in MODULES:
         return ()
-    found: tuple[Exercise, ...] = import_module(f"{__package__}.{MODULES[notebook]}.exercises").EXERCISES
+    found: tuple[Exercise, ...] = import_module(
+        f"{__package__}.{MODULES[notebook]}.exercises"
+    ).EXERCISES
     return found
 
 
@@ -138,8 +149,8 @@ def find(name: str) -> Exercise:
     else:
         meant = f"They are {', '.join(known)}."
     raise UnknownExercise(
-        f"there is no exercise called {name!r}. {meant} An exercise is found by the name of its function: keep the "
-        "name of the stub."
+        f"there is no exercise called {name!r}. {meant} An exercise is found by the name of its"
+        " function: keep the name of the stub."
     )
 
 

@@ -1,7 +1,8 @@
-"""What graders ask of a value before they judge it: its type, its length, that it is a number at all.
+"""What graders ask of a value before they judge it: its type, its length, that it is a number at
+all.
 
-Each returns the value in its plain form and raises `Mistake` for a value of the wrong kind. ``what`` names the value
-for the learner, as a rule the call that gave it: ``"bubble(4, 8)"``.
+Each returns the value in its plain form and raises `Mistake` for a value of the wrong kind.
+``what`` names the value for the learner, as a rule the call that gave it: ``"bubble(4, 8)"``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ def expect_number(value: Any, what: str) -> float:
     try:
         number = float(plain)
     except OverflowError:
-        raise Mistake(f"`{what}` is beyond every float.", "Look for a power, or for a loop that multiplies.") from None
+        raise Mistake(
+            f"`{what}` is beyond every float.", "Look for a power, or for a loop that multiplies."
+        ) from None
     if not math.isfinite(number):
-        raise Mistake(f"`{what}` is {number}.", "Look for a division by zero, or for a difference of two infinities.")
+        raise Mistake(
+            f"`{what}` is {number}.",
+            "Look for a division by zero, or for a difference of two infinities.",
+        )
     return number
 
 
@@ -46,7 +52,9 @@ def expect_int(value: Any, what: str, remedy: str = "") -> int:
     plain = _scalar(value)
     if isinstance(plain, float) and math.isfinite(plain):
         cause = remedy or (_A_FLOAT if plain.is_integer() else _NOT_WHOLE)
-        raise Mistake(f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", cause)
+        raise Mistake(
+            f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", cause
+        )
     if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
         raise _wrong_kind(value, what, "a whole number")
     return int(plain)
@@ -77,7 +85,9 @@ def expect_dict(value: Any, what: str, keys: Sequence[Any] | None = None) -> dic
         missing = [key for key in keys if key not in value]
         extra = [key for key in value if key not in keys]
         if missing or extra:
-            told = [f"lacks {_shown(missing)}"] * bool(missing) + [f"has {_shown(extra)} too many"] * bool(extra)
+            told = [f"lacks {_shown(missing)}"] * bool(missing) + [
+                f"has {_shown(extra)} too many"
+            ] * bool(extra)
             raise Mistake(f"`{what}` {' and '.join(told)}.")
     return value
 

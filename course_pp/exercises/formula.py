@@ -25,19 +25,23 @@ Cause = str | Callable[[Case, Any, Any], str]
 class Formula:
     """A grader: in every case the answer has to give what ``solution`` gives.
 
-    A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in every case; else of
-    the first that does so wherever the answer is wrong, if that is twice or more and these are numbers or lists.
+    A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in
+    every case; else of the first that does so wherever the answer is wrong, if that is twice or
+    more and these are numbers or lists.
 
     Args:
         solution: the right formula.
         cases: its arguments, one row a call; or what makes them, where that takes time.
-        wrongs: what people write instead, each with its cause last: a formula, or for one or more texts in the source
-            of ``solution`` what stands in their place. One that raises is no match.
+        wrongs: what people write instead, each with its cause last: a formula, or for one or more
+            texts in the source of ``solution`` what stands in their place. One that raises is no
+            match.
         otherwise: the cause of any other wrong answer.
-        read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of another kind.
+        read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of
+            another kind.
         call: how a message writes a call; as it would be typed unless given.
         example: a counter-example, made as a cause is.
-        same: ``same(got, right)`` says whether a value is right; equal but for rounding unless given.
+        same: ``same(got, right)`` says whether a value is right; equal but for rounding unless
+            given.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class Formula:
     ) -> None:
         self.solution, self._cases, self.otherwise = solution, cases, otherwise
         self.wrongs: list[tuple[Callable[..., Any], Cause]] = [
-            (what[0] if callable(what[0]) else flawed(solution, *what), cause) for *what, cause in wrongs
+            (what[0] if callable(what[0]) else flawed(solution, *what), cause)
+            for *what, cause in wrongs
         ]
         self._read, self._call, self._example, self._same = read, call, example, same or alike
 
@@ -69,7 +74,9 @@ class Formula:
 
     def judge(self, name: str, values: Sequence[Any]) -> None:
         """Refuse what the answer called ``name`` has given in each case, unless it is right."""
-        calls = [self._call(*case) if self._call else written_call(name, *case) for case in self.cases]
+        calls = [
+            self._call(*case) if self._call else written_call(name, *case) for case in self.cases
+        ]
         got = [self._read(value, call) for value, call in zip(values, calls, strict=True)]
         right = [self.solution(*case) for case in self.cases]
         missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not self._same(*pair)]
@@ -80,7 +87,9 @@ class Formula:
         several = len(missed) > 1 and all(_says_much(got[each]) for each in missed)
         about = self.cases[i], got[i], right[i]
         cause = self._explained(got, range(len(got)))
-        if not cause and _are_rounded([got[each] for each in missed], [right[each] for each in missed]):
+        if not cause and _are_rounded(
+            [got[each] for each in missed], [right[each] for each in missed]
+        ):
             cause = "It is rounded: return the number as it is computed."
         if not cause and several:
             cause = self._explained(got, missed)
@@ -92,7 +101,14 @@ class Formula:
 
     def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
         cases = [(self.cases[i], got[i]) for i in where]
-        return next((cause for formula, cause in self.wrongs if all(self._gives(formula, *each) for each in cases)), "")
+        return next(
+            (
+                cause
+                for formula, cause in self.wrongs
+                if all(self._gives(formula, *each) for each in cases)
+            ),
+            "",
+        )
 
     def _gives(self, formula: Callable[..., Any], case: Case, value: Any) -> bool:
         try:
@@ -110,7 +126,9 @@ def flawed(solution: Callable[..., Any], *changes: tuple[str, str]) -> Callable[
     source = textwrap.dedent(inspect.getsource(solution))
     for right, wrong in changes:
         if source.count(right) != 1:
-            raise ValueError(f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}")
+            raise ValueError(
+                f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}"
+            )
         source = source.replace(right, wrong)
     # Named as a cell, so that a hang is told at its own line.
     file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"

@@ -25,11 +25,15 @@ _RESULT_BYTES = 64 << 20
 _SHOWN_CHARACTERS = 300
 
 
-def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]], kwargs: dict, note: Path) -> list:
-    """Call ``fn(*row, **kwargs)`` for each row; write to ``note`` which one is being called, for the caller to read.
+def call_each(
+    rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]], kwargs: dict, note: Path
+) -> list:
+    """Call ``fn(*row, **kwargs)`` for each row; write to ``note`` which one is being called, for
+    the caller to read.
 
     Raises:
-        Stopped: at the first call that does not end well; the symptom begins where the call is to be named.
+        Stopped: at the first call that does not end well; the symptom begins where the call is to
+            be named.
         Pending: likewise, of a stub.
     """
     _bound_memory()
@@ -46,7 +50,9 @@ def call_each(rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]
     return results
 
 
-def run_harness(rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def run_harness(
+    rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     """Call ``harness(rank, fn, *args)`` on a rank. Raises as `call_each` does, or the Mistake of the harness."""
     _bound_memory()
     with _told(fn) as called:
@@ -88,25 +94,30 @@ def _told(fn: Callable[..., Any]) -> Iterator[_Called]:
         raise
     except SystemExit as e:
         where = _where(e, fn)
-        raise Stopped("exited", f"tried to leave Python{where}", "Give the value back with `return` instead.") from e
+        raise Stopped(
+            "exited", f"tried to leave Python{where}", "Give the value back with `return` instead."
+        ) from e
     except BaseException as e:
         what, where = _in_a_line(e), _where(e, fn)
-        # torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no frame of its own.
+        # torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no
+        # frame of its own.
         if isinstance(e, NotImplementedError) and (not e.args or ": `raise " in where):
             raise Pending(f"raised {what}{where}", what == type(e).__name__) from e
         cause = cause_of(what) if where or not called.inside else _why_not_cached(e, fn)
         if not (where or called.inside):
             cause = f"It happened outside your function, probably because of what it returned. {cause}".rstrip()
         peer = e.peer if isinstance(e, NoSuchRank) else None
-        raise Stopped("raised", f"raised {what}{where}", cause, error=type(e).__name__, peer=peer) from e
+        raise Stopped(
+            "raised", f"raised {what}{where}", cause, error=type(e).__name__, peer=peer
+        ) from e
 
 
 def _why_not_cached(error: BaseException, fn: Callable[..., Any]) -> str:
     if not isinstance(fn, CACHED) or not isinstance(error, TypeError):
         return ""
     return (
-        "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be looked up by: "
-        "cache a helper that is given tuples or numbers, or nothing."
+        "`functools.cache` looks a result up by the arguments, and a list or a dictionary cannot be"
+        " looked up by: cache a helper that is given tuples or numbers, or nothing."
     )
 
 
@@ -167,7 +178,13 @@ def _culprit(value: Any) -> str:
     """The kind of what cannot be sent: of the value, or of the entry in it that is to blame."""
     import cloudpickle
 
-    for entry in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+    for entry in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list | tuple)
+        else ()
+    ):
         try:
             cloudpickle.dumps(entry)
         except Exception:
@@ -180,7 +197,10 @@ def _unsendable(returned: str, culprit: str = "") -> Stopped:
     cause = "Return numbers, strings, tensors, or lists of them."
     match culprit or returned:
         case "generator":
-            cause = "It contains `yield`, or a `for` in round brackets: collect the values in a list and return that."
+            cause = (
+                "It contains `yield`, or a `for` in round brackets: collect the values in a list"
+                " and return that."
+            )
         case "coroutine":
             cause = "It begins with `async def`: an ordinary `def` is asked for."
     return Stopped("unsendable", f"returned {_a(returned)}{held}", cause)
@@ -200,7 +220,8 @@ def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 @contextlib.contextmanager
 def unchanged(**arguments: Any) -> Iterator[None]:
-    """Refuse an answer that changes what it was given, by name: lists, tensors, whatever can be copied.
+    """Refuse an answer that changes what it was given, by name: lists, tensors, whatever can be
+    copied.
 
     Raises:
         Stopped: with the first argument that is not what it was before the block.
@@ -210,15 +231,22 @@ def unchanged(**arguments: Any) -> Iterator[None]:
     for name, value in arguments.items():
         if not _same(before[name], value):
             cause = "Whoever called still needs it: work on a copy, or build something new."
-            raise Stopped("changed", f"changed its argument {_change(name, before[name], value)}", cause)
+            raise Stopped(
+                "changed", f"changed its argument {_change(name, before[name], value)}", cause
+            )
 
 
 def _change(name: str, before: Any, after: Any) -> str:
     """What has changed, told by its innermost place; tensors are not printed."""
     if type(before) is type(after):
         if isinstance(before, list | tuple) and len(before) == len(after):
-            i = next(i for i, pair in enumerate(zip(before, after, strict=True)) if not _same(*pair))
-            if isinstance(before[i], list | tuple | dict) or _tensor_comparison(before[i]) is not None:
+            i = next(
+                i for i, pair in enumerate(zip(before, after, strict=True)) if not _same(*pair)
+            )
+            if (
+                isinstance(before[i], list | tuple | dict)
+                or _tensor_comparison(before[i]) is not None
+            ):
                 return _change(f"{name}[{i}]", before[i], after[i])
         if isinstance(before, dict) and list(before) == list(after):
             key = next(key for key in before if not _same(before[key], after[key]))

@@ -40,7 +40,8 @@ class Question:
         correct: the right answer.
         output: what a cell of the notebook prints that shows it.
         wrong: common guesses.
-        run: an expression over the package that computes the answer; empty where only a run on ranks shows it.
+        run: an expression over the package that computes the answer; empty where only a run on
+            ranks shows it.
         value: of ``run``.
     """
 
@@ -68,7 +69,14 @@ class Question:
         where = f"Notebook {self.notebook}, section {self.section!r}, prints: {self.output}"
         if answer == self.correct:
             return f"Right: {self.correct}. {where}"
-        because = next((f" Not {wrong.says!r}: {wrong.because}." for wrong in self.wrong if wrong.says == answer), "")
+        because = next(
+            (
+                f" Not {wrong.says!r}: {wrong.because}."
+                for wrong in self.wrong
+                if wrong.says == answer
+            ),
+            "",
+        )
         return f"{self.correct} is right.{because} {where}"
 
 
@@ -87,7 +95,8 @@ def questions() -> tuple[Question, ...]:
 
 
 def questions_about(about: Sequence[str]) -> tuple[Question, ...]:
-    """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``; of none, all.
+    """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``; of
+    none, all.
 
     Raises:
         NoQuiz: a name is neither a route nor a notebook with questions.

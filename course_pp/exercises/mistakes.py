@@ -1,7 +1,8 @@
-"""What a grader raises when an answer is wrong, and what exceptions and hangs mean to the person who wrote the line.
+"""What a grader raises when an answer is wrong, and what exceptions and hangs mean to the person
+who wrote the line.
 
-The messages of torch and gloo name their own insides. Each is recognised by words of theirs; one that is reworded loses
-its cause.
+The messages of torch and gloo name their own insides. Each is recognised by words of theirs; one
+that is reworded loses its cause.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Stopped(Mistake):
     """An answer did not come back with a value.
 
     Attributes:
-        how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``, ``"died"``, ``"changed"`` (an
-            argument), ``"unsendable"`` (its result), ``"parameters"`` (others than the stub's) or ``"broken"``.
+        how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``,
+            ``"died"``, ``"changed"`` (an argument), ``"unsendable"`` (its result), ``"parameters"``
+            (others than the stub's) or ``"broken"``.
         row: which of several calls it was, from 0; 0 on ranks.
         waits: what each rank was doing at the time limit; empty unless it was reached.
         error: the name of the class of the exception; empty where none was raised.
@@ -144,18 +146,22 @@ def cause_of(error: str) -> str:
 
 
 _LOST = (
-    "Either a message was never sent, or it was lost: it lives as long as the handle that `isend` or "
-    "`send_activation` returns. Keep that, and `wait()` for it at the end."
+    "Either a message was never sent, or it was lost: it lives as long as the handle that `isend`"
+    " or `send_activation` returns. Keep that, and `wait()` for it at the end."
 )
 
 
 def explained_in_line(stopped: Stopped) -> Mistake:
     """Tell as `explained` does, for stages in a line, a stage a rank: also a message to a rank beyond its ends."""
     if stopped.peer is not None:
-        cause = "The last rank has nobody below it: it sends no activation and receives no gradient, `link.is_last`."
+        cause = (
+            "The last rank has nobody below it: it sends no activation and receives no gradient,"
+            " `link.is_last`."
+        )
         if stopped.peer < 0:
             cause = (
-                "The first rank has nobody above it: it receives no activation and sends no gradient, `link.is_first`."
+                "The first rank has nobody above it: it receives no activation and sends no"
+                " gradient, `link.is_first`."
             )
         return Mistake(stopped.symptom, cause, stopped.example)
     return explained(stopped)
@@ -171,21 +177,26 @@ def explained(stopped: Stopped) -> Mistake:
     computing = {wait.rank for wait in stopped.waits if wait.operation == COMPUTES}
     unheard = [wait for wait in waiting if returned.intersection(wait.peers)]
     if any(computing.intersection(wait.peers) for wait in waiting):
-        cause = f"{stopped.cause} A rank that computes waits for nobody: does a loop of it never end?"
+        cause = (
+            f"{stopped.cause} A rank that computes waits for nobody: does a loop of it never end?"
+        )
     elif any(wait.operation == "send" for wait in unheard):
-        cause = f"{stopped.cause} Each message that is sent to it has to be received there, by a `recv_…` of its own."
+        cause = (
+            f"{stopped.cause} Each message that is sent to it has to be received there, by a"
+            " `recv_…` of its own."
+        )
     elif unheard:
         cause = f"{stopped.cause} {_LOST}"
     # Of the learner's own lines: torch waits for a blocking send in the same way.
     elif any(".wait(" in wait.where for wait in sending):
         cause = (
-            "To wait for a message at once is to send it blocking: wait after the last backward. Or nobody takes it: "
-            "each forward and each backward receives one message."
+            "To wait for a message at once is to send it blocking: wait after the last backward. Or"
+            " nobody takes it: each forward and each backward receives one message."
         )
     elif sending:
         cause = (
-            "A blocking `send` ends when its receiver takes the message, and that one is sending, too. Begin to send "
-            "with `isend` or `send_activation`, and go on."
+            "A blocking `send` ends when its receiver takes the message, and that one is sending,"
+            " too. Begin to send with `isend` or `send_activation`, and go on."
         )
     else:
         cause = f"Everyone receives, nobody sends. {_LOST}"

@@ -71,12 +71,16 @@ def read_order(
     counts, needed = Counter(row), dict.fromkeys(wanted)
     for action in row:
         if action not in needed:
-            raise Mistake(f"`{what}` has `{action}`, which does not belong there.", foreign(action), example)
+            raise Mistake(
+                f"`{what}` has `{action}`, which does not belong there.", foreign(action), example
+            )
     for action in needed:
         if not counts[action]:
             raise Mistake(f"`{what}` lacks `{action}`.", lacking(action), example)
         if counts[action] > 1:
-            raise Mistake(f"`{what}` has `{action}` {counts[action]} times.", repeated(action), example)
+            raise Mistake(
+                f"`{what}` has `{action}` {counts[action]} times.", repeated(action), example
+            )
     return row, example
 
 
@@ -89,7 +93,8 @@ def judge_orders(
     slow: Cause,
     costs: Iterable[Costs] = (Costs(),),
 ) -> None:
-    """Ask for an order that can run, holds no more on any rank than the reference, and takes no longer.
+    """Ask for an order that can run, holds no more on any rank than the reference, and takes no
+    longer.
 
     Args:
         given: the sizes, as a message begins: ``"With p=4 and m=8"``.
@@ -108,13 +113,20 @@ def judge_orders(
     rows = tuple(tuple(part for action in row for part in action.parts) for row in yours.actions)
     if problems := check(yours):
         orders = Orders(rows, None, simulate(reference))
-        raise Mistake(f"{given} it cannot run: {problems[0]}.", _told(impossible, orders), shown(rows))
+        raise Mistake(
+            f"{given} it cannot run: {problems[0]}.", _told(impossible, orders), shown(rows)
+        )
     for each in costs:
         timeline, best = simulate(yours, each), simulate(reference, each)
-        for rank, (peak, enough) in enumerate(zip(timeline.peak_activations, best.peak_activations, strict=True)):
+        for rank, (peak, enough) in enumerate(
+            zip(timeline.peak_activations, best.peak_activations, strict=True)
+        ):
             if peak > enough:
                 cause = _told(crowded, Orders(rows, timeline, best, rank))
-                symptom = f"{given}, rank {rank} holds {peak} activations at its peak; {enough} are enough."
+                symptom = (
+                    f"{given}, rank {rank} holds {peak} activations at its peak; {enough} are"
+                    " enough."
+                )
                 raise Mistake(symptom, cause, shown(rows))
         if timeline.makespan > best.makespan:
             symptom = f"{given} it takes {timeline.makespan:g} units; {best.makespan:g} are enough."

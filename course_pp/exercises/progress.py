@@ -35,7 +35,8 @@ class Record:
         attempts: checks that did not say pending, up to the first that said correct.
         hints: how many hints were shown.
         solution_seen: whether the solution was shown before the answer was correct.
-        begun: when the first check did not say pending, or the first hint was shown: seconds since 1970; 0 if neither.
+        begun: when the first check did not say pending, or the first hint was shown: seconds since
+            1970; 0 if neither.
         took_minutes: from then to the first check that said correct; 0 before.
     """
 
@@ -59,7 +60,9 @@ class Kept:
     """
 
     exercises: Mapping[str, Record] = field(default_factory=dict)
-    quiz: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {when: {} for when in TIMES})
+    quiz: Mapping[str, Mapping[str, str]] = field(
+        default_factory=lambda: {when: {} for when in TIMES}
+    )
     learner: str = ""
     written: float = field(default=0.0, compare=False)
 
@@ -74,10 +77,12 @@ _Change = Callable[[Kept], Kept]
 
 
 class Store:
-    """The file of a learner's progress. Several kernels may share it: each change is made under a lock.
+    """The file of a learner's progress. Several kernels may share it: each change is made under a
+    lock.
 
-    What is wrong with the file never stops a learner: each method returns or keeps a sentence about it. A change that
-    cannot be kept waits, and is made again on whatever the file holds when it can next be written.
+    What is wrong with the file never stops a learner: each method returns or keeps a sentence about
+    it. A change that cannot be kept waits, and is made again on whatever the file holds when it can
+    next be written.
     """
 
     def __init__(self) -> None:
@@ -110,8 +115,11 @@ class Store:
             if old.correct:
                 return old
             begun = old.begun or now
-            took = round(max(now - begun, 0.0) / 60, 1) if correct else 0.0  # a clock may be set back
-            return replace(old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took)
+            # a clock may be set back
+            took = round(max(now - begun, 0.0) / 60, 1) if correct else 0.0
+            return replace(
+                old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took
+            )
 
         return self._change_record(name, one_more)
 
@@ -128,23 +136,30 @@ class Store:
         return seen
 
     def record_solution(self, name: str) -> None:
-        self._change_record(name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct))
+        self._change_record(
+            name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct)
+        )
 
     def record_answers(self, when: When, given: Mapping[str, str]) -> str:
         """Add answers to questions, by name; return a sentence if they could not be kept.
 
-        A question that is answered after the course takes no other answer, for then it is explained.
+        A question that is answered after the course takes no other answer, for then it is
+        explained.
         """
 
         def added(old: Kept) -> Kept:
-            still_open = {name: answer for name, answer in given.items() if name not in old.quiz["after"]}
+            still_open = {
+                name: answer for name, answer in given.items() if name not in old.quiz["after"]
+            }
             return replace(old, quiz={**old.quiz, when: {**old.quiz[when], **still_open}})
 
         return self._change(added)
 
     def _change_record(self, name: str, change: Callable[[Record], Record]) -> str:
         def of_all(old: Kept) -> Kept:
-            return replace(old, exercises={**old.exercises, name: change(old.exercises.get(name, Record()))})
+            return replace(
+                old, exercises={**old.exercises, name: change(old.exercises.get(name, Record()))}
+            )
 
         return self._change(of_all)
 
@@ -184,7 +199,10 @@ class Store:
         except ValueError as e:
             aside = _free_name(path)
             os.replace(path, aside)
-            said = f"The file of your progress was not readable ({e}); it was put aside as {aside} and begun anew."
+            said = (
+                f"The file of your progress was not readable ({e}); it was put aside as {aside} and"
+                " begun anew."
+            )
             return Kept(), said
 
 
@@ -194,7 +212,8 @@ STORE = Store()
 def parse(content: bytes, version: int | None = None) -> Kept:
     """Read `Kept.text`; unknown fields are passed over.
 
-    Raises ValueError for anything else, for a newer version, and for another than ``version`` where that is given.
+    Raises ValueError for anything else, for a newer version, and for another than ``version`` where
+    that is given.
     """
     if not content.strip():
         raise ValueError("it is empty")
@@ -209,19 +228,29 @@ def parse(content: bytes, version: int | None = None) -> Kept:
     found = data.get(_MARK, data.get("course_pp_export"))  # an export of version 2 had another mark
     if (version is not None and found != version) or (isinstance(found, int) and found > VERSION):
         raise ValueError(
-            "it is something else" if found is None else f"version {found!r:.20}, this course reads {VERSION}"
+            "it is something else"
+            if found is None
+            else f"version {found!r:.20}, this course reads {VERSION}"
         )
     exercises, quiz = data.get("exercises"), data.get("quiz", {})
     if not isinstance(exercises, dict) or not isinstance(quiz, dict):
         raise ValueError("it holds no exercises")
     learner, written = data.get("learner", ""), data.get("written", 0.0)
-    if not isinstance(learner, str) or Path(learner).name != learner or not isinstance(written, int | float):
+    if (
+        not isinstance(learner, str)
+        or Path(learner).name != learner
+        or not isinstance(written, int | float)
+    ):
         raise ValueError("it does not say whose it is, or since when")
     answers: dict[str, Any] = {when: quiz.get(when, {}) for when in TIMES}
     for when, given in answers.items():
-        if not isinstance(given, dict) or not all(isinstance(answer, str) for answer in given.values()):
+        if not isinstance(given, dict) or not all(
+            isinstance(answer, str) for answer in given.values()
+        ):
             raise ValueError(f"the answers {when} are no texts by question")
-    return Kept({name: _record(name, kept) for name, kept in exercises.items()}, answers, learner, written)
+    return Kept(
+        {name: _record(name, kept) for name, kept in exercises.items()}, answers, learner, written
+    )
 
 
 def _record(name: str, kept: Any) -> Record:
@@ -237,8 +266,12 @@ def _record(name: str, kept: Any) -> Record:
 
 
 def _free_name(path: Path) -> Path:
-    candidates = (path.with_name(f"{path.name}.broken{suffix}") for suffix in ["", *map(str, range(2, 1000))])
-    return next((name for name in candidates if not name.exists()), path.with_name(f"{path.name}.broken"))
+    candidates = (
+        path.with_name(f"{path.name}.broken{suffix}") for suffix in ["", *map(str, range(2, 1000))]
+    )
+    return next(
+        (name for name in candidates if not name.exists()), path.with_name(f"{path.name}.broken")
+    )
 
 
 @dataclass(frozen=True)
@@ -278,7 +311,11 @@ class Progress(Shown):
         left = sum(row.minutes for row in self.rows if row.status != "correct")
         answered = [f"{len(given)} {when}" for when, given in self.kept.quiz.items() if given]
         quiz = f"; questions answered: {' and '.join(answered)} the course" if answered else ""
-        return f"{correct} of {len(self.rows)} correct" + (f", about {left} minutes left" if left else "") + quiz
+        return (
+            f"{correct} of {len(self.rows)} correct"
+            + (f", about {left} minutes left" if left else "")
+            + quiz
+        )
 
     @checked
     def to_csv(self, path: str | Path) -> Path:
@@ -291,12 +328,15 @@ class Progress(Shown):
 
     @checked
     def to_json(self, path: str | Path) -> Path:
-        """Write the exercises and the answers of the quiz, for ``python -m course_pp report``; return the file.
+        """Write the exercises and the answers of the quiz, for ``python -m course_pp report``;
+        return the file.
 
-        It names no person. An id, made by chance, tells two exports of one learner from those of two.
+        It names no person. An id, made by chance, tells two exports of one learner from those of
+        two.
 
         Args:
-            path: a folder, in which the file is called after the id; or a file that ends in ``.json``.
+            path: a folder, in which the file is called after the id; or a file that ends in
+                ``.json``.
 
         Raises:
             NotExported: that cannot be written; with the remedy.
@@ -305,9 +345,14 @@ class Progress(Shown):
         if os.path.isdir(path):  # which never raises, unlike the method of a path
             path /= f"{self.kept.learner}.json"
         if path.suffix != ".json":
-            raise NotExported(f"{path} is no folder that you can reach: create it, or give a file that ends in .json.")
+            raise NotExported(
+                f"{path} is no folder that you can reach: create it, or give a file that ends in"
+                " .json."
+            )
         # When somebody worked is nobody's business.
-        exercises = {name: replace(record, begun=0.0) for name, record in self.kept.exercises.items()}
+        exercises = {
+            name: replace(record, begun=0.0) for name, record in self.kept.exercises.items()
+        }
         return _exported(path, replace(self.kept, exercises=exercises).text)
 
     def __repr__(self) -> str:
@@ -330,7 +375,16 @@ class Progress(Shown):
         return {"text/plain": repr(self), "text/html": self._repr_html_()}
 
 
-_HEADINGS = ("notebook", "exercise", "difficulty", "minutes", "status", "attempts", "hints", "solution seen")
+_HEADINGS = (
+    "notebook",
+    "exercise",
+    "difficulty",
+    "minutes",
+    "status",
+    "attempts",
+    "hints",
+    "solution seen",
+)
 
 
 def _wrap(column: int) -> str:
@@ -371,8 +425,8 @@ def _exported(path: Path, text: str) -> Path:
     except OSError as e:
         # The error itself names a temporary file beside the target.
         raise NotExported(
-            f"{path} cannot be written: {e.strerror}. Create the folder {path.parent} first, or give a path in one "
-            "that you may write to."
+            f"{path} cannot be written: {e.strerror}. Create the folder {path.parent} first, or"
+            " give a path in one that you may write to."
         ) from None
     return path
 

@@ -1,7 +1,9 @@
-"""The quiz that asks the inventory's questions: as text with letters, or one at a time with buttons.
+"""The quiz that asks the inventory's questions: as text with letters, or one at a time with
+buttons.
 
-JupyterLab takes the arrow keys that a group of radio buttons would need, so each answer is a button of its own: Tab
-reaches it, the space bar presses it. ipywidgets is imported when a panel is made: the text needs none.
+JupyterLab takes the arrow keys that a group of radio buttons would need, so each answer is a button
+of its own: Tab reaches it, the space bar presses it. ipywidgets is imported when a panel is made:
+the text needs none.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Quiz(Shown):
         text = f"{answered} of {len(self.asked)} answered"
         if self.when == "before":
             return f"{text}. What is right is shown after the course: {self._call('after')}."
-        right, earlier = (count_right(self.asked, self.kept.quiz[when]) for when in ("after", "before"))
+        right, earlier = (
+            count_right(self.asked, self.kept.quiz[when]) for when in ("after", "before")
+        )
         if not self.kept.quiz["before"]:
             return f"{text}, {right} right."
         return f"{text}, {right} right; before the course it was {earlier}."
@@ -75,20 +79,31 @@ class Quiz(Shown):
     def text(self) -> str:
         """All of it as plain text: the questions, or what is right once all are answered after the course."""
         if self.when == "after" and all(question.name in self.given for question in self.asked):
-            explained = [f"{i}. {q.asks}\n   {q.explain(self.given[q.name])}" for i, q in enumerate(self.asked, 1)]
+            explained = [
+                f"{i}. {q.asks}\n   {q.explain(self.given[q.name])}"
+                for i, q in enumerate(self.asked, 1)
+            ]
             return "\n".join(filter(None, [*explained, self.summary, self.note]))
         how = (
-            f"Answer with {self._call(self.when, '…')}: a letter for each of the {len(self.asked)} questions, "
-            f"{NO_ANSWER} where you do not know."
+            f"Answer with {self._call(self.when, '…')}: a letter for each of the {len(self.asked)}"
+            f" questions, {NO_ANSWER} where you do not know."
         )
-        lines = [how, *(_as_text(number, question, self.given) for number, question in enumerate(self.asked, 1))]
+        lines = [
+            how,
+            *(
+                _as_text(number, question, self.given)
+                for number, question in enumerate(self.asked, 1)
+            ),
+        ]
         return "\n".join(filter(None, [*lines, self.summary, self.note]))
 
     def _call(self, *arguments: str) -> str:
         """What a learner types for the same questions: ``quiz("after", about="a_day")``."""
         words = [f'"{argument}"' for argument in arguments]
         if self.about:
-            words.append(f"about={json.dumps(self.about[0] if len(self.about) == 1 else self.about)}")
+            words.append(
+                f"about={json.dumps(self.about[0] if len(self.about) == 1 else self.about)}"
+            )
         return f"quiz({', '.join(words)})"
 
     def __repr__(self) -> str:
@@ -117,17 +132,20 @@ def quiz(
 ) -> Quiz:
     """Ask thirty questions on pipeline parallelism: the same before and after the course.
 
-    With ipywidgets they come one at a time, by keyboard or mouse, and each answer is kept at once. Without, they are
-    printed, and a second call takes the answers as letters. After the course the first answer to a question counts.
-    Before it, an answer may be changed until the question is answered after it.
+    With ipywidgets they come one at a time, by keyboard or mouse, and each answer is kept at once.
+    Without, they are printed, and a second call takes the answers as letters. After the course the
+    first answer to a question counts. Before it, an answer may be changed until the question is
+    answered after it.
 
     Args:
         when: ``"before"`` or ``"after"`` the course. Only after it is shown what is right, and why.
         answers: a letter for each question, ``-`` for *I do not know*: ``"ab-c"``.
-        about: ask only what these routes or notebooks teach: ``"a_day"``, ``"03"``, ``["02", "03"]``.
+        about: ask only what these routes or notebooks teach: ``"a_day"``, ``"03"``, ``["02",
+            "03"]``.
 
     Raises:
-        NoQuiz: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the questions.
+        NoQuiz: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the
+            questions.
     """
     try:
         check_arguments(quiz, locals())
@@ -147,7 +165,11 @@ def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Q
         for number, question in enumerate(questions_about(about), 1)
         if question.name in given and kept.quiz[when].get(question.name) != given[question.name]
     ]
-    note = f"Not counted, as you had been told what is right: the answer to {', '.join(late)}." if late else ""
+    note = (
+        f"Not counted, as you had been told what is right: the answer to {', '.join(late)}."
+        if late
+        else ""
+    )
     return Quiz(when, about, kept, " ".join(filter(None, [note, unkept or unread])))
 
 
@@ -155,8 +177,8 @@ def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
     letters = "".join(letters.lower().split())
     if len(letters) != len(asked):
         raise NoQuiz(
-            f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or - "
-            "(about= asks only about some notebooks)"
+            f"answers has {len(letters)} letters for {len(asked)} questions: give one for each, or"
+            " - (about= asks only about some notebooks)"
         )
     chosen = {}
     for number, (question, letter) in enumerate(zip(asked, letters, strict=True), 1):
@@ -166,7 +188,10 @@ def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
         elif letter in known:
             chosen[question.name] = question.options[known.index(letter)]
         else:
-            raise NoQuiz(f"answers has {letter!r} for question {number}: give one of {', '.join(known)}, or -")
+            raise NoQuiz(
+                f"answers has {letter!r} for question {number}: give one of {', '.join(known)},"
+                " or -"
+            )
     return chosen
 
 
@@ -186,7 +211,11 @@ class QuizPanel:
 
         self.quiz = quiz
         self.number = 0
-        self._asks, self._said, self._choice = HTML(), HTML(), HBox(layout=Layout(flex_flow="row wrap"))
+        self._asks, self._said, self._choice = (
+            HTML(),
+            HTML(),
+            HBox(layout=Layout(flex_flow="row wrap")),
+        )
         self.back, self.next = Button(description="Back"), Button(description="Next")
         self.back.on_click(lambda _: self._go(-1))
         self.next.on_click(lambda _: self._go(1))
@@ -235,7 +264,8 @@ class QuizPanel:
         self.quiz = self.quiz.answer(self.quiz.asked[self.number], option)
         self._mark()
         if self.quiz.is_closed(self.quiz.asked[self.number]):
-            self.next.focus()  # the button that was pressed is disabled now, and would leave a keyboard nowhere
+            # the button that was pressed is disabled now, and would leave a keyboard nowhere
+            self.next.focus()
 
     def _mark(self) -> None:
         """Mark the answer that was given, not by colour alone, and say that it is kept or what is right."""
@@ -261,10 +291,14 @@ class QuizPanel:
 def _question(question: Question, number: int, of: int) -> str:
     options = "".join(f"<li>{escape(option, quote=False)}</li>" for option in question.options)
     return (
-        f'<div style="{_TEXT}"><b>Question {number + 1} of {of}</b> (notebook {question.notebook})<br>'
-        f'{escape(question.asks, quote=False)}<ol style="list-style-type:lower-alpha">{options}</ol></div>'
+        f'<div style="{_TEXT}"><b>Question {number + 1} of {of}</b> (notebook'
+        f" {question.notebook})<br>{escape(question.asks, quote=False)}<ol"
+        f' style="list-style-type:lower-alpha">{options}</ol></div>'
     )
 
 
 def _status(*texts: str) -> str:
-    return f'<div role="status" style="{_TEXT}">{escape(" ".join(filter(None, texts)), quote=False)}</div>'
+    return (
+        '<div role="status"'
+        f' style="{_TEXT}">{escape(" ".join(filter(None, texts)), quote=False)}</div>'
+    )

@@ -22,7 +22,9 @@ _HARD = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with the .json files of the class")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="with the .json files of the class"
+    )
     about = "score only what these routes or notebooks teach: a_day, 03"
     parser.add_argument("--about", nargs="+", default=(), metavar="NAME", help=about)
     parser.add_argument("--json", action="store_true", help="print the report as one object")
@@ -35,7 +37,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _data(report: ClassReport) -> dict[str, object]:
-    whole, *concepts = ({**asdict(line), "gain": line.gain} for line in (report.whole, *report.concepts))
+    whole, *concepts = (
+        {**asdict(line), "gain": line.gain} for line in (report.whole, *report.concepts)
+    )
     exercises = [{**asdict(line), "hard": line.hard} for line in report.exercises]
     return {**asdict(report), "whole": whole, "concepts": concepts, "exercises": exercises}
 
@@ -47,7 +51,8 @@ class Gain:
     Attributes:
         concept: what they are about; all of them are ``"everything"``.
         people: who answered at least one of its questions both times.
-        before, after: share of right answers among the questions that they answered both times; 0 if nobody did.
+        before, after: share of right answers among the questions that they answered both times; 0
+            if nobody did.
     """
 
     concept: str
@@ -78,7 +83,8 @@ class ExerciseLine:
     """One exercise over the class.
 
     Attributes:
-        tried, correct: people with a check that did not say pending, and those of them who solved it.
+        tried, correct: people with a check that did not say pending, and those of them who solved
+            it.
         attempts, hints: mean of those who tried.
         solution_seen: people who looked at the solution before.
         expected_minutes: what the notebook says.
@@ -121,39 +127,75 @@ class ClassReport:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = f"{self.people} learner{'' if self.people == 1 else 's'}, {self.whole.people} answered before and after"
+        said = (
+            f"{self.people} learner{'' if self.people == 1 else 's'}, {self.whole.people} answered"
+            " before and after"
+        )
         if self.whole.people:
             said += ": {2} right before, {3} after, gain {4}".format(*_gain_cells(self.whole))
-        parts = [said, *(f"answered {what}: {', '.join(files)}" for what, files in self.not_twice.items())]
+        parts = [
+            said,
+            *(f"answered {what}: {', '.join(files)}" for what, files in self.not_twice.items()),
+        ]
         parts += self.left_out
         if self.concepts:
-            parts += ["", columns([["concept", "people", "before", "after", "gain"], *map(_gain_cells, self.concepts)])]
-        missed = sorted((q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered)[:5]
+            parts += [
+                "",
+                columns(
+                    [
+                        ["concept", "people", "before", "after", "gain"],
+                        *map(_gain_cells, self.concepts),
+                    ]
+                ),
+            ]
+        missed = sorted(
+            (q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered
+        )[:5]
         if missed:
             head = ["missed most after the course", "right", "taught in", "often answered"]
             rows = (
-                [q.name, f"{q.right} of {q.answered}", f"{q.notebook}, {q.section}", q.common_mistake] for q in missed
+                [
+                    q.name,
+                    f"{q.right} of {q.answered}",
+                    f"{q.notebook}, {q.section}",
+                    q.common_mistake,
+                ]
+                for q in missed
             )
             parts += ["", columns([head, *rows])]
         if tried := [line for line in self.exercises if line.tried]:
-            head = ["exercise", "notebook", "correct", "attempts", "hints", "solution seen", "minutes", ""]
+            head = [
+                "exercise",
+                "notebook",
+                "correct",
+                "attempts",
+                "hints",
+                "solution seen",
+                "minutes",
+                "",
+            ]
             parts += ["", columns([head, *map(_exercise_cells, tried)])]
         return "\n".join(parts)
 
 
 def class_report(folder: Path, about: Sequence[str] = ()) -> ClassReport:
-    """Read every ``.json`` in ``folder``; of two of one learner the later counts. What does not count is said.
+    """Read every ``.json`` in ``folder``; of two of one learner the later counts. What does not
+    count is said.
 
     Args:
-        folder: with files of ``progress().to_json(...)``. ``progress.json``, as the course keeps it, is one as well.
+        folder: with files of ``progress().to_json(...)``. ``progress.json``, as the course keeps
+            it, is one as well.
         about: score only what these routes or notebooks teach; see `quiz`.
 
     Raises:
-        ValueError: ``folder`` is none, nothing in it could be read, or nothing is known by a name in ``about``.
+        ValueError: ``folder`` is none, nothing in it could be read, or nothing is known by a name
+            in ``about``.
     """
     asked = questions_about(about)
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder: name one with files of progress().to_json(...)")
+        raise ValueError(
+            f"{str(folder)!r} is no folder: name one with files of progress().to_json(...)"
+        )
     exports: dict[str, Kept] = {}
     left_out = []
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".csv")):
@@ -163,19 +205,29 @@ def class_report(folder: Path, about: Sequence[str] = ()) -> ClassReport:
             exports[path.name] = parse(path.read_bytes(), VERSION)
         except (ValueError, OSError) as error:
             left_out.append(f"{path.name} is left out: {getattr(error, 'strerror', None) or error}")
-    latest = {kept.learner: name for name, kept in sorted(exports.items(), key=lambda each: each[1].written)}
+    latest = {
+        kept.learner: name
+        for name, kept in sorted(exports.items(), key=lambda each: each[1].written)
+    }
     for name in [name for name, kept in exports.items() if latest[kept.learner] != name]:
-        left_out.append(f"{name} is left out: {latest[exports.pop(name).learner]} is by the same learner, and no older")
+        left_out.append(
+            f"{name} is left out: {latest[exports.pop(name).learner]} is by the same learner, and"
+            " no older"
+        )
     if not exports:
         why = f" ({'; '.join(left_out)})" if left_out else ""
-        raise ValueError(f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)")
+        raise ValueError(
+            f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)"
+        )
     learners = tuple(exports.values())
     not_twice: dict[str, list[str]] = {}
     for name, kept in exports.items():
         if what := _not_twice(kept, asked):
             not_twice.setdefault(what, []).append(name)
     names = dict.fromkeys(question.concept for question in asked)
-    concepts = (_gain(name, [each for each in asked if each.concept == name], learners) for name in names)
+    concepts = (
+        _gain(name, [each for each in asked if each.concept == name], learners) for name in names
+    )
     return ClassReport(
         len(learners),
         _gain("everything", asked, learners),
@@ -202,22 +254,35 @@ def _gain(concept: str, about: Sequence[Question], learners: Sequence[Kept]) -> 
         people += bool(both)
         asked += len(both)
         for when in right:
-            right[when] += sum(learner.quiz[when][question.name] == question.correct for question in both)
+            right[when] += sum(
+                learner.quiz[when][question.name] == question.correct for question in both
+            )
     return Gain(concept, people, right["before"] / max(asked, 1), right["after"] / max(asked, 1))
 
 
 def _question(question: Question, learners: Sequence[Kept]) -> QuestionLine:
-    given = [each.quiz["after"][question.name] for each in learners if question.name in each.quiz["after"]]
+    given = [
+        each.quiz["after"][question.name]
+        for each in learners
+        if question.name in each.quiz["after"]
+    ]
     common = [wrong.says for wrong in question.wrong if wrong.says in given]
     mistake = max(common, key=given.count, default="")
     return QuestionLine(
-        question.name, question.notebook, question.section, len(given), given.count(question.correct), mistake
+        question.name,
+        question.notebook,
+        question.section,
+        len(given),
+        given.count(question.correct),
+        mistake,
     )
 
 
 def _exercises(learners: Sequence[Kept]) -> Iterable[ExerciseLine]:
     for exercise in exercises():
-        people = [each.exercises[exercise.name] for each in learners if exercise.name in each.exercises]
+        people = [
+            each.exercises[exercise.name] for each in learners if exercise.name in each.exercises
+        ]
         tried = [each for each in people if each.attempts]
         times = [each.took_minutes for each in tried if 0 < each.took_minutes <= _MOST_MINUTES]
         yield ExerciseLine(

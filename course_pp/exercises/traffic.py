@@ -54,11 +54,13 @@ def _begun(note: Callable[[Any, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
-    """Refuse an answer that returns while its last message to rank ``to`` may still be on its way; none if below 0.
+    """Refuse an answer that returns while its last message to rank ``to`` may still be on its way;
+    none if below 0.
 
-    Without this the verdict is luck: a message whose handle is dropped arrives if its receiver was waiting already.
-    A rank that waits for a message knows that all before it to the same rank are taken; so does a rank that meets the
-    others at a barrier. Any other collective is called for its result, and that the messages are taken by then is luck.
+    Without this the verdict is luck: a message whose handle is dropped arrives if its receiver was
+    waiting already. A rank that waits for a message knows that all before it to the same rank are
+    taken; so does a rank that meets the others at a barrier. Any other collective is called for its
+    result, and that the messages are taken by then is luck.
 
     Raises:
         Mistake: at the end of the block.
@@ -83,6 +85,7 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     if pending:
         raise Mistake(
             f"Rank {rank} returned before its last message to rank {to} was known to be taken.",
-            "`isend`, `send_activation` and `send_gradient` only begin to send, and the message lives as long as the "
-            "handle that they return. Keep that, and `wait()` for it at the end: otherwise the message may be lost.",
+            "`isend`, `send_activation` and `send_gradient` only begin to send, and the message"
+            " lives as long as the handle that they return. Keep that, and `wait()` for it at the"
+            " end: otherwise the message may be lost.",
         )

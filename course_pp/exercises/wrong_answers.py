@@ -23,13 +23,19 @@ __all__ = ["formulas_of", "written", "wrong_answers"]
 def formulas_of(exercise: Exercise) -> list[Formula]:
     """The formula that is its grader, and those that its grader calls."""
     there = (exercise.grade, *vars(sys.modules[exercise.solution.__module__]).values())
-    return [*dict.fromkeys(e for e in there if isinstance(e, Formula) and e.solution is exercise.solution)]
+    return [
+        *dict.fromkeys(
+            e for e in there if isinstance(e, Formula) and e.solution is exercise.solution
+        )
+    ]
 
 
 def wrong_answers(exercise: Exercise) -> list[Callable[..., Any]]:
     """Functions that people hand in: those that a `Formula` of the grader knows, and ``wrong_answers.toml``'s."""
     known = [wrong for formula in formulas_of(exercise) for wrong, _ in formula.wrongs]
-    return known + [flawed(exercise.solution, *changes.items()) for changes in _table().get(exercise.name, ())]
+    return known + [
+        flawed(exercise.solution, *changes.items()) for changes in _table().get(exercise.name, ())
+    ]
 
 
 def written(exercise: Exercise, wrong: Callable[..., Any]) -> str:
@@ -47,7 +53,9 @@ def _body(fn: Callable[..., Any], names: list[str]) -> str:
     """What a lambda returns, its parameters renamed, those with a default given as its value."""
     tree = ast.parse(Path(fn.__code__.co_filename).read_text(encoding="utf-8"))
     line = fn.__code__.co_firstlineno
-    [found] = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == line]
+    [found] = [
+        each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == line
+    ]
     parameters, values = [each.arg for each in found.args.args], fn.__defaults__ or ()
     named = dict(zip(parameters, names, strict=False))
     named |= dict(zip(parameters[len(parameters) - len(values) :], map(repr, values), strict=True))

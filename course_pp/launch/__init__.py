@@ -1,8 +1,9 @@
 """Starting ranks: from a notebook, a shell, or Slurm. Importing this imports no torch.
 
-`on_ranks` runs a function on real processes; `run_torchrun`, and the ``%torchrun`` magic that ``%load_ext
-course_pp.launch`` adds, run a script as it would be typed. Beside a Slurm cluster both run there, with the settings of
-site.toml, unless told otherwise (``where="local"``, ``%torchrun --local``, or COURSE_PP_WHERE=local for all).
+`on_ranks` runs a function on real processes; `run_torchrun`, and the ``%torchrun`` magic that
+``%load_ext course_pp.launch`` adds, run a script as it would be typed. Beside a Slurm cluster both
+run there, with the settings of site.toml, unless told otherwise (``where="local"``, ``%torchrun
+--local``, or COURSE_PP_WHERE=local for all).
 """
 
 import gc
@@ -15,7 +16,15 @@ from course_pp.launch.fork_server import SERVERS
 from course_pp.launch.ranks import on_ranks
 from course_pp.launch.torchrun import run_torchrun, torchrun_magic
 
-__all__ = ["LaunchError", "RankDied", "RankTraceback", "RanksHung", "Wait", "on_ranks", "run_torchrun"]
+__all__ = [
+    "LaunchError",
+    "RankDied",
+    "RankTraceback",
+    "RanksHung",
+    "Wait",
+    "on_ranks",
+    "run_torchrun",
+]
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -53,7 +53,8 @@ class Returned:
     """The function returned."""
 
     value: bytes  # pickled
-    imported: tuple[str, ...] = ()  # modules of this package that the process it was forked from had not
+    # modules of this package that the process it was forked from had not
+    imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Raised:
     summary: str  # ``Type: message``
     text: str  # the rank's traceback
     at: float  # monotonic clock, seconds; comparable between processes of one machine
-    began_elsewhere: bool = False  # whether the exception itself says that another rank failed first
+    # whether the exception itself says that another rank failed first
+    began_elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,16 @@ def dumps(value: object) -> bytes:
 
     def is_sent_whole(fn: Any) -> bool:
         name = getattr(fn, "__module__", None)
-        return name not in sys.modules or name in ("__main__", *cloudpickle.list_registry_pickle_by_value())
+        return name not in sys.modules or name in (
+            "__main__",
+            *cloudpickle.list_registry_pickle_by_value(),
+        )
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
-            # cloudpickle sends along every loaded submodule whose name a function mentions, and knows plain modules
-            # only: `dist` beside any `.config` would drag in torch.distributed.config, which is of a class of its own.
+            # cloudpickle sends along every loaded submodule whose name a function mentions, and
+            # knows plain modules only: `dist` beside any `.config` would drag in
+            # torch.distributed.config, which is of a class of its own.
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return importlib.import_module, (obj.__name__,)
             # Left alone it is sent by its name, which no rank knows.
@@ -124,21 +130,25 @@ def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 
 def _is_script(module: ModuleType) -> bool:
-    """Return whether the file is run rather than imported, and is sent whole, so that no rank has to import it.
+    """Return whether the file is run rather than imported, and is sent whole, so that no rank has
+    to import it.
 
-    That is a file in no package which is not installed, and a test module, whose import would bring pytest along.
+    That is a file in no package which is not installed, and a test module, whose import would bring
+    pytest along.
     """
     file = os.path.abspath(getattr(module, "__file__", None) or "")
     library = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     if module.__name__ == "__main__" or any(file.startswith(folder + os.sep) for folder in library):
         return False
-    from_pytest = type(getattr(module, "__loader__", None)).__module__ == "_pytest.assertion.rewrite"
+    from_pytest = (
+        type(getattr(module, "__loader__", None)).__module__ == "_pytest.assertion.rewrite"
+    )
     return file.endswith(".py") and (from_pytest or not module.__package__)
 
 
-# A message on a stream socket is eight bytes that hold a length, then so many bytes. A rank blocks in `send` and
-# `receive`. The caller uses a `Channel`, which never blocks, so that a message of any size keeps to the time limit.
-# Where the other end is gone, they raise EOFError or OSError.
+# A message on a stream socket is eight bytes that hold a length, then so many bytes. A rank blocks
+# in `send` and `receive`. The caller uses a `Channel`, which never blocks, so that a message of any
+# size keeps to the time limit. Where the other end is gone, they raise EOFError or OSError.
 
 
 def send(connection: socket.socket, message: bytes) -> None:
@@ -226,5 +236,7 @@ class Channel:
         if self._room:
             return None
         data, was_length = self._data, self._is_length
-        self._expect(_LENGTH.unpack(data)[0] if was_length else _LENGTH.size, is_length=not was_length)
+        self._expect(
+            _LENGTH.unpack(data)[0] if was_length else _LENGTH.size, is_length=not was_length
+        )
         return None if was_length else data

@@ -52,7 +52,10 @@ class _RankLink:
             self._open = opened.pop_all()
         self._far: tuple[socket.socket | FileIO, ...] = (far_control, far_life, far_out, far_err)
         self.channel = Channel(control)
-        self.outputs = {out: Lines(partial(self._show, "stdout")), err: Lines(partial(self._show, "stderr"))}
+        self.outputs = {
+            out: Lines(partial(self._show, "stdout")),
+            err: Lines(partial(self._show, "stderr")),
+        }
         self.ready = False
         self.over = False
         self.end: Returned | Raised | Left | None = None
@@ -101,19 +104,31 @@ class _RankLink:
 
     def error(self, n: int) -> BaseException:
         if (code := self.exit_code) is not None:
-            when = "while it sent what its function returned or raised" if self.over else "before its function returned"
-            how = f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"
-            return RankDied(f"rank {self.number} {how} {when}. {why_ended(code)}", self.number, code)
+            when = (
+                "while it sent what its function returned or raised"
+                if self.over
+                else "before its function returned"
+            )
+            how = (
+                f"ended with exit code {code}"
+                if code >= 0
+                else f"was ended by {signal_name(-code)}"
+            )
+            return RankDied(
+                f"rank {self.number} {how} {when}. {why_ended(code)}", self.number, code
+            )
         if isinstance(self.end, Left):
             code = self.end.exit_code
             left = f"rank {self.number} left through sys.exit({code}) before its function returned"
             return RankDied(f"{left}. Return a value instead.", self.number, code)
         assert isinstance(self.end, Raised)
         substitute = LaunchError(f"rank {self.number} raised {self.end.summary}")
-        # That is where the exception cannot be built again or not be marked, or is no `Exception`: here a
-        # KeyboardInterrupt would pass for one of the caller's own.
+        # That is where the exception cannot be built again or not be marked, or is no `Exception`:
+        # here a KeyboardInterrupt would pass for one of the caller's own.
         with contextlib.suppress(Exception, SystemExit):
-            error = pickle.loads(self.end.exception) if self.end.exception is not None else substitute
+            error = (
+                pickle.loads(self.end.exception) if self.end.exception is not None else substitute
+            )
             if isinstance(error, Exception):
                 return self._marked(error, self.end, n)
         return self._marked(substitute, self.end, n)
@@ -176,7 +191,10 @@ class Crew:
         except KeyboardInterrupt:
             # Whoever interrupts wants to know what was going on.
             if any(rank.running for rank in self._ranks):
-                show("stderr", explain(self._ask(), round(time.monotonic() - begun, 1), interrupted=True))
+                show(
+                    "stderr",
+                    explain(self._ask(), round(time.monotonic() - begun, 1), interrupted=True),
+                )
             raise
         return [rank.end.value for rank in self._ranks if isinstance(rank.end, Returned)]
 
@@ -192,7 +210,10 @@ class Crew:
                 waits = self._ask()
                 message = explain(waits, self._job.timeout_s if begun else _START_LIMIT_S)
                 if not begun:
-                    message += "\nfn was not called yet: ranks import torch, rebuild fn and args, and meet first."
+                    message += (
+                        "\nfn was not called yet: ranks import torch, rebuild fn and args, and meet"
+                        " first."
+                    )
                 raise RanksHung(message, waits)
 
     def _poll(self, seconds: float) -> None:
@@ -204,7 +225,9 @@ class Crew:
             if rank.channel.is_sending:
                 rank.channel.write()
                 if not rank.channel.is_sending:
-                    self._selector.modify(rank.channel, selectors.EVENT_READ, partial(self._exchange, rank))
+                    self._selector.modify(
+                        rank.channel, selectors.EVENT_READ, partial(self._exchange, rank)
+                    )
             data = rank.channel.read()
         except (EOFError, OSError):
             # The life socket will say how the rank ended.
@@ -246,13 +269,21 @@ class Crew:
             return
         settled = time.monotonic() + _ECHO_S
         # A peer of this rank is dead or about to say what went wrong; its news decides.
-        while first.is_echo and any(rank.running for rank in self._ranks) and time.monotonic() < settled:
+        while (
+            first.is_echo
+            and any(rank.running for rank in self._ranks)
+            and time.monotonic() < settled
+        ):
             self._poll(settled - time.monotonic())
             first = self._first_failure() or first
         raise first.error(self._n)
 
     def _first_failure(self) -> _RankLink | None:
-        return min((rank for rank in self._ranks if rank.failed), key=lambda rank: rank.precedence, default=None)
+        return min(
+            (rank for rank in self._ranks if rank.failed),
+            key=lambda rank: rank.precedence,
+            default=None,
+        )
 
     def _ask(self) -> tuple[Wait, ...]:
         asked = [rank for rank in self._ranks if rank.can_answer]
@@ -261,12 +292,17 @@ class Crew:
                 rank.channel.send(pickle.dumps(Said.ASK))
                 rank.channel.write()
         limit = time.monotonic() + _ANSWER_LIMIT_S
-        while time.monotonic() < limit and any(rank.running and rank.report is None for rank in asked):
+        while time.monotonic() < limit and any(
+            rank.running and rank.report is None for rank in asked
+        ):
             self._poll(limit - time.monotonic())
         self._drain()
         waits = waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
         over = {rank.number for rank in self._ranks if rank.running and rank.over}
-        return tuple(replace(wait, operation=SENDING, peers=()) if wait.rank in over else wait for wait in waits)
+        return tuple(
+            replace(wait, operation=SENDING, peers=()) if wait.rank in over else wait
+            for wait in waits
+        )
 
     def _drain(self) -> None:
         """Print what is in the pipes, and no more: ranks may write faster than what we print to can take."""
@@ -275,8 +311,14 @@ class Crew:
             if key.fileobj in outputs:
                 key.data()
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        # An interrupt in here cuts the waiting and printing short; whatever is open closes, which ends ranks as well.
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        # An interrupt in here cuts the waiting and printing short; whatever is open closes, which
+        # ends ranks as well.
         with self._open:
             for rank in self._ranks:
                 with contextlib.suppress(OSError):
@@ -292,7 +334,12 @@ class Crew:
 
     def _preload(self) -> None:
         """Have the server import what these ranks had to. Only now: it ends no rank while it imports."""
-        imported = {name for rank in self._ranks if isinstance(rank.end, Returned) for name in rank.end.imported}
+        imported = {
+            name
+            for rank in self._ranks
+            if isinstance(rank.end, Returned)
+            for name in rank.end.imported
+        }
         if imported:
             self._server.preload(tuple(sorted(imported)))
 
@@ -301,6 +348,7 @@ class Crew:
         for rank in self._ranks:
             rank.life.settimeout(max(0.1, limit - time.monotonic()))
             with contextlib.suppress(OSError):
-                # While the server still imports torch there is no rank yet; when forked it finds itself unwanted.
+                # While the server still imports torch there is no rank yet; when forked it finds
+                # itself unwanted.
                 if self._server.warm:
                     rank.life.recv(STATUS.size)

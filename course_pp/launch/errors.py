@@ -15,14 +15,18 @@ from course_pp.base.cycles import find_cycle
 from course_pp.launch.watch import RankReport, WatchedCall, has_name_of_cell
 
 _ECHO = re.compile(
-    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process exited", re.I
+    r"connection (closed|reset|refused|was)|broken pipe|closed by peer|pair closure|remote process"
+    r" exited",
+    re.I,
 )
 
 
 def is_echo(summary: str, began_elsewhere: bool) -> bool:
-    """Return whether an exception only says that a peer is gone or has failed: the cause lies with that peer.
+    """Return whether an exception only says that a peer is gone or has failed: the cause lies with
+    that peer.
 
-    torch and gloo name a lost connection in the ``summary``, ``Type: message``; ours say it by an attribute.
+    torch and gloo name a lost connection in the ``summary``, ``Type: message``; ours say it by an
+    attribute.
     """
     return began_elsewhere or bool(_ECHO.search(summary))
 
@@ -41,8 +45,11 @@ def why_ended(exit_code: int) -> str:
         return "Something in it called os._exit, or a library ended the process."
     return {
         "SIGKILL": "Something killed it; if nobody did, the system ran out of memory.",
-        "SIGABRT": "A library gave up; with gloo, often a message larger than the buffer that receives it. Under FSDP2 "
-        "that happens where data ranks use different parameters in a step: apply_fsdp2 says what to do.",
+        "SIGABRT": (
+            "A library gave up; with gloo, often a message larger than the buffer that receives it."
+            " Under FSDP2 that happens where data ranks use different parameters in a step:"
+            " apply_fsdp2 says what to do."
+        ),
         "SIGSEGV": "Native code touched memory it does not own.",
     }.get(signal_name(-exit_code), "Something sent it that signal.")
 
@@ -58,7 +65,9 @@ class _Sentence(BaseException):
 
     def _render_traceback_(self) -> list[str]:
         # What IPython calls in place of printing a traceback.
-        cells = [frame for frame in traceback.extract_tb(self.__traceback__) if is_cell(frame.filename)]
+        cells = [
+            frame for frame in traceback.extract_tb(self.__traceback__) if is_cell(frame.filename)
+        ]
         shown = [f"----> {cells[-1].lineno} {cells[-1].line}"] if cells else []
         before = self.__cause__ or (None if self.__suppress_context__ else self.__context__)
         if isinstance(before, RankTraceback):
@@ -97,11 +106,15 @@ class RankTraceback(Exception):
 
 
 def keep_first_frame(error: Exception) -> None:
-    """Cut the traceback of an error that explains itself after the frame that caught it; the rest are our own.
+    """Cut the traceback of an error that explains itself after the frame that caught it; the rest
+    are our own.
 
-    It is a refusal of this package, or comes from a rank and brings the rank's traceback. Others may be our faults.
+    It is a refusal of this package, or comes from a rank and brings the rank's traceback. Others
+    may be our faults.
     """
-    if error.__traceback__ is not None and (isinstance(error.__cause__, RankTraceback) or _is_refusal(error)):
+    if error.__traceback__ is not None and (
+        isinstance(error.__cause__, RankTraceback) or _is_refusal(error)
+    ):
         error.__traceback__.tb_next = None
 
 
@@ -128,9 +141,11 @@ class Wait:
     """What one rank was doing when it was asked.
 
     Attributes:
-        operation: name of the call of ``torch.distributed`` it waits in, or `COMPUTES`, `RETURNED`, `SILENT` (native
-            code that lets no other thread run), or `SENDING` (pickles and sends its result or exception).
-        where: the user's source line, for example ``"cell line 4: dist.recv(x, src=1)"``; may be empty.
+        operation: name of the call of ``torch.distributed`` it waits in, or `COMPUTES`, `RETURNED`,
+            `SILENT` (native code that lets no other thread run), or `SENDING` (pickles and sends
+            its result or exception).
+        where: the user's source line, for example ``"cell line 4: dist.recv(x, src=1)"``; may be
+            empty.
     """
 
     rank: int
@@ -146,7 +161,9 @@ def waits_from(ranks: Iterable[tuple[int, RankReport | None, bool]]) -> tuple[Wa
     return tuple(_wait(rank, report, returned, calls) for rank, report, returned in ranks)
 
 
-def _wait(rank: int, report: RankReport | None, returned: bool, calls: dict[int, WatchedCall | None]) -> Wait:
+def _wait(
+    rank: int, report: RankReport | None, returned: bool, calls: dict[int, WatchedCall | None]
+) -> Wait:
     if returned:
         return Wait(rank, RETURNED, (), "")
     if report is None:
@@ -159,7 +176,11 @@ def _wait(rank: int, report: RankReport | None, returned: bool, calls: dict[int,
         return Wait(rank, COMPUTES, (), where)
     if call.peer is not None:
         return Wait(rank, call.operation, (call.peer,), where)
-    absent = [peer for peer in call.group if peer != rank and not (call.collective and calls.get(peer) == call)]
+    absent = [
+        peer
+        for peer in call.group
+        if peer != rank and not (call.collective and calls.get(peer) == call)
+    ]
     return Wait(rank, call.operation, tuple(absent), where)
 
 
@@ -189,7 +210,9 @@ def _named(ranks: Sequence[int]) -> str:
 def waiting_ring(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``."""
     by_rank = {wait.rank: wait for wait in waits}
-    return tuple(by_rank[rank] for rank in find_cycle({rank: wait.peers for rank, wait in by_rank.items()}))
+    return tuple(
+        by_rank[rank] for rank in find_cycle({rank: wait.peers for rank, wait in by_rank.items()})
+    )
 
 
 def diagnosis(waits: Sequence[Wait], interrupted: bool = False) -> str:
@@ -223,14 +246,20 @@ def _about_missing(waits: Sequence[Wait], interrupted: bool) -> list[str]:
     if gone:
         have, it = ("has", "it") if len(gone) == 1 else ("have", "they")
         sentences.append(
-            f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join any more."
+            f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join"
+            " any more."
         )
     if busy := [wait.rank for wait in idle if wait.rank not in gone]:
-        sentences.append(f"Look at {_named(busy)} first: the others wait for {'it' if len(busy) == 1 else 'them'}.")
+        sentences.append(
+            f"Look at {_named(busy)} first: the others wait for"
+            f" {'it' if len(busy) == 1 else 'them'}."
+        )
     if not sentences and any(wait.operation == SENDING for wait in waits):
         advice = "Let" if interrupted else "Raise timeout_s, or let"
         sentences.append(f"{advice} the ranks return less.")
-    if not sentences and all(wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED):
+    if not sentences and all(
+        wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED
+    ):
         advice = "look" if interrupted else "raise timeout_s, or look"
         sentences.append(f"Nobody waits for a message: {advice} for a loop that does not end.")
     return sentences

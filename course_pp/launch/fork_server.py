@@ -1,15 +1,16 @@
 """The process that ranks are forked from, and its caller's end.
 
-Importing torch costs more than a second, so it is paid once: this process imports it, starts no thread, and
-forks a rank for each request. ``multiprocessing``'s fork server cannot stand in for it: there a child outlives a caller
-that is killed, what a child started is nobody's, and all that a process forks shares one server, with the environment
-of its first call.
+Importing torch costs more than a second, so it is paid once: this process imports it, starts no
+thread, and forks a rank for each request. ``multiprocessing``'s fork server cannot stand in for it:
+there a child outlives a caller that is killed, what a child started is nobody's, and all that a
+process forks shares one server, with the environment of its first call.
 
-A request to fork is one byte on the server's socket with the rank's file descriptors: control socket, life socket,
-standard output and error and, for the rank that hosts the store, a listening socket. The server answers on the life
-socket, once the rank has ended, with its exit status. When the other end of a life socket closes, whether on purpose or
-because the caller was killed, the server ends the rank's process group. Only the server reaps ranks, so it never
-signals a process id that has been given to someone else.
+A request to fork is one byte on the server's socket with the rank's file descriptors: control
+socket, life socket, standard output and error and, for the rank that hosts the store, a listening
+socket. The server answers on the life socket, once the rank has ended, with its exit status. When
+the other end of a life socket closes, whether on purpose or because the caller was killed, the
+server ends the rank's process group. Only the server reaps ranks, so it never signals a process id
+that has been given to someone else.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ class ForkServer:
                 stdin=path,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "MKL_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
                 pass_fds=[theirs.fileno()],
                 # Away from the terminal's interrupts: the caller decides when ranks end.
                 start_new_session=True,
@@ -100,8 +106,9 @@ class ForkServer:
     def lost(self) -> LaunchError:
         self.stop()
         return LaunchError(
-            f"the process that starts ranks ended{self._last_words and f': {self._last_words}'}. "
-            f"Check that `{sys.executable} -c 'import torch.distributed.pipelining'` works, then call again."
+            f"the process that starts ranks ended{self._last_words and f': {self._last_words}'}."
+            f" Check that `{sys.executable} -c 'import torch.distributed.pipelining'` works, then"
+            " call again."
         )
 
     def stop(self) -> None:
@@ -114,7 +121,9 @@ class ForkServer:
             self.process.wait()
         if not self._errors.closed:
             self._errors.seek(0)
-            self._last_words = "".join(self._errors.read().decode(errors="replace").strip().splitlines()[-1:])
+            self._last_words = "".join(
+                self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            )
         self._open.close()
 
 
@@ -150,8 +159,9 @@ def serve(sock_fd: int) -> None:
     parent = os.getppid()
     # Of a caller that blocks them we would never hear that a rank has ended.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Some modules of torch ask for GPUs while they are imported. Unless NVML answers, the CUDA runtime does, and no
-    # process forked after that can use it. Ranks have the environment of their call.
+    # Some modules of torch ask for GPUs while they are imported. Unless NVML answers, the CUDA
+    # runtime does, and no process forked after that can use it. Ranks have the environment of their
+    # call.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _importing_for_ranks():
         import cloudpickle  # noqa: F401
@@ -161,7 +171,8 @@ def serve(sock_fd: int) -> None:
 
         watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
     if sys.platform.startswith("linux"):
-        # Orphaned descendants become children of this process, whatever group or session they moved to.
+        # Orphaned descendants become children of this process, whatever group or session they moved
+        # to.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _Forker(socket.socket(fileno=sock_fd), parent).run()
 
@@ -186,7 +197,8 @@ class _Forker:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._child_write, warn_on_full_buffer=False)
         try:
-            # A caller that forked keeps the socket open beyond its own death: hence the look at the parent.
+            # A caller that forked keeps the socket open beyond its own death: hence the look at the
+            # parent.
             while os.getppid() == self._parent:
                 for key, _ in self._selector.select(_CHECK_PARENT_S):
                     if key.fileobj is self._requests:
@@ -219,7 +231,8 @@ class _Forker:
         before = set(sys.modules)
         with _importing_for_ranks():
             for name in modules:
-                # A rank has imported it, so it fails only if its file has changed; the next rank will then say so.
+                # A rank has imported it, so it fails only if its file has changed; the next rank
+                # will then say so.
                 with contextlib.suppress(BaseException):
                     importlib.import_module(name)
         package = __name__.partition(".")[0] + "."
@@ -240,7 +253,8 @@ class _Forker:
         pid = os.fork()
         if pid == 0:
             self._become_rank(fds)
-        # Both sides set the group: whichever is first, nobody can signal the pid before it leads its group.
+        # Both sides set the group: whichever is first, nobody can signal the pid before it leads
+        # its group.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         control, life, *others = fds
@@ -317,7 +331,8 @@ def _importing_for_ranks() -> Iterator[None]:
 
 def _reaped(pid: int) -> int | None:
     """Return the exit code of a rank that has ended, whose group is then ended too; None while the rank runs."""
-    # Until it is reaped, the dead leader keeps its number and so its group's: the safe moment to signal the group.
+    # Until it is reaped, the dead leader keeps its number and so its group's: the safe moment to
+    # signal the group.
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -354,10 +369,11 @@ def _read(file: str) -> str:
 
 
 def _use_huge_pages() -> None:
-    """Move what was imported into huge pages, so that a fork copies a hundred page-table entries, not 50,000.
+    """Move what was imported into huge pages, so that a fork copies a hundred page-table entries,
+    not 50,000.
 
-    Asked for range by range (Linux 6.1 and later): allocator settings would stay on in the ranks, where learners
-    measure.
+    Asked for range by range (Linux 6.1 and later): allocator settings would stay on in the ranks,
+    where learners measure.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -1,8 +1,9 @@
-"""The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node and brings back how they ended.
+"""The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node and brings back
+how they ended.
 
-A job serves one call after another, as the process that ranks fork from does on this machine: only the first call
-waits in the queue and for torch. It ends when no call has come for a while, sooner or between two calls if others wait
-for its cores, when a call is interrupted, and with us.
+A job serves one call after another, as the process that ranks fork from does on this machine: only
+the first call waits in the queue and for torch. It ends when no call has come for a while, sooner
+or between two calls if others wait for its cores, when a call is interrupted, and with us.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from course_pp.launch.slurm import Job
 from course_pp.launch.surroundings import shell
 from course_pp.launch.where import Needs, Place, Site
 
-# By so much a job outlasts the time for which it is given calls: one that is just on its way finds it waiting.
+# By so much a job outlasts the time for which it is given calls: one that is just on its way finds
+# it waiting.
 _ON_ITS_WAY_S = 5
 _ROOM = "Make room there, or set folder in site.toml to another one that all nodes see."
 
 
-# Printed by the node when it has taken a call, by number, and when the call's end lies in the folder.
+# Printed by the node when it has taken a call, by number, and when the call's end lies in the
+# folder.
 BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 
 
@@ -40,9 +43,11 @@ BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
 class RemoteCall:
     """A call of ``on_ranks`` on its way to a node."""
 
-    job: RankJob  # without an environment, nor a search path if the nodes have an interpreter of their own
+    # without an environment, nor a search path if the nodes have an interpreter of their own
+    job: RankJob
     payload: bytes  # function and arguments, pickled
-    environ: Mapping[str, str | None] = field(default_factory=dict)  # changes since the last call; None where gone
+    # changes since the last call; None where gone
+    environ: Mapping[str, str | None] = field(default_factory=dict)
     python: tuple[int, int] = sys.version_info[:2]  # functions travel between equal ones only
 
 
@@ -50,7 +55,8 @@ class RemoteCall:
 class End:
     """How a call ended on the node."""
 
-    results: tuple[bytes, ...] | None  # one pickle a rank; None if ``raised`` says why there are none
+    # one pickle a rank; None if ``raised`` says why there are none
+    results: tuple[bytes, ...] | None
     raised: bytes | None = None  # exception, its cause and its notes, pickled
 
 
@@ -83,10 +89,16 @@ class _Task(Process):
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
         self._calls = self._begun = self._answers = 0
         self._answered_at = 0.0
-        self.said_in: int | None = None  # number of the notebook cell that has shown where its ranks run
+        # number of the notebook cell that has shown where its ranks run
+        self.said_in: int | None = None
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
-            program = ["-m", "course_pp.launch.remote", str(self._folder), str(self.keep_s + _ON_ITS_WAY_S)]
+            program = [
+                "-m",
+                "course_pp.launch.remote",
+                str(self._folder),
+                str(self.keep_s + _ON_ITS_WAY_S),
+            ]
             # A step gives way to nobody: its cores stay with the job in which it runs.
             program += [NAME] if place.job is None else []
             command = Command(
@@ -104,25 +116,33 @@ class _Task(Process):
         gpus = needs.gpus and job is None and bool(site.gres)
         enough = (needs.ranks or 1) <= (self.needs.ranks or 1) and gpus <= self.needs.gpus
         waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
-        return alike and enough and waits and self.running and self._job.seconds_left() > needs.seconds
+        return (
+            alike and enough and waits and self.running and self._job.seconds_left() > needs.seconds
+        )
 
     def end(self, call: RemoteCall, limit_s: float) -> End | None:
         """Return how the call ended; None if the job, after serving other calls, ended before it took this one."""
         __tracebackhide__ = True
         before, self._environ = self._environ, of_no_rank(os.environ)
-        changed = {name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()}
+        changed = {
+            name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()
+        }
         self._calls += 1
         number = self._calls
         try:
             write(call_file(self._folder, number), replace(call, environ=changed))
         except OSError as error:
-            raise LaunchError(f"the call cannot be written to {self._folder} ({error.strerror}). {_ROOM}") from None
+            raise LaunchError(
+                f"the call cannot be written to {self._folder} ({error.strerror}). {_ROOM}"
+            ) from None
         self.tell(str(number))
         self.wait(limit_s)
         if self._answers < number:
             if 1 < number > self._begun:
                 return None
-            raise self.error() or LaunchError("the Slurm job ended before the ranks had answered. Call again.")
+            raise self.error() or LaunchError(
+                "the Slurm job ended before the ranks had answered. Call again."
+            )
         return self._taken(end_file(self._folder, number))
 
     def _taken(self, file: Path) -> End:
@@ -130,7 +150,9 @@ class _Task(Process):
             end: End = pickle.loads(file.read_bytes())
             file.unlink()
         except OSError as error:
-            raise LaunchError(f"the ranks have ended, but {file} cannot be read ({error.strerror}). {_ROOM}") from None
+            raise LaunchError(
+                f"the ranks have ended, but {file} cannot be read ({error.strerror}). {_ROOM}"
+            ) from None
         return end
 
     @property
@@ -154,7 +176,9 @@ class _Task(Process):
             super().take_line(stream, line)
 
     def hung(self, seconds: float) -> RanksHung:
-        return RanksHung(f"still running after {seconds:g} s, and the node does not say what its ranks do.")
+        return RanksHung(
+            f"still running after {seconds:g} s, and the node does not say what its ranks do."
+        )
 
 
 class Tasks:
@@ -203,7 +227,9 @@ class Tasks:
         task = self._task
         if task is not None and task.fits(needs, place.site, place.job):
             if task.said_in != (cell := _cell()) or cell is None:
-                print(f"Ranks run in Slurm job {task.number}, kept since the last call.", flush=True)
+                print(
+                    f"Ranks run in Slurm job {task.number}, kept since the last call.", flush=True
+                )
             task.said_in = cell
             return task
         self.stop()

@@ -30,17 +30,34 @@ POLL_S = 0.2
 GRACE_S = 5.0
 LAST_LINES = 12
 _LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
-# What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would pass for a rank.
+# What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would
+# pass for a rank.
 _OF_A_RANK = {
     *(f"{prefix}RANK" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
     *(f"{prefix}WORLD_SIZE" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
     *("MASTER_ADDR", "MASTER_PORT"),
-    *(f"TORCHELASTIC_{what}" for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")),
-    *(f"SLURM_{what}" for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")),
-    *(f"SLURM_{what}" for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")),
-    # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which there is one a node.
-    *(f"SLURM_{what}" for what in ("GPUS", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "NTASKS_PER_GPU", "CPUS_PER_GPU")),
-    *(f"SLURM_{what}" for what in ("NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "GPU_BIND", "DISTRIBUTION")),
+    *(
+        f"TORCHELASTIC_{what}"
+        for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")
+    ),
+    *(
+        f"SLURM_{what}"
+        for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")
+    ),
+    *(
+        f"SLURM_{what}"
+        for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")
+    ),
+    # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which
+    # there is one a node.
+    *(
+        f"SLURM_{what}"
+        for what in ("GPUS", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "NTASKS_PER_GPU", "CPUS_PER_GPU")
+    ),
+    *(
+        f"SLURM_{what}"
+        for what in ("NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "GPU_BIND", "DISTRIBUTION")
+    ),
     *(f"SLURM_{what}" for what in ("THREADS_PER_CORE", "HINT", "EXACT")),
     # Would cut the ranks off from labels and watchdog, or label their lines a second time.
     *("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV", "SLURM_LABELIO"),
@@ -61,30 +78,46 @@ class Command:
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
     """Return ``environ`` without the variables that describe one rank, or one step, of another run."""
     return {
-        name: value for name, value in environ.items() if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
     }
 
 
 class Process:
     """A running command. Leaving the context ends it, and with it its job.
 
-    Its job's guard removes ``folder``, which the run shares with its nodes, if this process is killed. What is
-    ``opened`` is closed at the end; it is taken over once the command has started.
+    Its job's guard removes ``folder``, which the run shares with its nodes, if this process is
+    killed. What is ``opened`` is closed at the end; it is taken over once the command has started.
     """
 
     def __init__(
-        self, command: Command, environ: Mapping[str, str], folder: Path, opened: contextlib.ExitStack
+        self,
+        command: Command,
+        environ: Mapping[str, str],
+        folder: Path,
+        opened: contextlib.ExitStack,
     ) -> None:
         self.command = command
         self._selector = opened.enter_context(selectors.DefaultSelector())
         self.printed: list[str] = []
-        self.ranks_said: dict[tuple[int, str], deque[str]] = defaultdict(partial(deque, maxlen=LAST_LINES))
+        self.ranks_said: dict[tuple[int, str], deque[str]] = defaultdict(
+            partial(deque, maxlen=LAST_LINES)
+        )
         self.launcher_said: list[str] = []
         environ = {**of_no_rank(os.environ), **command.environ, **environ}
         argv: tuple[str, ...] = command.argv
         local = command.place.local
         if not local:
-            argv = (sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder), *argv)
+            argv = (
+                sys.executable,
+                "-I",
+                "-S",
+                guard.__file__,
+                str(os.getpid()),
+                str(folder),
+                *argv,
+            )
             environ = {**environ, "SLURM_JOB_NAME": guard.NAME}
         self._process = subprocess.Popen(
             argv,
@@ -92,12 +125,14 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environ,
-            # An interrupt is for us; the launcher is then told to end its ranks first. Our job is known by the session.
+            # An interrupt is for us; the launcher is then told to end its ranks first. Our job is
+            # known by the session.
             start_new_session=True,
         )
         self.job = None if local else Job(self._process.pid, environ, command.place.job)
         if self._process.stdin is not None:
-            # From here on whatever goes wrong, an interrupt too, ends the job: its guard looks at the end of this pipe.
+            # From here on whatever goes wrong, an interrupt too, ends the job: its guard looks at
+            # the end of this pipe.
             opened.callback(self._hang_up)
         self._open_streams = 2
         for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
@@ -133,7 +168,8 @@ class Process:
             if limit is None and self._has_started():
                 limit = time.monotonic() + timeout_s
             wait = POLL_S if limit is None else min(POLL_S, limit - time.monotonic())
-            # Something that outlives the launcher may hold its streams open: hence the look at the process.
+            # Something that outlives the launcher may hold its streams open: hence the look at the
+            # process.
             if not self.poll(wait) and not self.running:
                 break
             if limit is not None and time.monotonic() >= limit:
@@ -147,7 +183,9 @@ class Process:
             return None
         if self.job is not None:
             asked = shlex.join(self.command.place.srun)
-            if verdict := self.job.verdict(self.launcher_said, asked, self.a_rank_failed(), bool(self.printed)):
+            if verdict := self.job.verdict(
+                self.launcher_said, asked, self.a_rank_failed(), bool(self.printed)
+            ):
                 return verdict
         return self.failure(code) if code else None
 
@@ -168,7 +206,9 @@ class Process:
     def failure(self, exit_code: int) -> BaseException:
         """Return the exception for an exit code that Slurm does not explain."""
         said = "\n".join(self.launcher_said[-LAST_LINES:])
-        return LaunchError(f"`{self.command.shown}` ended with exit code {exit_code}. It said:\n{said}")
+        return LaunchError(
+            f"`{self.command.shown}` ended with exit code {exit_code}. It said:\n{said}"
+        )
 
     def hung(self, seconds: float) -> BaseException:
         return TimeoutError(f"still running after {seconds:g} s.")
@@ -210,7 +250,8 @@ class Process:
             said.append(re.sub(r"^\[rank\d+\]: ?", "", match[2]))
             show(stream, line)
         else:
-            # The launcher's own words: a page for a failed rank, which one sentence of ours replaces.
+            # The launcher's own words: a page for a failed rank, which one sentence of ours
+            # replaces.
             self.launcher_said.append(line)
             if self.job is not None and is_news(line):
                 self.job.look_soon()
@@ -254,10 +295,16 @@ def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
         found = folder.stat()
         made = tempfile.TemporaryDirectory(prefix="run_", dir=folder, ignore_cleanup_errors=True)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"folder is {parent!r}, in which none can be made ({error}). {remedy}") from None
+        raise ValueError(
+            f"folder is {parent!r}, in which none can be made ({error}). {remedy}"
+        ) from None
     ours = found.st_uid == os.geteuid()
-    if not found.st_mode & stat.S_ISVTX and not (ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+    if not found.st_mode & stat.S_ISVTX and not (
+        ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         made.cleanup()
         remedy = f"`chmod go-w {folder}` mends that." if ours else remedy
-        raise ValueError(f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}")
+        raise ValueError(
+            f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}"
+        )
     return made

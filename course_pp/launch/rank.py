@@ -20,7 +20,8 @@ from course_pp.launch import watch
 from course_pp.launch.channel import Left, Raised, RankJob, Returned, Said, dumps, receive, send
 
 _INSIDE = "COURSE_PP_RANK_PID"
-# What course_pp.training imports besides torch: importing them starts no thread and reads no environment.
+# What course_pp.training imports besides torch: importing them starts no thread and reads no
+# environment.
 _HARMLESS = {"tokenizers", "xxhash"}
 
 
@@ -58,8 +59,8 @@ def inside() -> bool:
 def main(control: int, listener: int | None) -> None:
     """Run the function, send how it ended, and wait to be ended.
 
-    It never returns of itself: a rank that left would close its connections, and its peers' errors about that
-    could reach the caller before the reason does.
+    It never returns of itself: a rank that left would close its connections, and its peers' errors
+    about that could reach the caller before the reason does.
     """
     pid = os.getpid()  # fn may fork
     connection = socket.socket(fileno=control)
@@ -78,13 +79,20 @@ def main(control: int, listener: int | None) -> None:
         caller.send(outcome)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.write(2, f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n".encode())
+            os.write(
+                2,
+                f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n".encode(),
+            )
         os._exit(1)
     threading.Event().wait()
 
 
 def _outcome(
-    job: RankJob, payload: bytes | bytearray, listener: int | None, caller: _Caller, stores: list[object]
+    job: RankJob,
+    payload: bytes | bytearray,
+    listener: int | None,
+    caller: _Caller,
+    stores: list[object],
 ) -> Returned | Raised | Left:
     inherited = set(sys.modules)
     try:
@@ -115,13 +123,14 @@ def _outcome(
     _say_over(caller)
     try:
         data = dumps(value)
-        # What cannot be built again, never comes to an end of it, or ends the process, does so here and not there.
+        # What cannot be built again, never comes to an end of it, or ends the process, does so here
+        # and not there.
         pickle.loads(data)
     except BaseException as e:
         what = type(value).__qualname__
         error = TypeError(
-            f"rank {job.rank} returned a {what} that cannot be sent back ({type(e).__name__}: {e}). "
-            "Return tensors, numbers, strings or containers of them."
+            f"rank {job.rank} returned a {what} that cannot be sent back ({type(e).__name__}: {e})."
+            " Return tensors, numbers, strings or containers of them."
         )
         return _raised(error.with_traceback(e.__traceback__))
     return Returned(data, _own_modules(inherited))
@@ -134,13 +143,19 @@ def _say_over(caller: _Caller) -> None:
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
-    """Return the modules of this package that this rank imported; none if they imported another package, too.
+    """Return the modules of this package that this rank imported; none if they imported another
+    package, too.
 
-    The server imports them for the next call. Another package may start threads, which a server that forks must not
-    have, or read the environment of this call; those of `_HARMLESS` do neither.
+    The server imports them for the next call. Another package may start threads, which a server
+    that forks must not have, or read the environment of this call; those of `_HARMLESS` do neither.
     """
     new = sys.modules.keys() - inherited
-    known = {name.partition(".")[0] for name in inherited} | sys.stdlib_module_names | _HARMLESS | {"course_pp"}
+    known = (
+        {name.partition(".")[0] for name in inherited}
+        | sys.stdlib_module_names
+        | _HARMLESS
+        | {"course_pp"}
+    )
     if any(name.partition(".")[0] not in known for name in new):
         return ()
     return tuple(sorted(name for name in new if name.partition(".")[0] == "course_pp"))
@@ -172,7 +187,10 @@ def _enter(job: RankJob) -> None:
     linecache.cache.update(job.sources)
     # The caller reads UTF-8, whatever the locale.
     for number, name in ((1, "stdout"), (2, "stderr")):
-        setattr(sys, name, open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
+        stream = open(  # noqa: SIM115
+            number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
 
 
 def _join(job: RankJob, listener: int | None) -> Any:
@@ -183,8 +201,12 @@ def _join(job: RankJob, listener: int | None) -> Any:
     torch.set_num_threads(job.threads)
     # The watchdog answers at the time limit; the group's own must not come first.
     timeout = timedelta(seconds=job.timeout_s + 60)
-    hosts: dict[str, Any] = {} if listener is None else {"wait_for_workers": False, "master_listen_fd": listener}
-    store = dist.TCPStore("127.0.0.1", job.port, job.world_size, listener is not None, timeout, **hosts)
+    hosts: dict[str, Any] = (
+        {} if listener is None else {"wait_for_workers": False, "master_listen_fd": listener}
+    )
+    store = dist.TCPStore(
+        "127.0.0.1", job.port, job.world_size, listener is not None, timeout, **hosts
+    )
     if job.backend is None:
         return store
     if job.backend == "nccl":

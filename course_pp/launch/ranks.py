@@ -21,7 +21,8 @@ from course_pp.launch.surroundings import job_here, standard_descriptors_taken
 from course_pp.launch.where import Needs, decide, on_a_node
 
 _MOST_RANKS = 4096  # of one machine: it would come to a standstill
-# select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up later.
+# select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up
+# later.
 _MOST_S = 1_000_000
 
 
@@ -34,27 +35,29 @@ def on_ranks(
     threads: int = 1,
     where: str | None = None,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and return their results.
+    """Run ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and return their
+    results.
 
-    What the ranks print appears here, each line labelled with its rank. No process is left behind, however the call
-    ends.
+    What the ranks print appears here, each line labelled with its rank. No process is left behind,
+    however the call ends.
 
     Args:
-        fn: called with the rank first; may be defined in a cell. It, ``args`` and its results must pickle.
+        fn: called with the rank first; may be defined in a cell. It, ``args`` and its results must
+            pickle.
         timeout_s: limit in seconds, counted from the moment all ranks are ready.
-        backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no process group, in
-            which case ``init_process_group`` with ``env://`` works in ``fn``.
+        backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no
+            process group, in which case ``init_process_group`` with ``env://`` works in ``fn``.
         threads: intra-operation threads of each rank.
-        where: ``"local"``; ``"slurm"``, one node of a cluster; or None: the node of the Slurm job in which this runs,
-            else a job of its own where a cluster answers, which is kept for the next calls and has GPUs unless
-            ``backend`` is gloo; else this machine.
+        where: ``"local"``; ``"slurm"``, one node of a cluster; or None: the node of the Slurm job
+            in which this runs, else a job of its own where a cluster answers, which is kept for the
+            next calls and has GPUs unless ``backend`` is gloo; else this machine.
 
     Raises:
         Whatever the first failing rank raised, with that rank's traceback as its cause.
         RankDied: a rank was killed or left the process.
         RanksHung: at the time limit; says which rank waits for whom.
-        LaunchError: the ranks could not be started, an exception cannot be sent back, or Slurm refused or ended the
-            job.
+        LaunchError: the ranks could not be started, an exception cannot be sent back, or Slurm
+            refused or ended the job.
     """
     __tracebackhide__ = True  # a reader looks for the line of the rank, not for ours
     check_arguments(on_ranks, locals())
@@ -78,7 +81,9 @@ def on_ranks(
             results = run_ranks(job, payload)
         else:
             own_interpreter = place.site.python or place.site.container
-            call = RemoteCall(replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload)
+            call = RemoteCall(
+                replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload
+            )
             results = TASKS.results(place, needs, call)
         return [_rebuilt(rank, result) for rank, result in enumerate(results)]
     except Exception as error:
@@ -100,8 +105,8 @@ def refuse_bad_limit(timeout_s: float) -> None:
     __tracebackhide__ = True
     if not 0 < timeout_s <= _MOST_S:
         raise ValueError(
-            f"timeout_s is {shown(timeout_s)}; it must be a positive number of seconds, at most {_MOST_S} (11 days). "
-            "For a run that may take long, pass for example timeout_s=3600."
+            f"timeout_s is {shown(timeout_s)}; it must be a positive number of seconds, at most"
+            f" {_MOST_S} (11 days). For a run that may take long, pass for example timeout_s=3600."
         )
 
 
@@ -116,8 +121,9 @@ def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     except TypeError as e:
         name = getattr(fn, "__name__", shown(fn))
         raise TypeError(
-            f"on_ranks calls {name}(rank, *args) with {len(args)} args, but {name}{signature} has {e}. "
-            f"Its first parameter is the rank; pass the others after it: on_ranks(n, {name}, …)."
+            f"on_ranks calls {name}(rank, *args) with {len(args)} args, but {name}{signature} has"
+            f" {e}. Its first parameter is the rank; pass the others after it: on_ranks(n,"
+            f" {name}, …)."
         ) from None
 
 
@@ -134,6 +140,7 @@ def _rebuilt(rank: int, pickled: bytes) -> Any:
         return pickle.loads(pickled)
     except (Exception, SystemExit) as error:
         raise TypeError(
-            f"what rank {rank} returned cannot be rebuilt where on_ranks was called ({type(error).__name__}: {error}). "
-            "Return tensors, numbers, strings or containers of them."
+            f"what rank {rank} returned cannot be rebuilt where on_ranks was called"
+            f" ({type(error).__name__}: {error}). Return tensors, numbers, strings or containers of"
+            " them."
         ) from error

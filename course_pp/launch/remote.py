@@ -1,9 +1,11 @@
-"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE [NAME]``, one task.
+"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE
+[NAME]``, one task.
 
-Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as they are in a
-notebook, and how each call ended is written beside it. After PATIENCE seconds without a call the job ends. If a job
-called NAME, of whomever, waits in the queue for what this one holds, it ends after some seconds without a call, or,
-where there are none, between two calls once the other has waited for its turn. It never ends during a call.
+Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as
+they are in a notebook, and how each call ended is written beside it. After PATIENCE seconds without
+a call the job ends. If a job called NAME, of whomever, waits in the queue for what this one holds,
+it ends after some seconds without a call, or, where there are none, between two calls once the
+other has waited for its turn. It never ends during a call.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ from course_pp.launch.ranks import run_ranks
 from course_pp.launch.surroundings import job_here
 
 _FIRST_CALL_S = 60.0
-# Between an idle job's looks at the queue. By chance, or all jobs of a class give way to the one that waits.
+# Between an idle job's looks at the queue. By chance, or all jobs of a class give way to the one
+# that waits.
 _LOOK_S = 10.0, 20.0
-# By so long a wait another job has earned the turn of one whose calls follow each other without such a pause.
+# By so long a wait another job has earned the turn of one whose calls follow each other without
+# such a pause.
 _TURN_S = 60.0
 _ANSWER_LIMIT_S = 5.0
-# Number, user and reason of a job that waits for what we hold: cores, a group's share of them, or our user's.
+# Number, user and reason of a job that waits for what we hold: cores, a group's share of them, or
+# our user's.
 _WAITS_FOR_US = re.compile(
     r"^(\d+) (?:"
     r"\d+ (?:Resources|Priority|(?:QOS|Assoc)Grp(?:Cpu|Mem|Node|Jobs)Limit|(?:QOS|Assoc)GrpGRES|Max\w+PerAccount)"
@@ -83,7 +88,9 @@ class _Others:
             argv.append(f"--partition={partition}")
         numbers: list[str] = []
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            answer = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=_ANSWER_LIMIT_S)
+            answer = subprocess.run(
+                argv, capture_output=True, text=True, errors="replace", timeout=_ANSWER_LIMIT_S
+            )
             numbers = _WAITS_FOR_US.findall(answer.stdout)
         self._looked_at = time.monotonic()
         self._seen_at = {number: self._seen_at.get(number, self._looked_at) for number in numbers}
@@ -102,8 +109,9 @@ def _answer(folder: Path, number: int) -> None:
         write(end_file(folder, number), end)
     except OSError as error:
         unwritten = LaunchError(
-            f"the ranks have ended, but what they returned cannot be written to {folder} ({error.strerror}). "
-            "Make room there, let them return less, or set folder in site.toml to another one that all nodes see."
+            f"the ranks have ended, but what they returned cannot be written to {folder}"
+            f" ({error.strerror}). Make room there, let them return less, or set folder in"
+            " site.toml to another one that all nodes see."
         )
         with contextlib.suppress(OSError):  # the caller finds nothing then, and says that
             write(end_file(folder, number), End(None, _dumped(unwritten)))
@@ -134,10 +142,12 @@ def _read(file: Path) -> RemoteCall:
 def _become(call: RemoteCall) -> None:
     """Make this process look like the caller's to its ranks."""
     if call.python != sys.version_info[:2]:
-        theirs, ours = (".".join(map(str, version)) for version in (call.python, sys.version_info[:2]))
+        theirs, ours = (
+            ".".join(map(str, version)) for version in (call.python, sys.version_info[:2])
+        )
         raise LaunchError(
-            f"you call from Python {theirs}, and the node runs Python {ours}, between which functions cannot travel. "
-            f"Set python in site.toml to a Python {theirs} on the nodes."
+            f"you call from Python {theirs}, and the node runs Python {ours}, between which"
+            f" functions cannot travel. Set python in site.toml to a Python {theirs} on the nodes."
         )
     try:
         os.chdir(call.job.cwd)

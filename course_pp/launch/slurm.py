@@ -13,9 +13,11 @@ from course_pp.launch.errors import LaunchError
 from course_pp.launch.guard import NAME, SESSIONS, sent_from
 
 _ANSWER_LIMIT_S = 5.0
-# Every user's looks at the queue end at one controller: the longer a job has waited, the rarer they are.
+# Every user's looks at the queue end at one controller: the longer a job has waited, the rarer they
+# are.
 _FIRST_LOOK_S, _LOOK_S, _RAREST_LOOK_S = 0.3, 2.0, 30.0
-# Who holds the cores is told to those who wait longer than a job takes to start, and is no news for a while.
+# Who holds the cores is told to those who wait longer than a job takes to start, and is no news for
+# a while.
 _HELD_FIRST_S, _HELD_S, _MOST_HOLDERS = 2.0, 60.0, 3
 _COMPLETING_S = 3.0
 _REASONS = {
@@ -42,11 +44,18 @@ _INCURABLE_LOOKS = 2
 _QUEUED, _BOOTING = "PD", "CF"
 # The last word of a job, and what to make of it.
 _STATES = {
-    "TIMEOUT": "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run.",
-    "NODE_FAIL": "lost a node. Run it again; if it happens again, tell whoever runs the cluster which node it was.",
+    "TIMEOUT": (
+        "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run."
+    ),
+    "NODE_FAIL": (
+        "lost a node. Run it again; if it happens again, tell whoever runs the cluster which node"
+        " it was."
+    ),
     "CANCELLED": "was cancelled from outside, by scancel or by an administrator.",
     "PREEMPTED": "was pre-empted by a job of higher priority. Run it again.",
-    "OUT_OF_MEMORY": 'used more memory than it had asked for. Ask for more: options = ["--mem=…"] in site.toml.',
+    "OUT_OF_MEMORY": (
+        'used more memory than it had asked for. Ask for more: options = ["--mem=…"] in site.toml.'
+    ),
     "DEADLINE": "could not end before its deadline.",
 }
 _SAID = (
@@ -57,14 +66,15 @@ _SAID = (
     ("oom.kill", "OUT_OF_MEMORY"),
 )
 _REFUSED = re.compile(
-    r"srun: error: Unable to (?:allocate resources|create step for job \d+|confirm allocation[^:]*): (.*)"
+    r"srun: error: Unable to (?:allocate resources|create step for job \d+|confirm"
+    r" allocation[^:]*): (.*)"
 )
 _OF_A_TASK = re.compile(r"srun: error: .*\btasks? [\d,-]+: ")
 _FAILED_TASK = re.compile(_OF_A_TASK.pattern + "Exited with exit code")
 _NEWS = re.compile(r"srun: job \d+ (queued and waiting for|has been allocated) resources")
 _SETTINGS = (
-    '`sinfo -o "%P %D %c %G"` shows partitions, their nodes, cores and GPUs; partition, account, time_limit, gres and '
-    "options are set in site.toml."
+    '`sinfo -o "%P %D %c %G"` shows partitions, their nodes, cores and GPUs; partition, account,'
+    " time_limit, gres and options are set in site.toml."
 )
 
 
@@ -90,18 +100,24 @@ class Job:
         return f"the run in {who}" if self.step else who
 
     def queue_line(self) -> str | None:
-        """Return where the job stands in the queue, and a line on who holds the cores; asks Slurm now and then.
+        """Return where the job stands in the queue, and a line on who holds the cores; asks Slurm
+        now and then.
 
         Each is returned only if it has changed; None if neither has.
 
-        Raises LaunchError where Slurm keeps the job in the queue for a reason that waiting does not cure.
+        Raises LaunchError where Slurm keeps the job in the queue for a reason that waiting does not
+        cure.
         """
         if self.started or time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RAREST_LOOK_S)
         number = self._found()
-        rows = self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r") if number else []
+        rows = (
+            self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r")
+            if number
+            else []
+        )
         if not rows or rows[0].count("|") < 2:
             return None
         state, partition, reason = rows[0].split("|", 2)
@@ -112,10 +128,14 @@ class Job:
             return self._news(f"job {number}: its nodes are starting")
         self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
         if self._incurable_looks == _INCURABLE_LOOKS:
-            raise LaunchError(f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}")
+            raise LaunchError(
+                f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}"
+            )
         how = "" if self._last_line else "; interrupt the cell to cancel it"
         place = self._place(number, partition)
-        line = self._news(f"job {number} waits in partition {partition}: {place}{_because(reason)}", how)
+        line = self._news(
+            f"job {number} waits in partition {partition}: {place}{_because(reason)}", how
+        )
         return "\n".join(filter(None, (line, self._held(partition)))) or None
 
     def look_soon(self) -> None:
@@ -131,7 +151,9 @@ class Job:
         rows = self._ask("squeue", "--noheader", f"--jobs={self._found()}", "-o", "%L")
         if rows and rows[0].strip() in ("UNLIMITED", "NOT_SET"):
             return float("inf")
-        match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", rows[0].strip() if rows else "")
+        match = re.fullmatch(
+            r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", rows[0].strip() if rows else ""
+        )
         if match is None:
             return 0.0
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
@@ -140,12 +162,26 @@ class Job:
     def _found(self) -> str:
         """Return the number of the job, which may have begun or ended before the first look; empty if none."""
         if self.number is None:
-            self.number = next(iter(sent_from(self.session, self._ask(*SESSIONS, "--states=all"))), None)
+            self.number = next(
+                iter(sent_from(self.session, self._ask(*SESSIONS, "--states=all"))), None
+            )
         return self.number or ""
 
     def _place(self, number: str, partition: str) -> str:
-        queue = self._ask("squeue", "--noheader", f"--partition={partition}", "--states=PD", "--sort=-p,i", "-o", "%i")
-        return f"place {queue.index(number) + 1} of {len(queue)}" if number in queue else "place unknown"
+        queue = self._ask(
+            "squeue",
+            "--noheader",
+            f"--partition={partition}",
+            "--states=PD",
+            "--sort=-p,i",
+            "-o",
+            "%i",
+        )
+        return (
+            f"place {queue.index(number) + 1} of {len(queue)}"
+            if number in queue
+            else "place unknown"
+        )
 
     def _held(self, partition: str) -> str | None:
         """Return who holds the partition's cores, if it is time to tell and it is not what was told last."""
@@ -172,23 +208,33 @@ class Job:
     ) -> LaunchError | None:
         """Return why Slurm itself ended the run; None if it only passes on that the command failed.
 
-        ``said`` are lines of srun and slurmstepd. Where a rank has failed, that one is to be named instead.
+        ``said`` are lines of srun and slurmstepd. Where a rank has failed, that one is to be named
+        instead.
         """
         text = "\n".join(said)
         state = "" if self.step else self._state()
         state = next((known for words, known in _SAID if re.search(words, text)), state)
         # Where one task fails, srun cancels the others in the same words.
         blamed = a_rank_failed or _FAILED_TASK.search(text)
-        if state not in _STATES and not blamed and ("CANCELLED AT" in text or "has been revoked" in text):
+        if (
+            state not in _STATES
+            and not blamed
+            and ("CANCELLED AT" in text or "has been revoked" in text)
+        ):
             state = "CANCELLED"
         if state in _STATES:
             return LaunchError(f"{self.called} {_STATES[state]}")
         if match := _REFUSED.search(text):
-            return LaunchError(f"Slurm refused the request: {match[1]}. It was: {asked}. {_SETTINGS}")
+            return LaunchError(
+                f"Slurm refused the request: {match[1]}. It was: {asked}. {_SETTINGS}"
+            )
         own = [line for line in said if not is_news(line)]
         if (
             own
-            and all(line.startswith(("srun: ", 'Try "srun ')) and not _OF_A_TASK.match(line) for line in own)
+            and all(
+                line.startswith(("srun: ", 'Try "srun ')) and not _OF_A_TASK.match(line)
+                for line in own
+            )
             and not a_rank_spoke
         ):
             lines = "\n".join(own)
@@ -200,7 +246,9 @@ class Job:
             return ""
         limit = time.monotonic() + _COMPLETING_S
         while True:
-            match = re.search(r"JobState=(\w+)", "\n".join(self._ask("scontrol", "show", "job", number)))
+            match = re.search(
+                r"JobState=(\w+)", "\n".join(self._ask("scontrol", "show", "job", number))
+            )
             state = match[1] if match else ""
             # Nodes still clean up after it; what it ended with is said afterwards.
             if state != "COMPLETING" or time.monotonic() > limit:
@@ -211,7 +259,12 @@ class Job:
         """Return the lines of an answer; none if there is no answer, which is no reason to give up."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             answer = subprocess.run(
-                argv, env=self._environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_LIMIT_S
+                argv,
+                env=self._environ,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_ANSWER_LIMIT_S,
             )
             if not answer.returncode:
                 return answer.stdout.split("\n")[:-1]
@@ -240,9 +293,15 @@ def _holders(jobs: Sequence[Sequence[str]], taken: int) -> str:
     if others := order[_MOST_HOLDERS:]:
         parts.append(f"{sum(cores[who] for who in others)} by {len(others)} more users")
     if (hidden := taken - sum(cores.values())) > 0:
-        parts.append(f"{hidden} by jobs of other partitions, or that this cluster does not show you")
+        parts.append(
+            f"{hidden} by jobs of other partitions, or that this cluster does not show you"
+        )
     ours = [job[0] for job in held.get("yours", ()) if job[5] == NAME]
-    remedy = f". Restarting a notebook's kernel ends its job, as does `scancel {' '.join(ours)}`" if ours else ""
+    remedy = (
+        f". Restarting a notebook's kernel ends its job, as does `scancel {' '.join(ours)}`"
+        if ours
+        else ""
+    )
     return (f": {'; '.join(parts)}" if parts else "") + remedy
 
 

@@ -76,7 +76,8 @@ class Lines:
         return rest
 
     def _emit_text(self, line: bytes) -> None:
-        # A progress bar rewrites its line after a carriage return: what it showed last is what is kept.
+        # A progress bar rewrites its line after a carriage return: what it showed last is what is
+        # kept.
         self._emit(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
 
 

@@ -23,7 +23,15 @@ from typing import Any
 
 from course_pp.base.arguments import checked
 from course_pp.launch import watch
-from course_pp.launch.errors import LaunchError, RanksHung, explain, is_echo, keep_first_frame, signal_name, waits_from
+from course_pp.launch.errors import (
+    LaunchError,
+    RanksHung,
+    explain,
+    is_echo,
+    keep_first_frame,
+    signal_name,
+    waits_from,
+)
 from course_pp.launch.on_slurm import TASKS
 from course_pp.launch.process import LAST_LINES, Command, Process, shared_folder
 from course_pp.launch.ranks import refuse_bad_limit
@@ -32,7 +40,16 @@ from course_pp.launch.surroundings import Lines, show
 from course_pp.launch.watch import RankReport
 from course_pp.launch.where import Needs, decide
 
-_FLAGS = {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank", "-h", "--help"}
+_FLAGS = {
+    "--standalone",
+    "-m",
+    "--module",
+    "--no-python",
+    "--run-path",
+    "--virtual-local-rank",
+    "-h",
+    "--help",
+}
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 _ANSWER_LIMIT_S = 2.0
 # A port can be called by anyone: who has not said in so many bytes that it is ours is not heard.
@@ -44,16 +61,20 @@ _MOST_ADDRESS_BYTES = 103
 
 
 @checked
-def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | None = None) -> tuple[str, ...]:
-    """Run ``torchrun ARGS`` and print where, the exact command, and what the ranks print, labelled line by line.
+def run_torchrun(
+    args: Sequence[str], *, timeout_s: float = 300.0, where: str | None = None
+) -> tuple[str, ...]:
+    """Run ``torchrun ARGS`` and print where, the exact command, and what the ranks print, labelled
+    line by line.
 
-    Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for which the one that
-    `on_ranks` keeps for its next call is given up; otherwise on this machine. torchrun labels whatever it finds when it
-    looks, so a line that a rank writes in pieces may come out in pieces.
+    Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for
+    which the one that `on_ranks` keeps for its next call is given up; otherwise on this machine.
+    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come
+    out in pieces.
 
     Args:
-        args: what a learner types after ``torchrun``. The script is looked for here, then from the root of the
-            repository.
+        args: what a learner types after ``torchrun``. The script is looked for here, then from the
+            root of the repository.
         timeout_s: limit in seconds for the whole run, not counting the wait in a queue.
         where: ``"local"``, ``"slurm"``, or None to choose as above.
 
@@ -80,9 +101,11 @@ def run_torchrun(args: Sequence[str], *, timeout_s: float = 300.0, where: str | 
 
 
 def torchrun_magic(line: str) -> None:
-    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank fails.
+    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank
+    fails.
 
-    ``--timeout`` is the limit once it has left a queue (300 s unless given); ``--local`` keeps off Slurm.
+    ``--timeout`` is the limit once it has left a queue (300 s unless given); ``--local`` keeps off
+    Slurm.
     """
     __tracebackhide__ = True
     args, timeout_s, local = split_magic(line)
@@ -93,7 +116,8 @@ def split_magic(line: str) -> tuple[list[str], float, bool]:
     """Take the magic's own two options out of the line; return (torchrun's arguments, seconds, local)."""
     args, timeout_s, local = shlex.split(line), 300.0, False
     at = 0
-    # --local takes no value, unlike the options of torchrun: it is taken out before the script is looked for.
+    # --local takes no value, unlike the options of torchrun: it is taken out before the script is
+    # looked for.
     while at < len(args) and args[at].startswith("-"):
         option, _, value = args[at].partition("=")
         if option == "--local":
@@ -114,22 +138,27 @@ def split_magic(line: str) -> tuple[list[str], float, bool]:
 def build(args: Sequence[str], where: str | None = None, timeout_s: float = 300.0) -> Command:
     """Build the launch of ``torchrun ARGS``.
 
-    Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a free port; several
-    nodes meet at the first one. Variables that are set already win, and so does a rendezvous among the options.
+    Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a
+    free port; several nodes meet at the first one. Variables that are set already win, and so does
+    a rendezvous among the options.
     """
     __tracebackhide__ = True
     args = list(args)
     at = script_index(args)
     if at is None:
         raise ValueError(
-            f"no script in `torchrun {shlex.join(args)}` (args). "
-            "Name one after the options, for example --nproc-per-node=2 source_code/pipeline_test.py"
+            f"no script in `torchrun {shlex.join(args)}` (args). Name one after the options, for"
+            " example --nproc-per-node=2 source_code/pipeline_test.py"
         )
     options = [_dashed(option) for option in args[:at]]
     if not {"-m", "--module", "--no-python"} & set(options):
         args[at] = _found(args[at])
     nodes = _number(options, "--nnodes") or 1
-    ranks = _number(options, "--nproc-per-node") if any(o.startswith("--nproc-per-node") for o in options) else 1
+    ranks = (
+        _number(options, "--nproc-per-node")
+        if any(o.startswith("--nproc-per-node") for o in options)
+        else 1
+    )
     chosen = any(o.startswith(_RENDEZVOUS) for o in options)
     place = decide(Needs(nodes, ranks, timeout_s), where)
     meets = nodes > 1 and not chosen and not place.local
@@ -137,7 +166,9 @@ def build(args: Sequence[str], where: str | None = None, timeout_s: float = 300.
     return Command(
         argv=tuple(place.command(run, args, meets)),
         shown=shlex.join(place.command(["torchrun"], args, meets)),
-        environ=_defaults(nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank),
+        environ=_defaults(
+            nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank
+        ),
         place=place,
     )
 
@@ -174,7 +205,12 @@ def _found(script: str) -> str:
         return script
     here = Path.cwd()
     root = next(
-        (f for f in (here, *here.parents) if (f / "pyproject.toml").exists() or (f / "source_code").is_dir()), here
+        (
+            f
+            for f in (here, *here.parents)
+            if (f / "pyproject.toml").exists() or (f / "source_code").is_dir()
+        ),
+        here,
     )
     if not path.is_absolute() and (root / path).exists():
         return os.path.relpath(root / path, here)
@@ -190,7 +226,8 @@ def _defaults(one_node: bool, threads: int) -> dict[str, str]:
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
     }
     if one_node:
-        # Port 0 of the loopback address: no clash with a neighbour, no look-up of the machine's own name.
+        # Port 0 of the loopback address: no clash with a neighbour, no look-up of the machine's own
+        # name.
         wanted |= {
             "PET_STANDALONE": "1",
             "PET_LOCAL_ADDR": "127.0.0.1",
@@ -218,7 +255,9 @@ class _Peer:
         try:
             fields: dict[str, Any] = json.loads(line)
             # The mark is known to our own processes only.
-            introduced = self.known or hmac.compare_digest(fields["mark"].encode(), self._mark.encode())
+            introduced = self.known or hmac.compare_digest(
+                fields["mark"].encode(), self._mark.encode()
+            )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return
         if not introduced:
@@ -240,7 +279,9 @@ class _Launched(Process):
         self._mark = uuid.uuid4().hex
         self._peers: list[_Peer] = []
         with contextlib.ExitStack() as started:
-            made = _short_folder() if command.place.local else shared_folder(command.place.site.folder)
+            made = (
+                _short_folder() if command.place.local else shared_folder(command.place.site.folder)
+            )
             folder = Path(started.enter_context(made))
             family = socket.AF_UNIX if command.place.local else socket.AF_INET
             self._listener = started.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -289,7 +330,9 @@ class _Launched(Process):
             data = peer.connection.recv(1 << 16)
         lines.feed(data)
         peer.heard_bytes += len(data)
-        if not data or not (peer.known or (peer.heard_bytes <= _MOST_INTRODUCTION_BYTES and b"\n" not in data)):
+        if not data or not (
+            peer.known or (peer.heard_bytes <= _MOST_INTRODUCTION_BYTES and b"\n" not in data)
+        ):
             peer.gone = True
             self.forget(peer.connection)
             peer.connection.close()
@@ -303,21 +346,28 @@ class _Launched(Process):
 
     def failure(self, exit_code: int) -> LaunchError:
         failed = dict(_failed_ranks("\n".join(self.launcher_said)))
-        raised = {peer.rank: peer.raised for peer in self._peers if peer.rank is not None and peer.raised}
+        raised = {
+            peer.rank: peer.raised for peer in self._peers if peer.rank is not None and peer.raised
+        }
         if not failed:
-            # Exit code 2: the arguments are wrong, and the last line says which; before it comes the usage.
+            # Exit code 2: the arguments are wrong, and the last line says which; before it comes
+            # the usage.
             said = "\n".join(self.launcher_said[-1 if exit_code == 2 else -LAST_LINES :])
-            return LaunchError(f"torchrun ended with exit code {exit_code} and named no rank. It said:\n{said}")
+            return LaunchError(
+                f"torchrun ended with exit code {exit_code} and named no rank. It said:\n{said}"
+            )
 
         def precedence(rank: int) -> tuple[bool, float, bool]:
             summary, at, elsewhere = raised.get(rank, ("", float("inf"), False))
-            # What ended with SIGTERM was most likely ended by the launcher, because of another rank.
+            # What ended with SIGTERM was most likely ended by the launcher, because of another
+            # rank.
             return is_echo(summary, elsewhere), at, failed[rank] == -signal.SIGTERM
 
         first = min(failed, key=precedence)
         code = failed[first]
         how = f"exit code {code}" if code >= 0 else signal_name(-code)
-        # The sentence of ours goes on behind it; a message may end with a full stop, and one of on_ranks does.
+        # The sentence of ours goes on behind it; a message may end with a full stop, and one of
+        # on_ranks does.
         because = f": {raised[first][0].removesuffix('.')}" if first in raised else ""
         last = self.ranks_said[first, "stderr"] or self.ranks_said[first, "stdout"]
         lines = "\n".join(["Its last lines:", *last]) if last else "It printed nothing."
@@ -329,12 +379,16 @@ class _Launched(Process):
             with contextlib.suppress(OSError):
                 peer.connection.sendall(b"?")
         limit = time.monotonic() + _ANSWER_LIMIT_S
-        while time.monotonic() < limit and any(peer.report is None and not peer.gone for peer in asked):
+        while time.monotonic() < limit and any(
+            peer.report is None and not peer.gone for peer in asked
+        ):
             self.poll(limit - time.monotonic())
         known = {peer.rank: peer for peer in self._peers if peer.rank is not None}
         waits = waits_from((rank, known[rank].report, known[rank].gone) for rank in sorted(known))
         if not waits:
-            return RanksHung(f"still running after {seconds:g} s, and no rank has started that could be asked.")
+            return RanksHung(
+                f"still running after {seconds:g} s, and no rank has started that could be asked."
+            )
         return RanksHung(explain(waits, seconds), waits)
 
     def end_ranks(self) -> None:

@@ -1,11 +1,12 @@
 """Inside a rank: answers what the rank is doing, and ends it when nobody is left to ask.
 
-Every blocking call of ``torch.distributed`` ends in a method of ``ProcessGroup`` that returns a ``Work``, or in
-``Work.wait``. `instrument` wraps these, so that the peer of a pending ``irecv`` is known long after the call.
-The user's source line comes from the frames of the main thread.
+Every blocking call of ``torch.distributed`` ends in a method of ``ProcessGroup`` that returns a
+``Work``, or in ``Work.wait``. `instrument` wraps these, so that the peer of a pending ``irecv`` is
+known long after the call. The user's source line comes from the frames of the main thread.
 
-This module imports the standard library only and nothing from its package: a copy of it named ``sitecustomize.py``
-stands on the PYTHONPATH of ranks of torchrun, and so runs first in each of their processes.
+This module imports the standard library only and nothing from its package: a copy of it named
+``sitecustomize.py`` stands on the PYTHONPATH of ranks of torchrun, and so runs first in each of
+their processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, cast
 
-# Of each operation the methods; the underscored ones are what torch 2.11 calls from its public functions.
+# Of each operation the methods; the underscored ones are what torch 2.11 calls from its public
+# functions.
 _COLLECTIVES = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
     "broadcast": ("broadcast",),
@@ -64,7 +66,8 @@ class WatchedCall:
 
     operation: str  # its name in ``torch.distributed``
     group: tuple[int, ...]  # global ranks of the process group
-    peer: int | None = None  # global rank at the other end of a message; None for a receive from any rank, too
+    # global rank at the other end of a message; None for a receive from any rank, too
+    peer: int | None = None
     collective: bool = True  # whether every rank of the group has to join
 
 
@@ -170,22 +173,31 @@ def _starting(
     return start
 
 
-def _call(c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str, args: Sequence[Any]) -> WatchedCall:
+def _call(
+    c10d: ModuleType, calls: Calls, group: Any, name: str, operation: str, args: Sequence[Any]
+) -> WatchedCall:
     ranks = calls.ranks_of(group, c10d)
     peer = None
     if name in ("send", "recv") and len(args) > 1:
-        # Left to the library, a number that is too large ends the process and a negative one waits for ever.
+        # Left to the library, a number that is too large ends the process and a negative one waits
+        # for ever.
         if not 0 <= args[1] < len(ranks):
             to_or_from = "sends to" if name == "send" else "receives from"
-            end = "first rank has nobody before it" if args[1] < 0 else "last rank has nobody after it"
+            end = (
+                "first rank has nobody before it"
+                if args[1] < 0
+                else "last rank has nobody after it"
+            )
             raise NoSuchRank(
-                f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to {len(ranks) - 1}: "
-                f"in a ring, take it modulo {len(ranks)}; in a line, the {end}",
+                f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to"
+                f" {len(ranks) - 1}: in a ring, take it modulo {len(ranks)}; in a line, the {end}",
                 args[1],
             )
         if args[1] == group.rank() and "gloo" in str(group.name()):
             to_or_from = "send to" if name == "send" else "receive from"
-            raise ValueError(f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank")
+            raise ValueError(
+                f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank"
+            )
         peer = ranks[args[1]]
     return WatchedCall(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
 
@@ -211,7 +223,10 @@ def report(rank: int) -> RankReport:
         call = _unwrapped_call(frame, c10d)
     written = [f for f in _outwards(frame) if not _is_library(f.f_code.co_filename)]
     # The course's own helpers wait for what the user's line asked of them.
-    user = next((f for f in written if not f.f_code.co_filename.startswith(_PACKAGE)), next(iter(written), None))
+    user = next(
+        (f for f in written if not f.f_code.co_filename.startswith(_PACKAGE)),
+        next(iter(written), None),
+    )
     if user is None:
         return RankReport(rank, call, "", 0, "")
     # Between two lines a frame has none.
@@ -224,7 +239,11 @@ def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> WatchedCall | None:
     found = None
     for f in _outwards(frame):
         name = f.f_code.co_name
-        if f.f_code.co_filename == c10d.__file__ and not name.startswith("_") and name.isidentifier():
+        if (
+            f.f_code.co_filename == c10d.__file__
+            and not name.startswith("_")
+            and name.isidentifier()
+        ):
             found = name
     if found is None or found == "wrapper" or not c10d.is_initialized():
         return None
@@ -255,9 +274,10 @@ def has_name_of_cell(file: str) -> bool:
 def attend(address: str, rank: int | None) -> None:
     """Connect a process under torchrun to whoever started it, and answer there until it ends.
 
-    The ``address`` is a Unix socket, or a TCP port of the machine from which srun was called. One JSON object a line
-    goes out: who this is, then an answer to each line that comes in, then, if the script raises, the exception. When
-    the connection ends, a rank ends its process group at once; the launcher (``rank`` None) is asked to terminate.
+    The ``address`` is a Unix socket, or a TCP port of the machine from which srun was called. One
+    JSON object a line goes out: who this is, then an answer to each line that comes in, then, if
+    the script raises, the exception. When the connection ends, a rank ends its process group at
+    once; the launcher (``rank`` None) is asked to terminate.
     """
     connection = _connected(address)
     lock = threading.Lock()
@@ -281,7 +301,9 @@ def attend(address: str, rank: int | None) -> None:
     if rank is not None:
         show = sys.excepthook
 
-        def tell_and_show(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
+        def tell_and_show(
+            kind: type[BaseException], value: BaseException, tb: TracebackType | None
+        ) -> None:
             summary = "".join(traceback.format_exception_only(kind, value)).strip()
             elsewhere = bool(getattr(value, "began_elsewhere", False))
             tell({"raised": summary, "at": time.monotonic(), "elsewhere": elsewhere})
@@ -298,8 +320,11 @@ def end_this_process() -> None:
 
 def _connected(address: str) -> socket.socket:
     if address.isdigit():
-        # A firewall between the nodes and where the notebook runs drops the call, and the run goes on unwatched.
-        connection = socket.create_connection((os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(address)), _CONNECT_S)
+        # A firewall between the nodes and where the notebook runs drops the call, and the run goes
+        # on unwatched.
+        connection = socket.create_connection(
+            (os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(address)), _CONNECT_S
+        )
         connection.settimeout(None)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,6 +1,8 @@
-"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of their own.
+"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of
+their own.
 
-What a cluster calls its things (partition, account, GPUs, modules) stands in one file, site.toml, never in a notebook.
+What a cluster calls its things (partition, account, GPUs, modules) stands in one file, site.toml,
+never in a notebook.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ _FILE = "site.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")
 _ABOVE_THE_PACKAGE = Path(__file__).resolve().parents[2]
 _ANSWER_LIMIT_S = 5.0
-# Left over between a run's own time limit, which says who waits for whom, and the job's, which does not.
+# Left over between a run's own time limit, which says who waits for whom, and the job's, which does
+# not.
 _SLACK_S = 60
 # For the calls that follow the first one in the same job.
 _CALLS_S = 600
-# Beside a call's own limit, in a job: to start Python and torch from files that come over the network, and to end.
+# Beside a call's own limit, in a job: to start Python and torch from files that come over the
+# network, and to end.
 _START_AND_END_S = 120.0
 
 
@@ -42,20 +46,23 @@ class Site:
 
     Attributes:
         partition, account: of the jobs; empty takes the cluster's own default.
-        cpu_partition: of jobs without GPUs, such as those of ``on_ranks`` over gloo; empty takes ``partition``.
-        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than the run's own limit,
-            and for ten minutes of further calls of ``on_ranks``.
-        gres: how GPUs are asked for. ``"gpu:{n}"`` becomes ``--gres=gpu:2``; what begins with a dash, such as
-            ``"--gpus-per-node={n}"``, is taken as it is; empty asks for none.
+        cpu_partition: of jobs without GPUs, such as those of ``on_ranks`` over gloo; empty takes
+            ``partition``.
+        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than
+            the run's own limit, and for ten minutes of further calls of ``on_ranks``.
+        gres: how GPUs are asked for. ``"gpu:{n}"`` becomes ``--gres=gpu:2``; what begins with a
+            dash, such as ``"--gpus-per-node={n}"``, is taken as it is; empty asks for none.
         gpus_per_node: at most so many are asked for on a node; None asks the cluster.
         cpus_per_rank: cores asked for, a rank.
-        setup: lines of bash that a task runs first, for example ``module load cuda``; one that fails ends it.
+        setup: lines of bash that a task runs first, for example ``module load cuda``; one that
+            fails ends it.
         container: goes before the command, for example ``apptainer exec --nv course.sif``.
         python: the interpreter on the nodes; empty is the one that runs here.
         options: more options of srun, but no job name.
-        folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` are each person's own.
-        keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of the course wait for
-            its cores; 0 takes a new job for each.
+        folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` are each person's
+            own.
+        keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of
+            the course wait for its cores; 0 takes a new job for each.
     """
 
     partition: str = ""
@@ -82,13 +89,15 @@ def load_site() -> Site:
 def site_file() -> Path | None:
     """Return the file that `load_site` reads, the nearest to the person; None if there is none.
 
-    The first of these: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of the repository;
-    ``~/.config/course_pp/site.toml``; site.toml in the root of the clone that this package lies in, for all who share
-    it.
+    The first of these: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of
+    the repository; ``~/.config/course_pp/site.toml``; site.toml in the root of the clone that this
+    package lies in, for all who share it.
     """
     if named := os.environ.get("COURSE_PP_SITE"):
         if not Path(named).is_file():
-            raise FileNotFoundError(f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it.")
+            raise FileNotFoundError(
+                f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it."
+            )
         return Path(named)
     places, here = [], Path.cwd()
     for folder in (here, *here.parents):
@@ -114,7 +123,8 @@ def _read(file: Path) -> Site:
         values: dict[str, Any] = tomllib.loads(file.read_text())
     except OSError as error:
         raise ValueError(
-            f"{file} cannot be read: {error.strerror}. Its owner can `chmod a+r` it, or COURSE_PP_SITE name another."
+            f"{file} cannot be read: {error.strerror}. Its owner can `chmod a+r` it, or"
+            " COURSE_PP_SITE name another."
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
@@ -130,7 +140,8 @@ def _read(file: Path) -> Site:
         raise ValueError(f"{file}: {error}") from None
     if named := [option for option in site.options if option.startswith(("-J", "--job-"))]:
         raise ValueError(
-            f"{file}: options name the job by {named[0]!r}; leave that out: jobs of the course know each other by name."
+            f"{file}: options name the job by {named[0]!r}; leave that out: jobs of the course know"
+            " each other by name."
         )
     try:
         counts = not site.gres or site.gres.format(n=1) != site.gres.format(n=2)
@@ -138,10 +149,12 @@ def _read(file: Path) -> Site:
         counts = False
     if not counts:
         raise ValueError(
-            f'{file}: gres is {site.gres!r}; the number of GPUs goes where {{n}} stands: "gpu:{{n}}" or '
-            '"--gpus-per-node={n}". To ask for none, leave it empty.'
+            f"{file}: gres is {site.gres!r}; the number of GPUs goes where {{n}} stands:"
+            ' "gpu:{n}" or "--gpus-per-node={n}". To ask for none, leave it empty.'
         )
-    return replace(site, python=os.path.expanduser(site.python), folder=os.path.expandvars(site.folder))
+    return replace(
+        site, python=os.path.expanduser(site.python), folder=os.path.expandvars(site.folder)
+    )
 
 
 @dataclass(frozen=True)
@@ -168,16 +181,21 @@ class Place:
     srun: tuple[str, ...] = ()  # before the command of each node; empty on this machine
     job: str | None = None  # id of the surrounding job, if ranks run inside one
     site: Site = field(default_factory=Site)
-    fallen_back: bool = False  # on this machine although srun is there and the caller did not ask for it
+    # on this machine although srun is there and the caller did not ask for it
+    fallen_back: bool = False
 
     @property
     def local(self) -> bool:
         return not self.srun
 
-    def command(self, program: Sequence[str], args: Sequence[str], meets: bool = False) -> list[str]:
-        """Return ``program args`` as it runs here: behind srun, in its container, after its set-up lines.
+    def command(
+        self, program: Sequence[str], args: Sequence[str], meets: bool = False
+    ) -> list[str]:
+        """Return ``program args`` as it runs here: behind srun, in its container, after its set-up
+        lines.
 
-        ``meets`` adds torchrun's options by which several nodes find each other. They number themselves as Slurm does.
+        ``meets`` adds torchrun's options by which several nodes find each other. They number
+        themselves as Slurm does.
         """
         if self.local:
             return [*program, *args]
@@ -186,8 +204,8 @@ class Place:
             return [*self.srun, *program, *args]
         lines = []
         if self.site.setup:
-            # A set-up line that fails ends the task, and is named: many fail without a word. What stands on standard
-            # input is for the program.
+            # A set-up line that fails ends the task, and is named: many fail without a word. What
+            # stands on standard input is for the program.
             strict = r'set -e; trap "echo set-up failed: \$BASH_COMMAND >&2" ERR'
             lines += [strict, "{", *self.site.setup, "} </dev/null"]
         options = ""
@@ -204,19 +222,26 @@ def decide(
     where: str | None = None,
     kept: Callable[[Needs, Site, str | None], Place | None] = lambda needs, site, job: None,
 ) -> Place:
-    """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for this machine.
+    """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for
+    this machine.
 
-    ``where="local"`` and ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides. ``kept`` returns the
-    place of a waiting job that will do, given the request, the cluster's settings and the surrounding job.
+    ``where="local"`` and ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
+    ``kept`` returns the place of a waiting job that will do, given the request, the cluster's
+    settings and the surrounding job.
     """
     where = where or os.environ.get("COURSE_PP_WHERE") or None
     if where not in ("local", "slurm", None):
-        raise ValueError(f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself.")
+        raise ValueError(
+            f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself."
+        )
     if where == "local":
         return Place(_on_this_machine(needs))
     if not shutil.which("srun"):
         if where == "slurm":
-            raise RuntimeError("where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it out.")
+            raise RuntimeError(
+                "where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it"
+                " out."
+            )
         return Place(_on_this_machine(needs))
     site, job = load_site(), os.environ.get("SLURM_JOB_ID")
     if waiting := kept(needs, site, job):
@@ -226,7 +251,9 @@ def decide(
     nodes = _nodes(_partition(needs, site))
     if nodes is None:
         if where == "slurm":
-            raise RuntimeError("where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it.")
+            raise RuntimeError(
+                "where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it."
+            )
         return Place(f"{_on_this_machine(needs)} No cluster answers behind srun.", fallen_back=True)
     return _submitted(needs, site, *nodes)
 
@@ -246,16 +273,22 @@ def _on_this_machine(needs: Needs) -> str:
     if gpus == 0:
         return "Ranks run on this machine, on the CPU."
     if needs.ranks is not None and needs.ranks > gpus:
-        return f"Ranks run on this machine, on the CPU: it has {_count(gpus, 'GPU')} for {_count(needs.ranks, 'rank')}."
+        return (
+            f"Ranks run on this machine, on the CPU: it has {_count(gpus, 'GPU')} for"
+            f" {_count(needs.ranks, 'rank')}."
+        )
     return f"Ranks run on this machine, which has {_count(gpus, 'GPU')}."
 
 
 def _inside(needs: Needs, site: Site, job: str) -> Place:
-    held = _leading_number(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES")) or needs.nodes
+    held = (
+        _leading_number(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES"))
+        or needs.nodes
+    )
     if needs.nodes > held:
         raise ValueError(
-            f"--nnodes={needs.nodes}, but Slurm job {job}, in which this runs, holds {_count(held, 'node')}. "
-            "Take fewer, or start a job with more."
+            f"--nnodes={needs.nodes}, but Slurm job {job}, in which this runs, holds"
+            f" {_count(held, 'node')}. Take fewer, or start a job with more."
         )
     # A step that asks for more cores than the job holds on a node is refused.
     cores = _leading_number(os.environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
@@ -264,7 +297,9 @@ def _inside(needs: Needs, site: Site, job: str) -> Place:
     few = f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}" if cores < ranks else ""
     # Without --overlap the step would wait for what the step of the notebook holds.
     srun = ("srun", "--overlap", *_tasks(needs), "-c", str(cpus), *site.options)
-    return Place(f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}{few}.", srun, job, site)
+    return Place(
+        f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}{few}.", srun, job, site
+    )
 
 
 def _submitted(needs: Needs, site: Site, most_cpus: int, most_gpus: int) -> Place:
@@ -298,27 +333,39 @@ def _tasks(needs: Needs) -> tuple[str, ...]:
 
 
 def _nodes(partition: str) -> tuple[int, int] | None:
-    """Return the most cores and GPUs of a node of the partition, ours or the default one; None if there is no cluster.
+    """Return the most cores and GPUs of a node of the partition, ours or the default one; None if
+    there is no cluster.
 
-    One that does not answer is refused: a controller may be slow, and a login node is no place for ranks.
+    One that does not answer is refused: a controller may be slow, and a login node is no place for
+    ranks.
     """
     if not shutil.which("sinfo"):
         return None
     try:
         answer = subprocess.run(
-            ["sinfo", "--noheader", "--format=%P|%c|%G"], capture_output=True, text=True, timeout=_ANSWER_LIMIT_S
+            ["sinfo", "--noheader", "--format=%P|%c|%G"],
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_LIMIT_S,
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(
-            f"the cluster does not answer: `sinfo` took more than {_ANSWER_LIMIT_S:g} s. Call again later, or run on "
-            'this machine: where="local", %torchrun --local, or COURSE_PP_WHERE=local.'
+            f"the cluster does not answer: `sinfo` took more than {_ANSWER_LIMIT_S:g} s. Call again"
+            ' later, or run on this machine: where="local", %torchrun --local, or'
+            " COURSE_PP_WHERE=local."
         ) from None
     if answer.returncode:
         return None
     rows = [row.split("|", 2) for row in answer.stdout.splitlines() if row.count("|") >= 2]
-    ours = [row for row in rows if (row[0].rstrip("*") == partition if partition else row[0].endswith("*"))] or rows
+    ours = [
+        row
+        for row in rows
+        if (row[0].rstrip("*") == partition if partition else row[0].endswith("*"))
+    ] or rows
     cpus = max((_leading_number(row[1]) or 1 for row in ours), default=sys.maxsize)
-    gpus = max((sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0)
+    gpus = max(
+        (sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0
+    )
     return cpus, gpus
 
 

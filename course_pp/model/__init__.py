@@ -9,7 +9,13 @@ from course_pp.model.experts import (
     expert_loads,
     update_router_bias,
 )
-from course_pp.model.hf import config_from_hf, config_to_hf, from_hf, hf_state_dict, load_hf_state_dict
+from course_pp.model.hf import (
+    config_from_hf,
+    config_to_hf,
+    from_hf,
+    hf_state_dict,
+    load_hf_state_dict,
+)
 from course_pp.model.stages import (
     ForwardFlops,
     PipelineStageModule,

@@ -4,10 +4,11 @@
      │                                                                                             │
      └──► shared experts, if any ───────────────────► + ◄── weighted sum ◄── the tokens' order ◄───┘
 
-An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017, arXiv:1701.06538).
-All experts of a layer are packed into one tensor a matrix, (n_experts, in, out), so that one grouped product does
-them all. The layer knows ranks only where its loss counts over them (:func:`count_over_data_ranks`): expert
-parallelism replaces the call ``self.experts(x, counts)``.
+An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017,
+arXiv:1701.06538). All experts of a layer are packed into one tensor a matrix, (n_experts, in, out),
+so that one grouped product does them all. The layer knows ranks only where its loss counts over
+them (:func:`count_over_data_ranks`): expert parallelism replaces the call ``self.experts(x,
+counts)``.
 
 If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balance`` says what does:
 
@@ -16,7 +17,8 @@ If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balan
 - ``"bias"``: no loss; a bias decides with the scores who is chosen, and moves after the step.
 - ``"none"``: nothing.
 
-A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of the model, and
+A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of
+the model, and
 :func:`course_pp.step.loss.attach_loss` adds it there, under names such as ``layers.3.balance``.
 """
 
@@ -61,12 +63,14 @@ class Router(ToldOfChanges):
 
     Attributes:
         weight: (n_experts, dim).
-        bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to weigh (Wang et al. 2024,
-            arXiv:2408.15664). :func:`update_router_bias` moves it. It stays in float32 or wider if
-            the model is converted: in bfloat16 steps of 0.001 stop at 0.5.
+        bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to
+            weigh (Wang et al. 2024, arXiv:2408.15664). :func:`update_router_bias` moves it. It
+            stays in float32 or wider if the model is converted: in bfloat16 steps of 0.001 stop at
+            0.5.
         groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
-        load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and how many of those it
-            has dropped, in all microbatches that have gone backward since :func:`expert_loads` took it.
+        load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and
+            how many of those it has dropped, in all microbatches that have gone backward since
+            :func:`expert_loads` took it.
     """
 
     bias: Tensor | None
@@ -75,11 +79,17 @@ class Router(ToldOfChanges):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim).normal_(std=config.dim**-0.5))
+        self.weight = nn.Parameter(
+            torch.empty(config.n_experts, config.dim).normal_(std=config.dim**-0.5)
+        )
         biased = config.balance == "bias"
-        self.register_buffer("bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None)
+        self.register_buffer(
+            "bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None
+        )
         self.groups: list[dist.ProcessGroup] = []
-        self.register_buffer("load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False
+        )
 
     def was_converted(self, before: Mapping[str, Tensor | None]) -> None:
         """Let the bias keep its values and 32 bits."""
@@ -109,7 +119,8 @@ class Router(ToldOfChanges):
 
 
 class Experts(nn.Module):
-    """The experts of one layer, each a feed-forward block as `SwiGLU`; without a gate as `FeedForward`.
+    """The experts of one layer, each a feed-forward block as `SwiGLU`; without a gate as
+    `FeedForward`.
 
     Attributes:
         gate_proj, up_proj: (n_experts, dim, expert_hidden_dim).
@@ -118,7 +129,10 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        into, out_of = (config.dim, config.expert_hidden_dim), (config.expert_hidden_dim, config.dim)
+        into, out_of = (
+            (config.dim, config.expert_hidden_dim),
+            (config.expert_hidden_dim, config.dim),
+        )
 
         def packed(shape: tuple[int, int]) -> nn.Parameter:
             return nn.Parameter(torch.empty(config.n_experts, *shape).normal_(std=shape[0] ** -0.5))
@@ -132,7 +146,9 @@ class Experts(nn.Module):
         up = grouped_product(x, self.up_proj, counts)
         if self.gate_proj is None:
             return grouped_product(F.gelu(up), self.down_proj, counts)
-        return grouped_product(F.silu(grouped_product(x, self.gate_proj, counts)) * up, self.down_proj, counts)
+        return grouped_product(
+            F.silu(grouped_product(x, self.gate_proj, counts)) * up, self.down_proj, counts
+        )
 
 
 class MoE(nn.Module):
@@ -147,7 +163,9 @@ class MoE(nn.Module):
         shared: what every token passes through besides.
     """
 
-    def __init__(self, config: ModelConfig, layer: int = 0, shared: nn.Module | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int = 0, shared: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
@@ -168,17 +186,25 @@ class MoE(nn.Module):
             tokens = tokens[places]
         routing = self.router(tokens)
         chosen = pairs_by_expert(routing.experts, self.config.n_experts)
-        # Stable, so that an expert gets its tokens in their order: those that come too late are dropped.
+        # Stable, so that an expert gets its tokens in their order: those that come too late are
+        # dropped.
         by_expert, order = routing.experts.flatten().sort(stable=True)
         counts = chosen
         if self.config.capacity_factor is not None:
-            capacity = math.ceil(self.config.capacity_factor * order.numel() / self.config.n_experts)
-            place = torch.arange(order.numel(), device=x.device) - (chosen.cumsum(0) - chosen)[by_expert]
+            capacity = math.ceil(
+                self.config.capacity_factor * order.numel() / self.config.n_experts
+            )
+            place = (
+                torch.arange(order.numel(), device=x.device)
+                - (chosen.cumsum(0) - chosen)[by_expert]
+            )
             order, counts = order[place < capacity], chosen.clamp(max=capacity)
 
         computed = self.experts(tokens[order // self.config.top_k], counts)
 
-        pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1]).index_copy(0, order, computed)
+        pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1]).index_copy(
+            0, order, computed
+        )
         weighted = pairs.unflatten(0, routing.experts.shape) * routing.weights[..., None]
         out = weighted.sum(1).to(x.dtype)
         if self.shared is not None:
@@ -239,11 +265,15 @@ class ExpertLoad:
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
 
-def expert_loads(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> dict[str, ExpertLoad]:
-    """Return the loads of all layers with experts since the last call, by names such as ``layers.3``; a collective.
+def expert_loads(
+    modules: Iterable[nn.Module], device_mesh: DeviceMesh | None
+) -> dict[str, ExpertLoad]:
+    """Return the loads of all layers with experts since the last call, by names such as
+    ``layers.3``; a collective.
 
-    They are those of all microbatches that went backward, on all ranks, and the same on every rank. Call it once a
-    step, so under accumulation after the last backward, and give the loads to :func:`update_router_bias`.
+    They are those of all microbatches that went backward, on all ranks, and the same on every rank.
+    Call it once a step, so under accumulation after the last backward, and give the loads to
+    :func:`update_router_bias`.
 
     Args:
         modules: this rank's stages, of a `Transformer` with experts, or the whole.
@@ -269,15 +299,18 @@ def expert_loads(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -
 
 @torch.no_grad()
 def update_router_bias(modules: Iterable[nn.Module], loads: Mapping[str, ExpertLoad]) -> None:
-    """Move each router's bias by ``balance_coef``: up where an expert had fewer tokens than the mean, else down.
+    """Move each router's bias by ``balance_coef``: up where an expert had fewer tokens than the
+    mean, else down.
 
-    After a step and without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437,
-    section 2.1.2, with 0.001). A no-op unless ``balance="bias"``.
+    After a step and without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2, with 0.001). A no-op unless ``balance="bias"``.
     """
     for mixture in _mixtures(modules):
         bias = mixture.router.bias
         if bias is not None:
-            tokens = torch.tensor(loads[f"layers.{mixture.layer}"].tokens, dtype=torch.float64, device=bias.device)
+            tokens = torch.tensor(
+                loads[f"layers.{mixture.layer}"].tokens, dtype=torch.float64, device=bias.device
+            )
             bias += mixture.config.balance_coef * (tokens.mean() - tokens).sign().to(bias.dtype)
 
 
@@ -294,11 +327,13 @@ def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
 def balance_loss(
     scores: Tensor, experts: Tensor, group_sizes: list[int], ranks: Iterable[dist.ProcessGroup] = ()
 ) -> Tensor:
-    """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all experts get as many.
+    """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all
+    experts get as many.
 
-    n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no gradient, and P its mean
-    score (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). A group that is one sequence makes it DeepSeek-V3's
-    sequence-wise loss (arXiv:2412.19437, equations 17 to 20). Groups without tokens do not count.
+    n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no
+    gradient, and P its mean score (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). A group
+    that is one sequence makes it DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17
+    to 20). Groups without tokens do not count.
 
     Args:
         scores: (tokens, n_experts), each token's with sum 1.
@@ -321,23 +356,33 @@ def balance_loss(
 
 
 def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> None:
-    """Let Switch's loss count the choices of the like-numbered microbatches of all data ranks, not of its own alone.
+    """Let Switch's loss count the choices of the like-numbered microbatches of all data ranks, not
+    of its own alone.
 
-    Then it asks for an even load of these together, and a microbatch may send its tokens to few experts if others send
-    theirs elsewhere, so that experts can specialise in what some data are about (Qiu et al. 2025, arXiv:2501.11873).
-    The usual count asks each microbatch on each rank to be even. One process gets the same gradients from the data
-    ranks' microbatches joined, if the loss at the end counts the same share of the tokens of each.
+    Then it asks for an even load of these together, and a microbatch may send its tokens to few
+    experts if others send theirs elsewhere, so that experts can specialise in what some data are
+    about (Qiu et al. 2025, arXiv:2501.11873). The usual count asks each microbatch on each rank to
+    be even. One process gets the same gradients from the data ranks' microbatches joined, if the
+    loss at the end counts the same share of the tokens of each.
 
-    Each layer sums n_experts integers over the data ranks, at every microbatch and once more where it is recomputed.
+    Each layer sums n_experts integers over the data ranks, at every microbatch and once more where
+    it is recomputed.
 
     Raises:
         ValueError: for another ``balance``.
     """
     names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
-    groups = [device_mesh.get_group(name) for name in names if device_mesh is not None and name.startswith("dp_")]
+    groups = [
+        device_mesh.get_group(name)
+        for name in names
+        if device_mesh is not None and name.startswith("dp_")
+    ]
     for mixture in _mixtures(modules):
         if mixture.config.balance != "loss":
-            raise ValueError(f"balance={mixture.config.balance!r} counts no choices of a microbatch: only 'loss' does")
+            raise ValueError(
+                f"balance={mixture.config.balance!r} counts no choices of a microbatch: only 'loss'"
+                " does"
+            )
         mixture.router.groups = groups
 
 

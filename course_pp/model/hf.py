@@ -1,8 +1,9 @@
-"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2, Qwen3; with experts
-Mixtral and Qwen3-MoE.
+"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2,
+Qwen3; with experts Mixtral and Qwen3-MoE.
 
-The two models compute the same function; only names differ, and how experts are stored. Names are the full model's on
-both sides, so weights go to and from one pipeline stage as well as the whole model.
+The two models compute the same function; only names differ, and how experts are stored. Names are
+the full model's on both sides, so weights go to and from one pipeline stage as well as the whole
+model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 
 # Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
 _ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_IN_LAYER = {"attn_norm": "input_layernorm", "attn": "self_attn", "mlp_norm": "post_attention_layernorm"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+}
 
 _SCALING = {
     "rope_factor": "factor",
@@ -58,7 +63,8 @@ def name_to_hf(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of theirs that is one of ours, or a part of it: ``place(ours)`` and ``take(theirs)`` hold the same.
+    """A tensor of theirs that is one of ours, or a part of it: ``place(ours)`` and ``take(theirs)``
+    hold the same.
 
     Attributes:
         name: theirs.
@@ -105,16 +111,22 @@ def sources_in_hf(name: str, config: ModelConfig, form: Form) -> list[Source]:
     if form == "packed" and matrix == "down_proj":
         return [Source(whole, transposed=True)]
     if form == "packed":
-        return [Source(f"{part}.gate_up_proj", half=0 if matrix == "gate_proj" else 1, transposed=True)]
+        return [
+            Source(f"{part}.gate_up_proj", half=0 if matrix == "gate_proj" else 1, transposed=True)
+        ]
     if form == "mixtral":
         matrix = _IN_MIXTRAL[matrix]
-    return [Source(f"{part}.{e}.{matrix}.weight", expert=e, transposed=True) for e in range(config.n_experts)]
+    return [
+        Source(f"{part}.{e}.{matrix}.weight", expert=e, transposed=True)
+        for e in range(config.n_experts)
+    ]
 
 
 def sources_in_files(name: str, n_experts: int, form: Form) -> list[Source]:
     """Return the tensors of published files that make up a weight of transformers' own model.
 
-    Its experts are packed: ``gate_up_proj`` is (experts, gate and up, in), and ``down_proj`` (experts, out, in).
+    Its experts are packed: ``gate_up_proj`` is (experts, gate and up, in), and ``down_proj``
+    (experts, out, in).
 
     Args:
         n_experts: the length of the weight, if ``name`` is that of packed experts.
@@ -133,13 +145,19 @@ def sources_in_files(name: str, n_experts: int, form: Form) -> list[Source]:
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Return the sizes of a model of Hugging Face's as ours; refuse what this decoder does not have.
+    """Return the sizes of a model of Hugging Face's as ours; refuse what this decoder does not
+    have.
 
-    How experts are kept balanced in training is not taken over: theirs weigh and scale that loss in another way.
+    How experts are kept balanced in training is not taken over: theirs weigh and scale that loss in
+    another way.
     """
     _refuse_unsupported(hf_config)
     kind, rope = hf_config.model_type, hf_config.rope_parameters
-    scaled = {ours: rope[theirs] for ours, theirs in _SCALING.items()} if rope.get("rope_type") == "llama3" else {}
+    scaled = (
+        {ours: rope[theirs] for ours, theirs in _SCALING.items()}
+        if rope.get("rope_type") == "llama3"
+        else {}
+    )
     width = getattr(hf_config, "head_dim", None)  # Qwen2 has none of its own
     experts: dict[str, Any] = {}
     if kind in _WITH_EXPERTS:
@@ -164,7 +182,9 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
         tie_embeddings=hf_config.tie_word_embeddings,
         qkv_bias=kind == "qwen2",
         qk_norm=kind in _QK_NORM,
-        head_width=None if width == hf_config.hidden_size // hf_config.num_attention_heads else width,
+        head_width=(
+            None if width == hf_config.hidden_size // hf_config.num_attention_heads else width
+        ),
         **experts,
         **scaled,
     )
@@ -175,8 +195,13 @@ def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
     kind = _kind_of(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
-        rope |= {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _SCALING.items()}}
-    more: dict[str, Any] = {"head_dim": config.head_dim} if config.head_width or kind in _QK_NORM else {}
+        rope |= {
+            "rope_type": "llama3",
+            **{theirs: getattr(config, ours) for ours, theirs in _SCALING.items()},
+        }
+    more: dict[str, Any] = (
+        {"head_dim": config.head_dim} if config.head_width or kind in _QK_NORM else {}
+    )
     if kind in _WITH_EXPERTS:
         more |= {"num_local_experts": config.n_experts, "num_experts_per_tok": config.top_k}
     if kind == "qwen3_moe":
@@ -242,12 +267,15 @@ def _kind_of(config: ModelConfig) -> str:
         }
     found = [what for what, present in odd.items() if present]
     if found:
-        raise ValueError(f"no model of type {', '.join(_KINDS)} has {'; '.join(found)}: export a model without")
+        raise ValueError(
+            f"no model of type {', '.join(_KINDS)} has {'; '.join(found)}: export a model without"
+        )
     return kind
 
 
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
-    """Return the weights of a model or stage under Hugging Face's names, for ``load_state_dict`` of their model.
+    """Return the weights of a model or stage under Hugging Face's names, for ``load_state_dict`` of
+    their model.
 
     They share storage with ``module``, but for experts, which transformers packs in another way.
     """
@@ -265,7 +293,11 @@ def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
 def hf_file_tensors(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Return weights under the names of published files, which hold one matrix an expert."""
     form: Form = "mixtral" if _kind_of(config) == "mixtral" else "qwen3_moe"
-    sources = ((source, tensor) for name, tensor in weights.items() for source in sources_in_hf(name, config, form))
+    sources = (
+        (source, tensor)
+        for name, tensor in weights.items()
+        for source in sources_in_hf(name, config, form)
+    )
     return {source.name: source.place(tensor).contiguous() for source, tensor in sources}
 
 
@@ -273,8 +305,9 @@ def hf_file_tensors(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
     """Copy into a model or stage the weights it holds from tensors under Hugging Face's names.
 
-    Experts may be packed, as transformers has them in memory, or be one matrix each, as in published files. A tied head
-    may be missing, as it is in safetensors files. If any other weight is, or has another shape, none is copied.
+    Experts may be packed, as transformers has them in memory, or be one matrix each, as in
+    published files. A tied head may be missing, as it is in safetensors files. If any other weight
+    is, or has another shape, none is copied.
     """
     found: list[tuple[Tensor, Tensor]] = []
     form = form_of(state)
@@ -284,12 +317,14 @@ def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None
             if name == HEAD and module.config.tie_embeddings and theirs not in state:
                 theirs = name_to_hf(EMBEDDING)
             if theirs not in state:
-                raise ValueError(f"{theirs} is missing from the weights in state; this part needs it as {name}")
+                raise ValueError(
+                    f"{theirs} is missing from the weights in state; this part needs it as {name}"
+                )
             to, given = source.place(own), source.take(state[theirs])
             if to.shape != given.shape:
                 raise ValueError(
-                    f"{theirs} has shape {tuple(state[theirs].shape)}, but {name} has {tuple(own.shape)}; "
-                    "build the model with config_from_hf"
+                    f"{theirs} has shape {tuple(state[theirs].shape)}, but {name} has"
+                    f" {tuple(own.shape)}; build the model with config_from_hf"
                 )
             found.append((to, given))
     for to, given in found:
@@ -313,7 +348,10 @@ def from_hf(hf_model: PreTrainedModel) -> Transformer:
 def refuse_other_kinds(kind: object) -> None:
     """Raise ValueError for a ``model_type`` whose layers this decoder does not have."""
     if kind not in _KINDS:
-        raise ValueError(f"model_type={kind!r} is not supported; use a model of type {', '.join(map(repr, _KINDS))}")
+        raise ValueError(
+            f"model_type={kind!r} is not supported; use a model of type"
+            f" {', '.join(map(repr, _KINDS))}"
+        )
 
 
 def _refuse_unsupported(hf_config: Any) -> None:
@@ -324,7 +362,9 @@ def _refuse_unsupported(hf_config: Any) -> None:
     dense = getattr(hf_config, "mlp_only_layers", [])
     noise = getattr(hf_config, "router_jitter_noise", 0)
     unsupported = {
-        f"rope_type={rope_type!r} (scaled rotary positions)": rope_type not in ("default", "llama3"),
+        f"rope_type={rope_type!r} (scaled rotary positions)": (
+            rope_type not in ("default", "llama3")
+        ),
         f"hidden_act={hf_config.hidden_act!r}, not 'silu'": hf_config.hidden_act != "silu",
         f"attention_dropout={hf_config.attention_dropout}": hf_config.attention_dropout != 0,
         "attention_bias=True": getattr(hf_config, "attention_bias", False),
@@ -335,4 +375,6 @@ def _refuse_unsupported(hf_config: Any) -> None:
     }
     found = [what for what, present in unsupported.items() if present]
     if found:
-        raise ValueError(f"this decoder does not implement {'; '.join(found)}; use a checkpoint without")
+        raise ValueError(
+            f"this decoder does not implement {'; '.join(found)}; use a checkpoint without"
+        )

@@ -1,7 +1,7 @@
 """Cutting the decoder into pipeline stages: which layers each stage holds, and the stage itself.
 
-`build_stage_module` builds only what a stage needs, `drop_other_stages` carves it out of a whole model. Both give the
-same parameters under the same names.
+`build_stage_module` builds only what a stage needs, `drop_other_stages` carves it out of a whole
+model. Both give the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from course_pp.base.arguments import checked
-from course_pp.base.sizes import LayerRange, ModelConfig, check_stage_count, compute_layer_assignment
+from course_pp.base.sizes import (
+    LayerRange,
+    ModelConfig,
+    check_stage_count,
+    compute_layer_assignment,
+)
 from course_pp.model.transformer import Transformer
 
 Tie = Mapping[int, str]
@@ -28,9 +33,13 @@ class PipelineStageModule(Transformer):
         layer_range: (start, end) of its layers, end excluded.
     """
 
-    def __init__(self, config: ModelConfig, stage_id: int, num_stages: int, layer_range: LayerRange) -> None:
+    def __init__(
+        self, config: ModelConfig, stage_id: int, num_stages: int, layer_range: LayerRange
+    ) -> None:
         _check_stage_id(stage_id, num_stages)
-        super().__init__(config, layer_range, has_embedding=stage_id == 0, has_head=stage_id == num_stages - 1)
+        super().__init__(
+            config, layer_range, has_embedding=stage_id == 0, has_head=stage_id == num_stages - 1
+        )
         self.stage_id = stage_id
         self.num_stages = num_stages
 
@@ -56,7 +65,8 @@ def build_stage_module(
 
     Args:
         config: sizes of the full model.
-        pp_rank: the stage index, counted from 0; equal to the pipeline rank when each rank holds one stage.
+        pp_rank: the stage index, counted from 0; equal to the pipeline rank when each rank holds
+            one stage.
         pp_size: number of stages.
         layer_ranges: every stage's (start, end), as from `partition_by_cost`; None splits evenly.
     """
@@ -69,10 +79,14 @@ def build_stage_module(
 
 
 @checked
-def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_range: LayerRange) -> Transformer:
-    """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to None.
+def drop_other_stages(
+    model: Transformer, stage_id: int, num_stages: int, layer_range: LayerRange
+) -> Transformer:
+    """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to
+    None.
 
-    On a meta model nothing was ever allocated, so this costs no more memory than building the stage alone.
+    On a meta model nothing was ever allocated, so this costs no more memory than building the stage
+    alone.
     """
     _check_stage_id(stage_id, num_stages)
     start, end = layer_range
@@ -85,7 +99,8 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
     for part, holder in (("embed", 0), ("head", num_stages - 1)):
         if stage_id == holder and getattr(model, part) is None:
             raise ValueError(
-                f"stage {stage_id} needs the {part}, which this model no longer has; start from the whole model"
+                f"stage {stage_id} needs the {part}, which this model no longer has; start from the"
+                " whole model"
             )
     for index in range(held_start, held_end):
         if not start <= index < end:
@@ -100,12 +115,15 @@ def drop_other_stages(model: Transformer, stage_id: int, num_stages: int, layer_
 
 
 @checked
-def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0) -> list[LayerRange]:
+def partition_by_cost(
+    costs: Sequence[float], n_stages: int, first: float = 0.0, last: float = 0.0
+) -> list[LayerRange]:
     """Split the layers into contiguous stages so that the slowest stage is as fast as it can be.
 
-    In a steady pipeline every stage waits for the slowest, so that one sets the pace. Among the splits that
-    are best for it, the most even is taken (least sum of squared stage costs), and among those the one whose
-    earlier stages hold more layers; equal costs above 0 therefore give `compute_layer_assignment`.
+    In a steady pipeline every stage waits for the slowest, so that one sets the pace. Among the
+    splits that are best for it, the most even is taken (least sum of squared stage costs), and
+    among those the one whose earlier stages hold more layers; equal costs above 0 therefore give
+    `compute_layer_assignment`.
 
     Exact, by dynamic programming over (stage, first layer): O(n_stages · n_layers²) steps.
 
@@ -129,7 +147,9 @@ def partition_by_cost(costs: Sequence[float], n_stages: int, first: float = 0.0,
     return split_by_cost(n_layers, n_stages, stage_cost)
 
 
-def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]) -> list[LayerRange]:
+def split_by_cost(
+    n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]
+) -> list[LayerRange]:
     """Split as :func:`partition_by_cost` does by ``stage_cost(stage, first layer, end)``, a whole number."""
 
     def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
@@ -137,7 +157,9 @@ def split_by_cost(n_layers: int, n_stages: int, stage_cost: Callable[[int, int, 
         return cost * cost if cost <= slowest else None
 
     slowest, _ = _best_split(n_layers, n_stages, stage_cost, max)
-    _, ranges = _best_split(n_layers, n_stages, squared_if_optimal, lambda stage, rest: stage + rest)
+    _, ranges = _best_split(
+        n_layers, n_stages, squared_if_optimal, lambda stage, rest: stage + rest
+    )
     return ranges
 
 
@@ -159,10 +181,11 @@ def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
     """Forward FLOPs of each part for one sequence of `seq_len` tokens.
 
     A multiply-add is two operations, so a matrix costs 2 · parameters a token (Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1); of experts, those that a token goes to. Attention scores and their weighted sum cost
-    2 · head_dim each, for every head and (query, key) pair: 4 · dim a pair, if the heads together are as wide as the
-    model. Causal attention needs seq_len · (seq_len + 1) / 2 pairs.
-    Looking up an embedding multiplies nothing; norms, biases, rotations and softmax are left out as small.
+    arXiv:2001.08361, section 2.1); of experts, those that a token goes to. Attention scores and
+    their weighted sum cost 2 · head_dim each, for every head and (query, key) pair: 4 · dim a pair,
+    if the heads together are as wide as the model. Causal attention needs seq_len · (seq_len + 1) /
+    2 pairs. Looking up an embedding multiplies nothing; norms, biases, rotations and softmax are
+    left out as small.
 
     To balance a pipeline, head included:
 
@@ -170,7 +193,9 @@ def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
         partition_by_cost(flops.layers, n_stages, first=flops.embed, last=flops.head)
     """
     if not 1 <= seq_len <= config.max_seq_len:
-        raise ValueError(f"seq_len={seq_len} must lie between 1 and max_seq_len={config.max_seq_len}")
+        raise ValueError(
+            f"seq_len={seq_len} must lie between 1 and max_seq_len={config.max_seq_len}"
+        )
     attention = 2.0 * config.q_dim * seq_len * (seq_len + 1)
     layers = tuple(2.0 * matrices * seq_len + attention for matrices in config.layer_matrices)
     head = 2.0 * config.vocab_size * config.dim * seq_len
@@ -211,30 +236,38 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
     """Costs over a common denominator: sums of floats depend on their order, and ties must be ties."""
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(f"in costs, first or last, cost {cost} must be a finite number, 0 or greater")
+            raise ValueError(
+                f"in costs, first or last, cost {cost} must be a finite number, 0 or greater"
+            )
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     denominator = max(below for _, below in ratios)  # every one is a power of two
     return [above * (denominator // below) for above, below in ratios]
 
 
-def _check_stage_id(stage_id: int, num_stages: int, index: str = "stage_id", count: str = "num_stages") -> None:
+def _check_stage_id(
+    stage_id: int, num_stages: int, index: str = "stage_id", count: str = "num_stages"
+) -> None:
     if num_stages < 1:
         raise ValueError(f"{num_stages} stages: a pipeline needs at least 1; raise {count}")
     if not 0 <= stage_id < num_stages:
         raise ValueError(
-            f"stage {stage_id} must lie between 0 and {num_stages - 1}, the last of {num_stages} stages ({index})"
+            f"stage {stage_id} must lie between 0 and {num_stages - 1}, the last of {num_stages}"
+            f" stages ({index})"
         )
 
 
 def _check_layer_ranges(layer_ranges: Sequence[LayerRange], n_layers: int, n_stages: int) -> None:
     if len(layer_ranges) != n_stages:
-        raise ValueError(f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one a stage in layer_ranges")
+        raise ValueError(
+            f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one a stage in"
+            " layer_ranges"
+        )
     expected = 0
     for stage, (start, end) in enumerate(layer_ranges):
         if start != expected or end <= start:
             raise ValueError(
-                f"stage {stage} holds layers ({start}, {end}), but must start at layer {expected} and hold "
-                "at least one: the ranges cover every layer once, in order"
+                f"stage {stage} holds layers ({start}, {end}), but must start at layer {expected}"
+                " and hold at least one: the ranges cover every layer once, in order"
             )
         expected = end
     if expected != n_layers:

@@ -3,13 +3,15 @@
     tokens ──► embed ──► layers "0" … "n-1" ──► norm ──► head ──► logits
                └ first stage                    └ last stage ┘
 
-One class serves the whole model and every pipeline stage: a part that lives elsewhere is None and skipped in
-`forward`. Parameter names are the full model's in every part, and each parameter's initial values depend on its name
-and the seed alone, so the same seed gives the same full model whatever the split.
+One class serves the whole model and every pipeline stage: a part that lives elsewhere is None and
+skipped in `forward`. Parameter names are the full model's in every part, and each parameter's
+initial values depend on its name and the seed alone, so the same seed gives the same full model
+whatever the split.
 
-Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation layout that
-Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020) or, in
-`course_pp.model.experts`, a mixture of such blocks.
+Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation
+    layout that
+Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020) or,
+in `course_pp.model.experts`, a mixture of such blocks.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ INIT_STD = 0.02
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pair (i, i + head_dim/2) of x (batch, heads, seq, head_dim) by its position's angle.
+    """Turn channel pair (i, i + head_dim/2) of x (batch, heads, seq, head_dim) by its position's
+    angle.
 
-    The tables are rounded to x's dtype first, as transformers does: FSDP2's mixed precision casts the inputs
-    of every layer in the same way, so the result is the same with it and without.
+    The tables are rounded to x's dtype first, as transformers does: FSDP2's mixed precision casts
+    the inputs of every layer in the same way, so the result is the same with it and without.
     """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -44,16 +47,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
 
-    Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864, section
-    3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len / rope_low_freq turn f times slower,
-    those below rope_original_len / rope_high_freq as before, and those in between by a mean of both, weighted by where
-    the frequency lies (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
+    Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864,
+    section 3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len /
+    rope_low_freq turn f times slower, those below rope_original_len / rope_high_freq as before, and
+    those in between by a mean of both, weighted by where the frequency lies (Llama 3.1's
+    `apply_scaling`, github.com/meta-llama/llama-models).
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
     if config.rope_factor != 1:
         turns = config.rope_original_len * frequencies / (2 * math.pi)
-        kept = ((turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)).clamp(0, 1)
+        kept = (
+            (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
+        ).clamp(0, 1)
         frequencies = kept * frequencies + (1 - kept) * frequencies / config.rope_factor
     positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * frequencies
@@ -73,13 +79,16 @@ class LayerCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new positions of the same batch, and return all."""
         if self._seen is not None:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(self._seen, (keys, values), strict=True))
+            keys, values = (
+                torch.cat(pair, dim=2) for pair in zip(self._seen, (keys, values), strict=True)
+            )
         self._seen = keys, values
         return keys, values
 
 
 class KVCache:
-    """The layers' caches of one batch of sequences; one will do for all stages of a model that a rank holds.
+    """The layers' caches of one batch of sequences; one will do for all stages of a model that a
+    rank holds.
 
     cache = model.new_cache()
     logits = model(prompt, cache=cache)             # (batch, prompt length, vocab_size)
@@ -93,21 +102,23 @@ class KVCache:
         return self._layers.setdefault(name, LayerCache())
 
     def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
-        """Return where new positions lie, up to ``limit``, behind those that the layer ``name`` has seen.
+        """Return where new positions lie, up to ``limit``, behind those that the layer ``name`` has
+        seen.
 
         The call has to come ``alone``: without a mask or positions of its own.
         """
         if not alone:
             raise ValueError(
-                "attention_mask and position_ids beside a cache: leave them out, and give sequences of one length "
-                "without padding"
+                "attention_mask and position_ids beside a cache: leave them out, and give sequences"
+                " of one length without padding"
             )
         start = self.layer(name).length
         new = slice(start, start + n_new)
         if new.stop > limit:
             raise ValueError(
-                f"with what the cache holds the sequence has {new.stop} tokens, more than max_seq_len={limit}: "
-                "generate fewer, or build the model with a larger max_seq_len"
+                f"with what the cache holds the sequence has {new.stop} tokens, more than"
+                f" max_seq_len={limit}: generate fewer, or build the model with a larger"
+                " max_seq_len"
             )
         return new
 
@@ -134,7 +145,12 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """x (batch, seq, dim) -> (batch, seq, dim); the others as in `DecoderLayer.forward`."""
         q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -208,9 +224,10 @@ class DecoderLayer(nn.Module):
         """Run one layer on hidden states x (batch, seq, dim).
 
         Args:
-            cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq, head_dim / 2).
-            mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True = may attend; with
-                a cache the last dimension counts what it holds, too.
+            cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq,
+                head_dim / 2).
+            mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True =
+                may attend; with a cache the last dimension counts what it holds, too.
             cache: keys and values of earlier positions; those of `x` are added.
             is_token: bool (batch, seq), False on padding, which experts leave out; None where
                 nothing is padded.
@@ -226,9 +243,9 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """The decoder, or the contiguous part of it that one pipeline stage holds.
 
-    Built on the default device in the default dtype, initialised from `torch.initial_seed()` without drawing
-    from the global generator. Under `torch.device("meta")` nothing is allocated; call `to_empty(device=...)`
-    and `init_weights_and_freqs()` afterwards.
+    Built on the default device in the default dtype, initialised from `torch.initial_seed()`
+    without drawing from the global generator. Under `torch.device("meta")` nothing is allocated;
+    call `to_empty(device=...)` and `init_weights_and_freqs()` afterwards.
 
     Args:
         config: sizes of the full model.
@@ -251,7 +268,8 @@ class Transformer(nn.Module):
         start, end = (0, config.n_layers) if layer_range is None else layer_range
         if not 0 <= start < end <= config.n_layers:
             raise ValueError(
-                f"layer_range=({start}, {end}) must be non-empty and lie within (0, {config.n_layers}), end excluded"
+                f"layer_range=({start}, {end}) must be non-empty and lie within (0,"
+                f" {config.n_layers}), end excluded"
             )
         self.config = config
         self.layer_range = (start, end)
@@ -259,7 +277,9 @@ class Transformer(nn.Module):
         # Built on meta, so that the modules' own initialisers allocate nothing and draw nothing.
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.dim) if has_embedding else None
-            self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(start, end)})
+            self.layers = nn.ModuleDict(
+                {str(i): DecoderLayer(config, i) for i in range(start, end)}
+            )
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if has_head else None
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False) if has_head else None
             table = torch.empty(config.max_seq_len, config.head_dim // 2, dtype=torch.float32)
@@ -295,18 +315,22 @@ class Transformer(nn.Module):
         """Run this part of the model: tokens or hidden states in, hidden states or logits out.
 
         Args:
-            x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq, dim).
+            x: token ids (batch, seq) where the embedding is here, else hidden states (batch, seq,
+                dim).
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
-                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every mask.
-                Experts leave out the padding of a (batch, seq) mask; the other kind names none.
+                (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every
+                mask. Experts leave out the padding of a (batch, seq) mask; the other kind names
+                none.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
-            cache: of the positions before these, to which these are added (`new_cache`); positions then go on from
-                there, and neither of the other two is taken.
+            cache: of the positions before these, to which these are added (`new_cache`); positions
+                then go on from there, and neither of the other two is taken.
 
         Returns:
-            Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq, dim).
+            Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq,
+            dim).
 
-        Token ids and positions out of range are named on the CPU only; a GPU would have to be waited for.
+        Token ids and positions out of range are named on the CPU only; a GPU would have to be
+        waited for.
         """
         self._check_input(x)
         batch, seq_len = x.shape[:2]
@@ -336,16 +360,19 @@ class Transformer(nn.Module):
     def init_weights_and_freqs(self, seed: int | None = None) -> None:
         """Draw every parameter from (seed, its full name) and compute the rotary tables.
 
-        Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream are
-        scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al. 2019, GPT-2,
-        section 2.3); norms are one, biases zero. Each is drawn whole on the CPU in float32, then cast and, if it is a
-        DTensor, sharded: neither dtype, device nor layout changes the model a seed means. Without a seed,
+        Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream
+        are scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al.
+        2019, GPT-2, section 2.3); norms are one, biases zero. Each is drawn whole on the CPU in
+        float32, then cast and, if it is a
+        DTensor, sharded: neither dtype, device nor layout changes the model a seed means. Without a
+            seed,
         `torch.manual_seed` decides.
         """
         self.init_freqs_and_ties()
         seed = torch.initial_seed() if seed is None else seed
         for name, parameter in self.named_parameters():
-            # Wrappers (activation checkpointing, torch.compile) insert path parts that start with an underscore.
+            # Wrappers (activation checkpointing, torch.compile) insert path parts that start with
+            # an underscore.
             full_name = ".".join(part for part in name.split(".") if not part.startswith("_"))
             _fill(parameter, self._draw(full_name, parameter.shape, seed))
         for module in self.modules():
@@ -358,7 +385,8 @@ class Transformer(nn.Module):
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(
-                    f"{name} is on the meta device and has no storage to initialise; call .to_empty(device=...) first"
+                    f"{name} is on the meta device and has no storage to initialise; call"
+                    " .to_empty(device=...) first"
                 )
         self._tie()
         cos, sin = rotary_tables(self.config)
@@ -379,7 +407,9 @@ class Transformer(nn.Module):
         ends_in_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
         std = INIT_STD / math.sqrt(2 * self.config.n_layers) if ends_in_residual else INIT_STD
         generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
-        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
+            0.0, std, generator=generator
+        )
 
     def _tie(self) -> None:
         if self.config.tie_embeddings and self.embed is not None and self.head is not None:
@@ -389,12 +419,13 @@ class Transformer(nn.Module):
         if self.embed is not None:
             if x.dim() != 2 or x.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
-                    f"the embedding takes integer token ids (batch, seq), not {x.dtype} of shape {tuple(x.shape)}"
+                    f"the embedding takes integer token ids (batch, seq), not {x.dtype} of shape"
+                    f" {tuple(x.shape)}"
                 )
         elif x.dim() != 3 or not x.is_floating_point() or x.shape[-1] != self.config.dim:
             raise ValueError(
-                f"a part without the embedding takes hidden states (batch, seq, {self.config.dim}), "
-                f"not {x.dtype} of shape {tuple(x.shape)}; pass it the previous stage's output"
+                f"a part without the embedding takes hidden states (batch, seq, {self.config.dim}),"
+                f" not {x.dtype} of shape {tuple(x.shape)}; pass it the previous stage's output"
             )
         if x.shape[1] > self.config.max_seq_len:
             raise ValueError(
@@ -407,25 +438,33 @@ class Transformer(nn.Module):
             return embed(tokens)
         except IndexError:
             raise ValueError(
-                f"token ids from {int(tokens.min())} to {int(tokens.max())} must lie in "
-                f"[0, vocab_size) = [0, {self.config.vocab_size}); use the tokenizer this model was sized for"
+                f"token ids from {int(tokens.min())} to {int(tokens.max())} must lie in [0,"
+                f" vocab_size) = [0, {self.config.vocab_size}); use the tokenizer this model was"
+                " sized for"
             ) from None
 
-    def _rotary_tables(self, position_ids: Tensor | None, batch: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    def _rotary_tables(
+        self, position_ids: Tensor | None, batch: int, seq_len: int
+    ) -> tuple[Tensor, Tensor]:
         if position_ids is None:
             return self.rope_cos[:seq_len], self.rope_sin[:seq_len]
-        if position_ids.shape != (batch, seq_len) or position_ids.dtype not in (torch.int64, torch.int32):
+        if position_ids.shape != (batch, seq_len) or position_ids.dtype not in (
+            torch.int64,
+            torch.int32,
+        ):
             raise ValueError(
                 f"position_ids must be integers of shape (batch, seq) = ({batch}, {seq_len}), "
                 f"not {position_ids.dtype} of shape {tuple(position_ids.shape)}"
             )
         try:
             # Unlike indexing, a lookup refuses negative positions instead of counting from the end.
-            cos, sin = (F.embedding(position_ids, table) for table in (self.rope_cos, self.rope_sin))
+            cos, sin = (
+                F.embedding(position_ids, table) for table in (self.rope_cos, self.rope_sin)
+            )
         except IndexError:
             raise ValueError(
-                f"positions from {int(position_ids.min())} to {int(position_ids.max())} must lie in "
-                f"[0, max_seq_len) = [0, {self.config.max_seq_len})"
+                f"positions from {int(position_ids.min())} to {int(position_ids.max())} must lie in"
+                f" [0, max_seq_len) = [0, {self.config.max_seq_len})"
             ) from None
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
@@ -433,8 +472,8 @@ class Transformer(nn.Module):
 def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
     """Return which position may attend to which: bool (batch, 1 or heads, seq, seq).
 
-    A position always sees itself: before the first real token of a left-padded row there is nothing else to
-    see, and a softmax over nothing is NaN in some attention kernels and zero in others.
+    A position always sees itself: before the first real token of a left-padded row there is nothing
+    else to see, and a softmax over nothing is NaN in some attention kernels and zero in others.
     """
     if attention_mask.shape == (batch, seq_len) and not attention_mask.is_floating_point():
         allowed = attention_mask.bool()[:, None, None, :]
@@ -447,9 +486,9 @@ def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
         allowed = attention_mask
     else:
         raise ValueError(
-            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it must be "
-            f"bool or integer (batch, seq) = ({batch}, {seq_len}), "
-            f"or bool (batch, 1 or heads, seq, seq) = ({batch}, 1 or heads, {seq_len}, {seq_len})"
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it"
+            f" must be bool or integer (batch, seq) = ({batch}, {seq_len}), or bool (batch, 1 or"
+            f" heads, seq, seq) = ({batch}, 1 or heads, {seq_len}, {seq_len})"
         )
     query = torch.arange(seq_len, device=attention_mask.device)[:, None]
     key = query.T
@@ -459,10 +498,12 @@ def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
 def parameter_seed(seed: int, name: str) -> int:
     """Seed of one parameter: a hash of (seed, name), the same in every process and Python version.
 
-    32 bits, because torch's CPU generator ignores the others. Nothing breaks when two names share a seed, as some of
-    1,000 do for about one model seed in 10,000.
+    32 bits, because torch's CPU generator ignores the others. Nothing breaks when two names share a
+    seed, as some of 1,000 do for about one model seed in 10,000.
     """
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"
+    )
 
 
 def _fill(parameter: Tensor, full: Tensor) -> None:
@@ -471,20 +512,26 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         sharded = cast(DTensor, parameter)
-        # src_data_rank=None: every rank has drawn the same values and keeps its shard; nothing is sent.
-        full = distribute_tensor(full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+        # src_data_rank=None: every rank has drawn the same values and keeps its shard; nothing is
+        # sent.
+        full = distribute_tensor(
+            full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None
+        )
     parameter.copy_(full)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a token.
+    """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a
+    token.
 
-    A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the mean of the
-    microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count` instead.
+    A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the
+    mean of the microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count`
+    instead.
     """
 
-    ignore_index: int = -100  # target value of positions where nothing is to be predicted, such as padding
+    # target value of positions where nothing is to be predicted, such as padding
+    ignore_index: int = -100
 
     def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the mean; 0 where no token counts."""
@@ -494,7 +541,9 @@ class CrossEntropy:
         """Return the sum; a scalar in float32 at least: long sums overflow half precision."""
         if logits.dtype.itemsize < 4:
             logits = logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum"
+        )
 
     def count(self, target: Tensor) -> Tensor:
         """Return the number of tokens that count; a scalar int64."""

@@ -1,8 +1,9 @@
-"""``python -m course_pp lab``: make or update the working copy of the notebooks, and open it in JupyterLab.
+"""``python -m course_pp lab``: make or update the working copy of the notebooks, and open it in
+JupyterLab.
 
-The notebooks of the course are committed with their outputs, which would give every guess away; the copy has none. It
-is never overwritten: what is new in a later version of the course is added, and what has changed is put beside the copy
-that the learner may have edited, as ``03_1f1b.new.ipynb``.
+The notebooks of the course are committed with their outputs, which would give every guess away; the
+copy has none. It is never overwritten: what is new in a later version of the course is added, and
+what has changed is put beside the copy that the learner may have edited, as ``03_1f1b.new.ipynb``.
 """
 
 import argparse
@@ -30,17 +31,22 @@ _RECORD = ".course_pp.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = f"where the copy is (default: {_FOLDER}/ beside notebooks/ of a clone; without one, here)"
+    where = (
+        f"where the copy is (default: {_FOLDER}/ beside notebooks/ of a clone; without one, here)"
+    )
     parser.add_argument("--folder", type=Path, help=where)
-    parser.add_argument("--copy-only", action="store_true", help="make or update the copy, and open nothing")
+    parser.add_argument(
+        "--copy-only", action="store_true", help="make or update the copy, and open nothing"
+    )
     parser.add_argument("jupyter", nargs="*", metavar="ARGUMENT", help="after --: for jupyter lab")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Make the copy and become JupyterLab.
 
-    In a clone the copy holds the notebooks alone; in a folder elsewhere also the scripts, or ``%torchrun`` would not
-    find them. Without a clone, from a wheel, it has the clone's folders: ``notebooks/`` and ``source_code/``.
+    In a clone the copy holds the notebooks alone; in a folder elsewhere also the scripts, or
+    ``%torchrun`` would not find them. Without a clone, from a wheel, it has the clone's folders:
+    ``notebooks/`` and ``source_code/``.
     """
     clone = Path(course_pp.__file__).resolve().parents[1]
     if (clone / "notebooks").is_dir():
@@ -64,7 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in arguments.jupyter:
         print("as root JupyterLab wants a word: make lab ARGS=--allow-root", flush=True)
     # A kernel of this interpreter is found before those of other installations.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    )
     root = home if folder.is_relative_to(home) else folder
     first = (folder / _FIRST).relative_to(root).as_posix()
     options = [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{first}"]
@@ -81,8 +89,8 @@ def _shipped() -> Path:
         if file.name == _FIRST:
             return Path(str(file.locate())).resolve().parents[1]
     raise ValueError(
-        "there are no notebooks beside this package: start from a clone of the course, or install its wheel "
-        "(pip install 'course_pp[course]')"
+        "there are no notebooks beside this package: start from a clone of the course, or install"
+        " its wheel (pip install 'course_pp[course]')"
     )
 
 
@@ -92,11 +100,19 @@ class Copied:
 
     folder: Path
     added: tuple[str, ...]  # notebooks that were not there
-    beside: tuple[tuple[str, str], ...]  # of newer versions beside a notebook: the name of the old one and the new one
+    # of newer versions beside a notebook: the name of the old one and the new one
+    beside: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.added)} notebooks copied to {self.folder.name}/, without outputs"] if self.added else []
-        lines += [f"{old} has a newer version, which is now beside yours: {new}" for old, new in self.beside]
+        lines = (
+            [f"{len(self.added)} notebooks copied to {self.folder.name}/, without outputs"]
+            if self.added
+            else []
+        )
+        lines += [
+            f"{old} has a newer version, which is now beside yours: {new}"
+            for old, new in self.beside
+        ]
         return "\n".join(lines)
 
 
@@ -104,14 +120,19 @@ def update(source: Path, folder: Path) -> Copied:
     """Copy what ``folder`` lacks of the notebooks in ``source``, without outputs; change no file that is there."""
     notebooks = sorted(source.glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
-        raise ValueError(f"there are no notebooks in {str(source)!r}: start from a clone of the course")
+        raise ValueError(
+            f"there are no notebooks in {str(source)!r}: start from a clone of the course"
+        )
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         record, changed = _read_record(folder / _RECORD), False
         added, beside = [], []
         for path in notebooks:
             text = _without_outputs(path)
-            digest, versions = hashlib.sha256(text.encode()).hexdigest(), record.setdefault(path.name, [])
+            digest, versions = (
+                hashlib.sha256(text.encode()).hexdigest(),
+                record.setdefault(path.name, []),
+            )
             target = folder / path.name
             if not target.exists():
                 _write(target, text)
@@ -131,7 +152,9 @@ def update(source: Path, folder: Path) -> Copied:
 def copy_scripts(source: Path, folder: Path) -> None:
     """Copy the scripts that notebooks launch from ``source``; change no file that is there."""
     with _refusing(folder):
-        for path in sorted(path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"):
+        for path in sorted(
+            path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"
+        ):
             target = folder / path.relative_to(source)
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +168,8 @@ def _refusing(folder: Path) -> Iterator[None]:
     except OSError as error:
         where = error.filename or folder
         raise ValueError(
-            f"cannot write the working copy ({str(where)!r}: {error.strerror}): make the folder writable, or name "
-            "another one with --folder"
+            f"cannot write the working copy ({str(where)!r}: {error.strerror}): make the folder"
+            " writable, or name another one with --folder"
         ) from error
 
 
@@ -173,7 +196,9 @@ def _without_outputs(path: Path) -> str:
             if cell["cell_type"] == "code":
                 cell["outputs"], cell["execution_count"] = [], None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name} is no notebook ({error}): get it again from the course") from error
+        raise ValueError(
+            f"{path.name} is no notebook ({error}): get it again from the course"
+        ) from error
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 

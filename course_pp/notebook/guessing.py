@@ -16,7 +16,11 @@ _ZERO = 1e-12
 
 @checked
 def reveal(
-    what: str, guess: object, measured: object, unit: str = "", how: str | Sequence[Timeline] = "measured"
+    what: str,
+    guess: object,
+    measured: object,
+    unit: str = "",
+    how: str | Sequence[Timeline] = "measured",
 ) -> None:
     """Print what was measured beside the learner's guess, and how the two compare.
 
@@ -25,9 +29,11 @@ def reveal(
     Args:
         what: was measured: "bubble on 4 ranks".
         guess: ``...`` if there is none yet; else of the kind of ``measured``.
-        measured: a number, text, a truth value, or several numbers in a sequence, a set or a mapping.
+        measured: a number, text, a truth value, or several numbers in a sequence, a set or a
+            mapping.
         unit: of the numbers: "ms".
-        how: the value was found: "measured", "simulated" or "computed"; or the timelines from which it was made.
+        how: the value was found: "measured", "simulated" or "computed"; or the timelines from which
+            it was made.
     """
     if not isinstance(how, str):
         how = "measured" if how and all(run.measured for run in how) else "simulated"
@@ -39,7 +45,9 @@ def _verdict(guess: object, measured: object, unit: str) -> str:
     if guess is ...:
         return f"{seen}; you have not guessed"
     if _kind(guess) != _kind(measured):
-        return f"{seen}; your guess {_told(guess)}, so it cannot be compared: give {_kind(measured)}"
+        return (
+            f"{seen}; your guess {_told(guess)}, so it cannot be compared: give {_kind(measured)}"
+        )
     return f"{seen}, guessed {_text(guess)}{unit}: {_comparison(guess, measured)}"
 
 
@@ -76,11 +84,20 @@ def _comparison(guess: object, measured: object) -> str:
 
 def _same(guess: object, measured: object) -> bool:
     if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
-        # Zero may be measured as a rounding error; but a guess of 1e-12 where zero is measured is another claim.
-        return math.isclose(_float(guess), _float(measured), rel_tol=_NEAR, abs_tol=0 if guess else _ZERO)
+        # Zero may be measured as a rounding error; but a guess of 1e-12 where zero is measured is
+        # another claim.
+        return math.isclose(
+            _float(guess), _float(measured), rel_tol=_NEAR, abs_tol=0 if guess else _ZERO
+        )
     if isinstance(guess, Mapping) and isinstance(measured, Mapping):
-        return guess.keys() == measured.keys() and all(_same(guess[key], measured[key]) for key in measured)
-    if isinstance(guess, Sequence) and isinstance(measured, Sequence) and not isinstance(guess, str):
+        return guess.keys() == measured.keys() and all(
+            _same(guess[key], measured[key]) for key in measured
+        )
+    if (
+        isinstance(guess, Sequence)
+        and isinstance(measured, Sequence)
+        and not isinstance(guess, str)
+    ):
         return len(guess) == len(measured) and all(map(_same, guess, measured))
     return guess == measured
 
@@ -101,7 +118,11 @@ def _text(value: object, alone: bool = True) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:{comma}}" if value.bit_length() <= 64 else shown(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(key, False)}: {_text(each, False)}" for key, each in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_text(key, False)}: {_text(each, False)}" for key, each in value.items())
+            + "}"
+        )
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(_text(each, False) for each in value)) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):

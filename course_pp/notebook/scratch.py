@@ -11,9 +11,10 @@ from pathlib import Path
 
 from course_pp.base.arguments import checked
 
-# Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A killed kernel says
-# nothing: its end of the pipe closes. What it forked may hold that end open, hence the look at the parent too. Ranks
-# that are about to end may write a little longer, hence the repeats.
+# Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A
+# killed kernel says nothing: its end of the pipe closes. What it forked may hold that end open,
+# hence the look at the parent too. Ranks that are about to end may write a little longer, hence the
+# repeats.
 _REMOVE_WHEN_ALONE = """
 import os, select, shutil, sys, time
 folder, starter = sys.argv[1], int(sys.argv[2])
@@ -27,10 +28,12 @@ for _ in range(8):
 
 @checked
 class ScratchFolder:
-    """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when this object goes.
+    """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when
+    this object goes.
 
-    That is when the name is bound again, when the kernel is restarted or shut down, and when it is killed: another
-    process watches. ``prefix`` begins its name; ``beside`` is the folder to make it in, the current one unless given.
+    That is when the name is bound again, when the kernel is restarted or shut down, and when it is
+    killed: another process watches. ``prefix`` begins its name; ``beside`` is the folder to make it
+    in, the current one unless given.
     """
 
     path: Path
@@ -41,27 +44,48 @@ class ScratchFolder:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
         except OSError as error:
             raise ValueError(
-                f"cannot make a folder for runs in {str(place)!r} ({error.strerror}): open the notebook in a folder "
-                "that you can write, such as the working copy of make lab, or name another one (beside)"
+                f"cannot make a folder for runs in {str(place)!r} ({error.strerror}): open the"
+                " notebook in a folder that you can write, such as the working copy of make lab,"
+                " or name another one (beside)"
             ) from error
-        argv = [sys.executable, "-I", "-S", "-c", _REMOVE_WHEN_ALONE, str(self.path), str(os.getpid())]
+        argv = [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            _REMOVE_WHEN_ALONE,
+            str(self.path),
+            str(os.getpid()),
+        ]
         quiet = subprocess.DEVNULL
-        watcher = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)
+        watcher = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
         self._end = weakref.finalize(self, _let_go, watcher, os.getpid())
 
     @checked
     def fresh(self, name: str, copy_of: str | os.PathLike[str] | None = None) -> Path:
-        """Return a folder in this one that holds nothing of an earlier run, so that a cell can be run again.
+        """Return a folder in this one that holds nothing of an earlier run, so that a cell can be
+        run again.
 
-        What already has this ``name`` is removed first. The new one is empty, or starts with a ``copy_of`` another.
+        What already has this ``name`` is removed first. The new one is empty, or starts with a
+        ``copy_of`` another.
         """
         target = self.path / name
         if name in ("", ".", "..") or target.parent != self.path:
-            raise ValueError(f"name is {name!r}, no name of a folder in {self.path.name}: give one, such as 'run'")
+            raise ValueError(
+                f"name is {name!r}, no name of a folder in {self.path.name}: give one, such as"
+                " 'run'"
+            )
         if copy_of is not None and not Path(copy_of).is_dir():
-            raise ValueError(f"there is no folder {Path(copy_of).name!r} to copy: first run the cell that writes it")
+            raise ValueError(
+                f"there is no folder {Path(copy_of).name!r} to copy: first run the cell that"
+                " writes it"
+            )
         if copy_of is not None and Path(copy_of).resolve().is_relative_to(target):
-            raise ValueError(f"copy_of is {name!r} or in it, which is removed first: give the copy another name")
+            raise ValueError(
+                f"copy_of is {name!r} or in it, which is removed first: give the copy another name"
+            )
         shutil.rmtree(target, ignore_errors=True)
         if copy_of is None:
             target.mkdir(parents=True)

@@ -17,7 +17,8 @@ Order of use::
     optimizer.step()
     destroy_distributed()
 
-Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on a thousand.
+Steps whose dimension the mesh does not have do nothing, so the same lines run on one process and on
+a thousand.
 """
 
 from course_pp.model import (
@@ -32,7 +33,12 @@ from course_pp.parallel.carrying import carry_along
 from course_pp.parallel.clipping import clip_grad_norm_
 from course_pp.parallel.experts import apply_expert_parallel
 from course_pp.parallel.float8 import apply_float8
-from course_pp.parallel.fsdp import ReshardPolicy, apply_fsdp2, default_mp_policy, resolve_reshard_after_forward
+from course_pp.parallel.fsdp import (
+    ReshardPolicy,
+    apply_fsdp2,
+    default_mp_policy,
+    resolve_reshard_after_forward,
+)
 from course_pp.parallel.mesh import (
     DistributedConfig,
     destroy_distributed,

@@ -30,13 +30,21 @@ class Given:
     @property
     def lists(self) -> list[str]:
         """The names of what is by microbatch."""
-        return [name for name in ("arg_mbs", "kwarg_mbs", "target_mbs") if getattr(self, name) is not None]
+        return [
+            name
+            for name in ("arg_mbs", "kwarg_mbs", "target_mbs")
+            if getattr(self, name) is not None
+        ]
 
     @property
     def whole(self) -> list[str]:
         """The names of what is of a whole batch."""
         inputs = None if all(value is None for value in self.inputs) else self.inputs
-        ends = {"inputs": inputs, "target": self.target, "kwargs_chunk_spec": self.kwargs_chunk_spec}
+        ends = {
+            "inputs": inputs,
+            "target": self.target,
+            "kwargs_chunk_spec": self.kwargs_chunk_spec,
+        }
         return [name for name, value in ends.items() if value is not None] + list(self.kwargs)
 
 
@@ -60,7 +68,8 @@ class Microbatches:
 
 
 class Batch:
-    """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a rank can tell alone.
+    """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a
+    rank can tell alone.
 
     Args:
         rows: the rows of a microbatch, or None if a whole batch cannot be cut by rows.
@@ -68,7 +77,12 @@ class Batch:
     """
 
     def __init__(
-        self, stages: Sequence[ModelStage], n_microbatches: int, rows: int | None, loss: TokenLoss, counts_tokens: bool
+        self,
+        stages: Sequence[ModelStage],
+        n_microbatches: int,
+        rows: int | None,
+        loss: TokenLoss,
+        counts_tokens: bool,
     ) -> None:
         self._stages, self._n_microbatches, self._rows = stages, n_microbatches, rows
         self._loss, self._counts_tokens = loss, counts_tokens
@@ -77,7 +91,10 @@ class Batch:
         self.size = n_microbatches * (rows or 0)
         self._inputs: ValueMeta | None = None
         if stages[0].is_first and (takes := stages[0].takes) is not None:
-            whole = (replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta") for meta in takes.metas)
+            whole = (
+                replace(meta, shape=(self.size, *meta.shape[1:])).empty("meta")
+                for meta in takes.metas
+            )
             self._inputs = ValueMeta.of(takes.unflatten(whole))
 
     def microbatches(self, given: Given, needs_target: bool) -> Microbatches:
@@ -86,25 +103,37 @@ class Batch:
         ready = are_ready(self._n_microbatches, given.whole, **lists)
         if given.whole and not ready and self._rows is None:
             raise ValueError(
-                f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that this "
-                "pipeline was built for do not share their first dimension; give ready-made microbatches, "
-                "arg_mbs=, or build the stages for tensors whose first dimension is the rows"
+                f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that"
+                " this pipeline was built for do not share their first dimension; give ready-made"
+                " microbatches, arg_mbs=, or build the stages for tensors whose first dimension is"
+                " the rows"
             )
-        # First whether the stages take them at all: a spec for one that they do not take would be of no use.
+        # First whether the stages take them at all: a spec for one that they do not take would be
+        # of no use.
         of_each: Sequence[Mapping[str, Any]] = given.kwarg_mbs or []
         for names in of_each or [given.kwargs]:
             for stage in self._stages:
                 _refuse(stage.problem_of_keywords(names))
         arguments: list[tuple[Any, ...]] = [()] * self._n_microbatches
         if self._stages[0].is_first:
-            arguments = self._ready_arguments(given.arg_mbs) if ready else self._cut(self._checked(given.inputs))
+            arguments = (
+                self._ready_arguments(given.arg_mbs)
+                if ready
+                else self._cut(self._checked(given.inputs))
+            )
         targets = None
         if self._stages[-1].is_last and needs_target:
-            targets = self._ready_targets(given.target_mbs) if ready else self._cut(self._whole_target(given.target))
+            targets = (
+                self._ready_targets(given.target_mbs)
+                if ready
+                else self._cut(self._whole_target(given.target))
+            )
         if ready:
             keywords = given.kwarg_mbs or [{}] * self._n_microbatches
         else:
-            keywords = cut_keywords(given.kwargs, given.kwargs_chunk_spec, self.size, self._n_microbatches)
+            keywords = cut_keywords(
+                given.kwargs, given.kwargs_chunk_spec, self.size, self._n_microbatches
+            )
         counts = [] if targets is None else list(map(self._loss.count, targets))
         return Microbatches(arguments, keywords, targets, counts, ready)
 
@@ -127,7 +156,8 @@ class Batch:
             size = self._stages[-1].taken_by(i).metas[0].shape[:2]
             if isinstance(target, Tensor) and tuple(target.shape) != size:
                 return (
-                    f"target_mbs[{i}] has shape {tuple(target.shape)}, but its microbatch {size}: give a target a token"
+                    f"target_mbs[{i}] has shape {tuple(target.shape)}, but its microbatch {size}:"
+                    " give a target a token"
                 )
         return None
 
@@ -145,17 +175,23 @@ class Batch:
         if given != self._inputs:
             assert self._inputs is not None  # settled
             ready = ""
-            if given.kinds == self._inputs.kinds:  # ready-made microbatches may differ in shapes alone
+            # ready-made microbatches may differ in shapes alone
+            if given.kinds == self._inputs.kinds:
                 ready = "give ready-made microbatches (arg_mbs= and target_mbs=), "
             raise ValueError(
-                f"inputs is {given}, but the pipeline was built for {self._inputs}, of n_microbatches × rows = "
-                f"{self._n_microbatches} × {self._rows} = {self.size} rows: pass that, drop or pad a remainder, {ready}"
-                "or build the stages for other inputs"
+                f"inputs is {given}, but the pipeline was built for {self._inputs}, of"
+                f" n_microbatches × rows = {self._n_microbatches} × {self._rows} = {self.size}"
+                f" rows: pass that, drop or pad a remainder, {ready}or build the stages for other"
+                " inputs"
             )
         self._refuse_ids("inputs", inputs)
-        # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps for a single row.
+        # torch before 2.12 refuses strides like those of tokens[:, :-1], which contiguous() keeps
+        # for a single row.
         leaves, spec = tree_flatten(inputs)
-        whole = [x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x for x in leaves]
+        whole = [
+            x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
         return tuple(tree_unflatten(whole, spec))
 
     def _ready_arguments(self, microbatches: list[tuple[Any, ...]] | None) -> list[tuple[Any, ...]]:
@@ -165,10 +201,13 @@ class Batch:
             raise ValueError(_NO_ARGUMENTS)
         for i, arguments in enumerate(microbatches):
             given = _described(f"arg_mbs[{i}]", arguments)
-            if given.kinds != declared.kinds or (self._transformer is not None and len(given.metas[0].shape) != 2):
+            if given.kinds != declared.kinds or (
+                self._transformer is not None and len(given.metas[0].shape) != 2
+            ):
                 raise ValueError(
-                    f"arg_mbs[{i}] is {given}, but the pipeline was built for microbatches like {declared}: only their "
-                    "shapes may differ, not containers, dtypes or whether there is a tensor"
+                    f"arg_mbs[{i}] is {given}, but the pipeline was built for microbatches like"
+                    f" {declared}: only their shapes may differ, not containers, dtypes or whether"
+                    " there is a tensor"
                 )
             if self._transformer is not None:
                 check_microbatch(self._transformer.config, *given.metas[0].shape)
@@ -179,10 +218,15 @@ class Batch:
         tokens = arguments[0]
         if self._transformer is None or tokens.device.type != "cpu" or not tokens.numel():
             return  # looking would wait for a GPU
-        low, high, vocab_size = int(tokens.min()), int(tokens.max()), self._transformer.config.vocab_size
+        low, high, vocab_size = (
+            int(tokens.min()),
+            int(tokens.max()),
+            self._transformer.config.vocab_size,
+        )
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"{name} holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its tokenizer"
+                f"{name} holds token ids from {low} to {high}, but vocab_size={vocab_size}: use its"
+                " tokenizer"
             )
 
     def _whole_target(self, target: Any) -> Tensor:
@@ -190,15 +234,17 @@ class Batch:
             raise ValueError("target is missing on the rank that holds the last stage")
         if not isinstance(target, Tensor):
             raise ValueError(
-                f"target is a {type(target).__name__}: pass a tensor whose first dimension is the batch, {self.size}"
+                f"target is a {type(target).__name__}: pass a tensor whose first dimension is the"
+                f" batch, {self.size}"
             )
         known: tuple[int, ...] = (self.size,)
         if self._transformer is not None and (takes := self._stages[0].takes) is not None:
             known = (self.size, takes.metas[0].shape[1])
         if tuple(target.shape[: len(known)]) != known:
             raise ValueError(
-                f"target has shape {tuple(target.shape)}, but the pipeline was built for {known}, of n_microbatches × "
-                f"rows = {self._n_microbatches} × {self._rows} = {self.size}: drop or pad the remainder, or rebuild it"
+                f"target has shape {tuple(target.shape)}, but the pipeline was built for {known},"
+                f" of n_microbatches × rows = {self._n_microbatches} × {self._rows} = {self.size}:"
+                " drop or pad the remainder, or rebuild it"
             )
         self._refuse_dtype("target", target)
         return target
@@ -207,11 +253,18 @@ class Batch:
         if microbatches is None:
             raise ValueError(_NO_TARGETS)
         for i, target in enumerate(microbatches):
-            if not self._counts_tokens and not (isinstance(target, Tensor) and target.dim() and len(target)):
-                what = f"of shape {tuple(target.shape)}" if isinstance(target, Tensor) else f"a {type(target).__name__}"
+            if not self._counts_tokens and not (
+                isinstance(target, Tensor) and target.dim() and len(target)
+            ):
+                what = (
+                    f"of shape {tuple(target.shape)}"
+                    if isinstance(target, Tensor)
+                    else f"a {type(target).__name__}"
+                )
                 raise ValueError(
-                    f"target_mbs[{i}] is {what}, and the loss weighs a microbatch by its samples: give a tensor whose "
-                    "first dimension is their number, at least 1, or a loss that counts (TokenLoss)"
+                    f"target_mbs[{i}] is {what}, and the loss weighs a microbatch by its samples:"
+                    " give a tensor whose first dimension is their number, at least 1, or a loss"
+                    " that counts (TokenLoss)"
                 )
             if isinstance(target, Tensor):
                 self._refuse_dtype(f"target_mbs[{i}]", target)
@@ -223,8 +276,14 @@ class Batch:
             raise ValueError(f"{name} is {target.dtype}: pass token ids, int64, of shape {shape}")
 
 
-_NO_ARGUMENTS = "arg_mbs is missing on the rank that holds the first stage: give a list of tuples, one a microbatch"
-_NO_TARGETS = "target_mbs is missing on the rank that holds the last stage: give a list, one target a microbatch"
+_NO_ARGUMENTS = (
+    "arg_mbs is missing on the rank that holds the first stage: give a list of tuples, one a"
+    " microbatch"
+)
+_NO_TARGETS = (
+    "target_mbs is missing on the rank that holds the last stage: give a list, one target a"
+    " microbatch"
+)
 
 
 # What ranks tell one another of a batch, unless all of them were given a whole one that fits.
@@ -243,7 +302,8 @@ class Told:
         named: by microbatch, the keyword arguments that it was given, other than None.
         lacking: by microbatch, those that its stages take and that it was not given.
         kinds: by microbatch, its part of the kind; see :mod:`course_pp.parallel.crossing`.
-        draws: whether its stages drew random numbers in a step since ranks agreed that no stage does.
+        draws: whether its stages drew random numbers in a step since ranks agreed that no stage
+            does.
     """
 
     pipeline: int
@@ -267,8 +327,9 @@ def problem_between(told: Sequence[Told]) -> str | None:
     for rank, each in enumerate(told):
         if ready is not None and each.whole and not each.lists:
             return (
-                f"rank {ready} was given {told[ready].lists[0]}, ready-made microbatches, and rank {rank} "
-                f"{each.whole[0]}, of a whole batch: give every rank its microbatches, or every rank the whole batch"
+                f"rank {ready} was given {told[ready].lists[0]}, ready-made microbatches, and rank"
+                f" {rank} {each.whole[0]}, of a whole batch: give every rank its microbatches, or"
+                " every rank the whole batch"
             )
         problem = each.unfit if ready is None or each.lists else each.missing
         if problem is not None:
@@ -282,8 +343,8 @@ def problem_between(told: Sequence[Told]) -> str | None:
             for name in sorted(names):
                 if (giver := givers.get((each.pipeline, i, name))) is not None:
                     return (
-                        f"rank {giver} was given the keyword argument {name}, and rank {rank}, whose stage takes it, "
-                        "was not: give it to both; None will do"
+                        f"rank {giver} was given the keyword argument {name}, and rank {rank},"
+                        " whose stage takes it, was not: give it to both; None will do"
                     )
     return None
 

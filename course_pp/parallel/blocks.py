@@ -1,4 +1,5 @@
-"""A model's blocks: the repeated modules it mostly consists of, each checkpointed, compiled and sharded by itself.
+"""A model's blocks: the repeated modules it mostly consists of, each checkpointed, compiled and
+sharded by itself.
 
     model ─┬─ embed
            ├─ layers ── 0, 1, 2, …     blocks: the longest run of modules of one class in one container
@@ -6,8 +7,9 @@
 
 Everything else, here ``embed`` and ``head``, belongs to the root.
 
-Blocks, attentions and the matrices of a plan are given by name patterns, which are matched one part of a dotted name at
-a time, as torch's ``parallelize_module`` does: ``model.layers.*`` is every layer and nothing inside one.
+Blocks, attentions and the matrices of a plan are given by name patterns, which are matched one part
+of a dotted name at a time, as torch's ``parallelize_module`` does: ``model.layers.*`` is every
+layer and nothing inside one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,14 +36,16 @@ def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module
 
     Args:
         module: any model, or a stage of one.
-        blocks: a class of modules; a name pattern such as ``"model.layers.*"``, whose ``*`` stays within one part of a
-            dotted name; or several of these. ``()`` makes the whole module one block, named ``""``. None looks for
-            them: the longest run of modules of one class in a ModuleList, ModuleDict or Sequential, at any depth, but
+        blocks: a class of modules; a name pattern such as ``"model.layers.*"``, whose ``*`` stays
+            within one part of a dotted name; or several of these. ``()`` makes the whole module one
+            block, named ``""``. None looks for
+            them: the longest run of modules of one class in a ModuleList, ModuleDict or Sequential,
+                at any depth, but
             not within a run that was found; parts without parameters do not count.
 
     Raises:
-        ValueError: if there are none, two runs are equally long, one block is inside another or has two names, or
-            ``module`` holds a wrapper such as DistributedDataParallel.
+        ValueError: if there are none, two runs are equally long, one block is inside another or has
+            two names, or ``module`` holds a wrapper such as DistributedDataParallel.
     """
     problem = problem_of_wrappers(module, "the module")
     if problem is not None:
@@ -63,13 +67,20 @@ def modules_wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, 
     """Return the parts of a class, or whose names match a pattern, by name; there may be none."""
     if isinstance(each, str):
         return modules_matching(module, each)
-    return {n: part for n, part in module.named_modules(remove_duplicate=False) if isinstance(part, each)}
+    return {
+        n: part
+        for n, part in module.named_modules(remove_duplicate=False)
+        if isinstance(part, each)
+    }
 
 
 def problem_of_none(module: nn.Module, each: type[nn.Module] | str, option: str) -> str:
     """Return what to say where ``option=each`` matches nothing."""
     if not isinstance(each, str):
-        return f"{option}={each.__name__} matches no module of {type(module).__name__}: {_what_is_there(module)}"
+        return (
+            f"{option}={each.__name__} matches no module of {type(module).__name__}:"
+            f" {_what_is_there(module)}"
+        )
     names = [name for name, _ in module.named_modules()]
     return (
         f"{option}={each!r} matches no module of {type(module).__name__}: the nearest names are "
@@ -82,14 +93,18 @@ def _check_apart(found: dict[str, nn.Module]) -> None:
     names: dict[nn.Module, str] = {}
     for name, block in found.items():
         if names.setdefault(block, name) != name:
-            raise ValueError(f"blocks {names[block]!r} and {name!r} are one module under two names: name it once")
+            raise ValueError(
+                f"blocks {names[block]!r} and {name!r} are one module under two names: name it once"
+            )
     for name, block in found.items():
-        inner = next((names[part] for part in block.modules() if part is not block and part in names), None)
+        inner = next(
+            (names[part] for part in block.modules() if part is not block and part in names), None
+        )
         if inner is not None:
             outer = repr(name) if name else "the module itself"
             raise ValueError(
-                f"block {inner!r} is inside {outer}, which is a block too: choose blocks of one level, such as one "
-                "class or one pattern"
+                f"block {inner!r} is inside {outer}, which is a block too: choose blocks of one"
+                " level, such as one class or one pattern"
             )
 
 
@@ -102,17 +117,17 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
     runs = runs_of_like_modules(module)
     if not runs:
         raise ValueError(
-            f"{type(module).__name__} holds no ModuleList, ModuleDict or Sequential of like modules, so its blocks "
-            f"cannot be found: {_what_is_there(module)}"
+            f"{type(module).__name__} holds no ModuleList, ModuleDict or Sequential of like"
+            f" modules, so its blocks cannot be found: {_what_is_there(module)}"
         )
     longest = max(map(len, runs))
     best = [run for run in runs if len(run) == longest]
     if len(best) > 1:
         (first, one), (second, other) = (next(iter(run.items())) for run in best[:2])
         raise ValueError(
-            f"{type(module).__name__} holds {longest} {type(one).__name__} from {first!r} on and as many "
-            f"{type(other).__name__} from {second!r} on, so its blocks cannot be told: pass blocks=, a class, a name "
-            "pattern or several, or () for the whole module as one block"
+            f"{type(module).__name__} holds {longest} {type(one).__name__} from {first!r} on and as"
+            f" many {type(other).__name__} from {second!r} on, so its blocks cannot be told: pass"
+            " blocks=, a class, a name pattern or several, or () for the whole module as one block"
         )
     _check_apart(best[0])
     return best[0]
@@ -121,7 +136,8 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
 def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.Module]]:
     """Return every outermost run of like modules at or below ``module``.
 
-    ``lone``: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one is a short list.
+    ``lone``: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one
+        is a short list.
     """
     here = {}
     for child, part in own_children(module).items():
@@ -132,7 +148,11 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
         least = 2 if len(here) > 1 or (isinstance(module, nn.Sequential) and not lone) else 1
         for kind, group in groupby(here.items(), key=lambda item: type(item[1])):
             run = dict(group)
-            if len(run) >= least and not issubclass(kind, _LISTS) and any(map(_has_parameters, run.values())):
+            if (
+                len(run) >= least
+                and not issubclass(kind, _LISTS)
+                and any(map(_has_parameters, run.values()))
+            ):
                 taken |= set(run)
                 yield run
     for child, part in here.items():
@@ -150,24 +170,36 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _what_is_there(module: nn.Module) -> str:
-    parts = (p for p in module.modules() if p is not module and not isinstance(p, _LISTS) and _has_parameters(p))
+    parts = (
+        p
+        for p in module.modules()
+        if p is not module and not isinstance(p, _LISTS) and _has_parameters(p)
+    )
     kinds = list(dict.fromkeys(type(part).__name__ for part in parts))
     there = f"it has {', '.join(kinds[:8])}; " if kinds else ""
     return f"{there}pass blocks= a class or a name pattern, or () for the whole module as one block"
 
 
 def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the parts of ``module`` whose name matches, by name, in order; a part that has two names is there twice.
+    """Return the parts of ``module`` whose name matches, by name, in order; a part that has two
+    names is there twice.
 
-    In ``layers.*.mlp.down_proj``, ``*`` stays within one part of the name. The empty pattern is ``module`` itself.
+    In ``layers.*.mlp.down_proj``, ``*`` stays within one part of the name. The empty pattern is
+    ``module`` itself.
     """
     parts = pattern.split(".")
 
     def matches(name: str) -> bool:
         own = name.split(".")
-        return bool(name) == bool(pattern) and len(own) == len(parts) and all(map(fnmatchcase, own, parts))
+        return (
+            bool(name) == bool(pattern)
+            and len(own) == len(parts)
+            and all(map(fnmatchcase, own, parts))
+        )
 
-    return {name: part for name, part in module.named_modules(remove_duplicate=False) if matches(name)}
+    return {
+        name: part for name, part in module.named_modules(remove_duplicate=False) if matches(name)
+    }
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:

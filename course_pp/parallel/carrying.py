@@ -1,10 +1,11 @@
-"""Skip connections under torch's schedules, which send from neighbour to neighbour only: values are carried along.
+"""Skip connections under torch's schedules, which send from neighbour to neighbour only: values are
+carried along.
 
     stage 0 writes "encoded" ──► stage 1 ──► stage 2 ──► stage 3 reads "encoded"
                                 └─ carry it, and its gradient back ─┘
 
-Every boundary in between pays for it. In :class:`course_pp.runtime.Pipeline` each value goes straight to the ranks that
-read it.
+Every boundary in between pays for it. In :class:`course_pp.runtime.Pipeline` each value goes
+straight to the ranks that read it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,13 @@ class _Carrying(Replaced):
         load, carried = self.load, {}
         if load.arrives:
             value, carried = kwargs.pop(_VALUE), kwargs.pop(_CARRIED)
-            args = tuple(value) if isinstance(value, tuple | list) else () if isinstance(value, Mapping) else (value,)
+            args = (
+                tuple(value)
+                if isinstance(value, tuple | list)
+                else ()
+                if isinstance(value, Mapping)
+                else (value,)
+            )
             kwargs = {**kwargs, **value} if isinstance(value, Mapping) else kwargs
         read = {name: carried[name] for name in load.declared.reads}
         output = self.forward(*args, **kwargs, **read)
@@ -59,7 +66,10 @@ class _Carrying(Replaced):
         if not load.leaves:
             return output
         # A view, as torch's split backward starts from what has a history.
-        onward = {name: values[name] if name in values else tree_map(_view, carried[name]) for name in load.leaves}
+        onward = {
+            name: values[name] if name in values else tree_map(_view, carried[name])
+            for name in load.leaves
+        }
         return {_VALUE: output, _CARRIED: onward}
 
 
@@ -67,33 +77,38 @@ def _view(leaf: Any) -> Any:
     return leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None) -> dict[int, nn.Module]:
+def carry_along(
+    modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
+) -> dict[int, nn.Module]:
     """Let stages read values of stages beyond their neighbours under torch's schedules.
 
-    Stages declare their values as for :class:`course_pp.runtime.Pipeline`: a stage whose attribute ``writes`` lists
-    names returns ``(output, {name: value})``; a stage whose ``reads`` lists names gets these values as keyword
-    arguments.
+    Stages declare their values as for :class:`course_pp.runtime.Pipeline`: a stage whose attribute
+    ``writes`` lists names returns ``(output, {name: value})``; a stage whose ``reads`` lists names
+    gets these values as keyword arguments.
 
-        stages = carry_along({i: stage_modules[i] for i in get_stage_indices("1f1b", rank, 4)}, mesh)
+        stages = carry_along({i: stage_modules[i] for i in get_stage_indices("1f1b", rank, 4)},
+        mesh)
 
     Args:
-        modules: this rank's stages by number; they are changed in place, and keep the names of their parameters.
-            Before FSDP2 and :func:`build_pipeline_stage`.
+        modules: this rank's stages by number; they are changed in place, and keep the names of
+            their parameters. Before FSDP2 and :func:`build_pipeline_stage`.
         device_mesh: call it on all ranks of the mesh.
 
     Returns:
         The same modules, whose forwards now carry the values.
 
     Raises:
-        ValueError: on every rank, for a value that no stage or two stages write, or that goes backwards; or for a stage
-            that carries already, whose forward was replaced, or that is of this package's model.
+        ValueError: on every rank, for a value that no stage or two stages write, or that goes
+            backwards; or for a stage that carries already, whose forward was replaced, or that is
+            of this package's model.
     """
     with refusing_together(device_mesh):
         check_arguments(carry_along, locals())
         for stage, module in modules.items():
             if has_replaced(module, _Carrying):
                 raise ValueError(
-                    f"stage {stage} carries already: call carry_along once, with the modules as you made them"
+                    f"stage {stage} carries already: call carry_along once, with the modules as you"
+                    " made them"
                 )
         declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
 
@@ -109,8 +124,11 @@ def carry_along(modules: Mapping[int, nn.Module], device_mesh: DeviceMesh | None
     return dict(modules)
 
 
-def _loads(modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]]) -> dict[int, _Load]:
-    rank_by_stage([sorted(theirs) for theirs in everyone])  # refuses stages that two ranks hold, or none
+def _loads(
+    modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Declared]]
+) -> dict[int, _Load]:
+    # refuses stages that two ranks hold, or none
+    rank_by_stage([sorted(theirs) for theirs in everyone])
     declared = {stage: said for theirs in everyone for stage, said in theirs.items()}
     edges, loads = edges_from(declared), {}
     for stage, module in modules.items():
@@ -122,12 +140,13 @@ def _loads(modules: Mapping[int, nn.Module], everyone: Sequence[Mapping[int, Dec
         if isinstance(module, PipelineStageModule):
             names = ", ".join(map(repr, dict.fromkeys((*arrives, *leaves))))
             raise ValueError(
-                f"stage {stage} is a PipelineStageModule, which cannot carry {names}: put it into a module of your "
-                "own, or use course_pp.runtime, where values go straight to their readers"
+                f"stage {stage} is a PipelineStageModule, which cannot carry {names}: put it into a"
+                " module of your own, or use course_pp.runtime, where values go straight to their"
+                " readers"
             )
         if "forward" in vars(module):
             raise ValueError(
-                f"stage {stage} is a {type(module).__name__} whose forward was replaced (compiled, or wrapped "
-                "by another package), so it cannot carry: call carry_along first"
+                f"stage {stage} is a {type(module).__name__} whose forward was replaced (compiled,"
+                " or wrapped by another package), so it cannot carry: call carry_along first"
             )
     return loads

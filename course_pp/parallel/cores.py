@@ -11,7 +11,8 @@ import torch
 from course_pp.parallel.world import get_world_info, is_task_of_srun
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-# Which process has been bound to its cores: a second call finds only its part, and must not divide it again.
+# Which process has been bound to its cores: a second call finds only its part, and must not divide
+# it again.
 _DONE = "COURSE_PP_PINNED_PID"
 
 
@@ -25,17 +26,21 @@ class CoreShare:
 
 
 def share_cores() -> CoreShare:
-    """Bind this rank to its part of the node's usable cores, and give it a thread for each; call it before any work.
+    """Bind this rank to its part of the node's usable cores, and give it a thread for each; call it
+    before any work.
 
-    Nothing is bound where a node has fewer cores than ranks, where Slurm has bound each task to cores of its own (its
-    task/affinity plugin does), and on systems other than Linux. A rank alone on its node keeps the threads it has.
-    OMP_NUM_THREADS wins where it is set; torchrun sets it to 1 for more than one rank. Safe to call repeatedly.
+    Nothing is bound where a node has fewer cores than ranks, where Slurm has bound each task to
+    cores of its own (its task/affinity plugin does), and on systems other than Linux. A rank alone
+    on its node keeps the threads it has. OMP_NUM_THREADS wins where it is set; torchrun sets it to
+    1 for more than one rank. Safe to call repeatedly.
     """
     _, local_rank, world_size = get_world_info()
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     usable, done = _usable_cores(), os.environ.get(_DONE) == str(os.getpid())
     bound = _bound_by_slurm(os.environ, len(usable), n_local)
-    cores = usable if done or bound else cores_of(usable, local_rank, n_local, _places_of_cores(usable))
+    cores = (
+        usable if done or bound else cores_of(usable, local_rank, n_local, _places_of_cores(usable))
+    )
     if len(cores) < len(usable) and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
         os.environ[_DONE], done = str(os.getpid()), True
@@ -49,11 +54,13 @@ def share_cores() -> CoreShare:
 def cores_of(
     usable: Sequence[int], local_rank: int, n_local: int, places: Mapping[int, tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if there are too few.
+    """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if
+    there are too few.
 
     Args:
-        places: (package, core) of a core by its number, where it is known. Numbers with the same place are hardware
-            threads of one core (often i and i + N/2), which stay together unless there are more ranks than cores.
+        places: (package, core) of a core by its number, where it is known. Numbers with the same
+            place are hardware threads of one core (often i and i + N/2), which stay together unless
+            there are more ranks than cores.
     """
 
     def place(core: int) -> tuple[int, int]:
@@ -88,10 +95,16 @@ def _places_of_cores(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[in
 
 
 def _bound_by_slurm(environ: Mapping[str, str], n_usable: int, n_local: int) -> bool:
-    """Return whether this rank is a task that srun has bound to no more cores than its part of the node's.
+    """Return whether this rank is a task that srun has bound to no more cores than its part of the
+    node's.
 
-    SLURM_CPU_BIND_TYPE alone does not tell: it repeats the request, even if no plugin has carried it out.
+    SLURM_CPU_BIND_TYPE alone does not tell: it repeats the request, even if no plugin has carried
+    it out.
     """
     kind = environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":")
     on_node = int(environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-    return is_task_of_srun(environ) and kind not in ("", "none") and n_usable <= max(1, on_node // n_local)
+    return (
+        is_task_of_srun(environ)
+        and kind not in ("", "none")
+        and n_usable <= max(1, on_node // n_local)
+    )

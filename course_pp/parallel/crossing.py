@@ -1,7 +1,8 @@
 """What crosses between stages for ready-made microbatches of any shape: agreed before the messages.
 
-torch receives into buffers that are there beforehand, so both ends must know their shapes. What a stage returns may
-depend on the shapes of a microbatch, and on numbers and strings among its keyword arguments: these are its kind.
+torch receives into buffers that are there beforehand, so both ends must know their shapes. What a
+stage returns may depend on the shapes of a microbatch, and on numbers and strings among its keyword
+arguments: these are its kind.
 
     kinds of all microbatches ──gather──► new ones? ──► stage 0 says what it returns ──gather──► stage 1 says … ──► step
                                               └──────────────────────────── none ──────────────────────────────────►
@@ -56,10 +57,14 @@ class Crossings:
         kinds: dict[int, list[Kind]] = {}
         for each in told:
             of_its = kinds.setdefault(each.pipeline, [()] * len(each.kinds))
-            kinds[each.pipeline] = [(*kind, digest) for kind, digest in zip(of_its, each.kinds, strict=True)]
+            kinds[each.pipeline] = [
+                (*kind, digest) for kind, digest in zip(of_its, each.kinds, strict=True)
+            ]
         if len(self._known) > _MOST_KINDS:
             self._known.clear()
-        new = dict.fromkeys(kind for theirs in kinds.values() for kind in theirs if kind not in self._known)
+        new = dict.fromkeys(
+            kind for theirs in kinds.values() for kind in theirs if kind not in self._known
+        )
         if new:
             self._learn(list(new), kinds[pipeline], mine)
         for index, stage in self._stages.items():
@@ -75,8 +80,12 @@ class Crossings:
                 if kind in self._known:
                     takes = self._known[kind][index][0]
                 else:
-                    takes = found[kind][-1][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
-                questions[kind] = _Question(self._stages[index], takes, mine.arguments[i], mine.keywords[i])
+                    takes = (
+                        found[kind][-1][1] if index else ValueMeta.of(as_value(mine.arguments[i]))
+                    )
+                questions[kind] = _Question(
+                    self._stages[index], takes, mine.arguments[i], mine.keywords[i]
+                )
             said: dict[Kind, Crossing] = {}
             unsaid: dict[Kind, str] = {}
             for kind in questions.keys() & found.keys():
@@ -86,12 +95,23 @@ class Crossings:
                     unsaid[kind] = str(error)
             everyone = self._everyone.gather((said, unsaid))
             answers = {kind: both for theirs, _ in everyone for kind, both in theirs.items()}
-            if silent := {kind: why for _, theirs in everyone for kind, why in theirs.items() if kind not in answers}:
+            if silent := {
+                kind: why
+                for _, theirs in everyone
+                for kind, why in theirs.items()
+                if kind not in answers
+            }:
                 tried = self._everyone.collectively(partial(_tried, silent, questions))
-                answers |= {kind: both for theirs in self._everyone.gather(tried) for kind, both in theirs.items()}
+                answers |= {
+                    kind: both
+                    for theirs in self._everyone.gather(tried)
+                    for kind, both in theirs.items()
+                }
             for kind, both in answers.items():
                 found[kind].append(both)
-        self._known |= {kind: {index: both[index] for index in self._stages} for kind, both in found.items()}
+        self._known |= {
+            kind: {index: both[index] for index in self._stages} for kind, both in found.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -111,7 +131,9 @@ class _Question:
             return declared  # which nobody is sent
         if isinstance(stage.submod, PipelineStageModule):
             sizes = self.takes.metas[0].shape[:2]
-            return ValueMeta(tree_map(lambda meta: replace(meta, shape=(*sizes, *meta.shape[2:])), declared.tree))
+            return ValueMeta(
+                tree_map(lambda meta: replace(meta, shape=(*sizes, *meta.shape[2:])), declared.tree)
+            )
         try:
             return _like_declared(stage, find_outputs(stage, self.takes, self.keywords))
         except ValueError:
@@ -125,7 +147,9 @@ class _Question:
         stage, module = self.stage, self.stage.submod
         value = as_value(self.arguments)
         if not stage.is_first:
-            value = self.takes.unflatten(tensor.zero_() for tensor in self.takes.empty(stage.device))
+            value = self.takes.unflatten(
+                tensor.zero_() for tensor in self.takes.empty(stage.device)
+            )
         value = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         before = {buffer: buffer.clone() for buffer in module.buffers()}
         with torch.random.fork_rng([stage.device] if stage.device.type == "cuda" else []):
@@ -147,7 +171,9 @@ def _tried(kinds: Mapping[Kind, str], questions: Mapping[Kind, _Question]) -> di
         try:
             found[kind] = question.takes, question.try_out()
         except Exception as error:  # whatever a foreign forward raises
-            raise ValueError(f"{why}; tried on zeros, it raised {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{why}; tried on zeros, it raised {type(error).__name__}: {error}"
+            ) from error
     return {kind: both for kind, both in found.items() if kind in questions}
 
 
@@ -155,8 +181,9 @@ def _like_declared(stage: ModelStage, found: ValueMeta) -> ValueMeta:
     assert stage.returns is not None  # settled
     if found.kinds != stage.returns.kinds:
         raise ValueError(
-            f"stage {stage.stage_index} returns {found} for a microbatch, but {stage.returns} when the pipeline was "
-            "built: only shapes may differ, not containers, dtypes or whether there is a tensor"
+            f"stage {stage.stage_index} returns {found} for a microbatch, but {stage.returns} when"
+            " the pipeline was built: only shapes may differ, not containers, dtypes or whether"
+            " there is a tensor"
         )
     return found
 
@@ -169,7 +196,10 @@ def kinds_of(microbatches: Microbatches) -> list[bytes]:
 
 def _digest(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
     plain = bool, int, float, str
-    named = {name: repr(value) if isinstance(value, plain) else _shapes(value) for name, value in keywords.items()}
+    named = {
+        name: repr(value) if isinstance(value, plain) else _shapes(value)
+        for name, value in keywords.items()
+    }
     return hashlib.blake2b(f"{ValueMeta.of(arguments)} {named}".encode(), digest_size=16).digest()
 
 

@@ -1,16 +1,19 @@
-"""Expert parallelism: the experts of each layer shared out over the ranks of ``ep``; tokens travel to theirs and back.
+"""Expert parallelism: the experts of each layer shared out over the ranks of ``ep``; tokens travel
+to theirs and back.
 
     rank 0   x, by expert ─┐ counts ┌─► experts 0, 1 ─┐         ┌─► one row for each of x
                            ├─► rows ┤                 ├─► rows ─┤
     rank 1   x, by expert ─┘        └─► experts 2, 3 ─┘         └─► one row for each of x
 
-Ranks of ``ep`` hold different data and one part of the experts each: expert e is on rank e // (n_experts / ep). Each
-call of a layer's experts is three exchanges, all to all: of the counts of rows, of the rows, of what the experts made
-of them. Backward exchanges the rows' gradients twice. A rank enters every one of them, whether or not it has a row to
-send or gets one: an exchange waits for all.
+Ranks of ``ep`` hold different data and one part of the experts each: expert e is on rank e //
+(n_experts / ep). Each call of a layer's experts is three exchanges, all to all: of the counts of
+rows, of the rows, of what the experts made of them. Backward exchanges the rows' gradients twice. A
+rank enters every one of them, whether or not it has a row to send or gets one: an exchange waits
+for all.
 
-The gradient of an expert adds up over the tokens of all ranks of ``ep``. Everybody's gradients are averaged over all
-data ranks, so the owner divides it by ``ep`` at once, and FSDP2 averages over the ranks that hold the same expert.
+The gradient of an expert adds up over the tokens of all ranks of ``ep``. Everybody's gradients are
+averaged over all data ranks, so the owner divides it by ``ep`` at once, and FSDP2 averages over the
+ranks that hold the same expert.
 
 Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.
 """
@@ -42,24 +45,27 @@ from course_pp.step.late_weights import part_of
 def apply_expert_parallel(
     model: nn.Module | Sequence[nn.Module], device_mesh: DeviceMesh | None, experts: Blocks = None
 ) -> tuple[str, ...]:
-    """Share the experts of ``model`` out over ``ep``, in place; a no-op where the mesh was made without.
+    """Share the experts of ``model`` out over ``ep``, in place; a no-op where the mesh was made
+    without.
 
-    Apply it after tensor parallelism, under which every rank of ``tp`` gets whole tokens and computes whole experts.
+    Apply it after tensor parallelism, under which every rank of ``tp`` gets whole tokens and
+    computes whole experts.
 
     Args:
-        model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``ep`` must hold the same
-            weights. Call this on all ranks of the mesh at once.
-        experts: which modules hold the experts of a layer: a class, a name pattern, or several. Their parameters have
-            one expert in each row, and they are called with ``(x, counts)``: rows (n, dim) sorted by expert, and how
-            many each has, some or all 0, as :class:`course_pp.model.experts.Experts`; or with ``(hidden_states,
-            top_k_index, top_k_weights)`` as Mixtral's and Qwen3-MoE's of transformers. None finds these.
+        model: any model, or one stage of it, or the list of this rank's stages. Every rank of
+            ``ep`` must hold the same weights. Call this on all ranks of the mesh at once.
+        experts: which modules hold the experts of a layer: a class, a name pattern, or several.
+            Their parameters have one expert in each row, and they are called with ``(x, counts)``:
+            rows (n, dim) sorted by expert, and how many each has, some or all 0, as
+            :class:`course_pp.model.experts.Experts`; or with ``(hidden_states, top_k_index,
+            top_k_weights)`` as Mixtral's and Qwen3-MoE's of transformers. None finds these.
 
     Returns:
         The names of these modules.
 
     Raises:
-        ValueError: on every rank of the mesh, if there are none in any stage, or some cannot be shared out; or after
-            checkpointing, compilation or FSDP2.
+        ValueError: on every rank of the mesh, if there are none in any stage, or some cannot be
+            shared out; or after checkpointing, compilation or FSDP2.
     """
     with refusing_together(device_mesh):
         check_arguments(apply_expert_parallel, locals())
@@ -75,11 +81,13 @@ def apply_expert_parallel(
         return ()
     _refuse_unmatched(models, _wanted(experts))
     # Of this package's model, stages may have none of its experts.
-    ours = experts is None and any(isinstance(each, Transformer) and each.config.n_experts for each in models)
+    ours = experts is None and any(
+        isinstance(each, Transformer) and each.config.n_experts for each in models
+    )
     if not any(Ranks().gather(ours or any(found))):
         raise ValueError(
-            "apply_expert_parallel finds no experts on any stage: name them with experts=, a class or a name pattern "
-            f"of modules that {_CALLED}; or leave ep at 1"
+            "apply_expert_parallel finds no experts on any stage: name them with experts=, a class"
+            f" or a name pattern of modules that {_CALLED}; or leave ep at 1"
         )
     shared: dict[nn.Parameter, nn.Parameter] = {}
     for module in dict.fromkeys(part for parts in found for part in parts.values()):
@@ -110,7 +118,9 @@ def _refuse_unmatched(models: Sequence[nn.Module], wanted: Sequence[type[nn.Modu
 
 
 def _wanted(experts: Blocks) -> list[type[nn.Module] | str]:
-    return [] if experts is None else [experts] if isinstance(experts, str | type) else list(experts)
+    return (
+        [] if experts is None else [experts] if isinstance(experts, str | type) else list(experts)
+    )
 
 
 def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
@@ -120,58 +130,77 @@ def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Modu
     if experts is None:
         found = {name: part for name, part in model.named_modules() if _holds_experts(part)}
     else:
-        found = {name: part for each in _wanted(experts) for name, part in modules_wanted(model, each).items()}
+        found = {
+            name: part
+            for each in _wanted(experts)
+            for name, part in modules_wanted(model, each).items()
+        }
     for name, part in found.items():
         _check(name, part, ep)
     return found
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    return isinstance(module, Experts) or (_kind_of(module) is ExchangedChoices and bool(_rows(module)))
+    return isinstance(module, Experts) or (
+        _kind_of(module) is ExchangedChoices and bool(_rows(module))
+    )
 
 
 def _check(name: str, module: nn.Module, ep: int) -> None:
     what = f"{name!r} ({type(module).__name__})"
     if name.endswith(".base_layer"):  # as peft calls a module around which it puts adapters
         raise ValueError(
-            f"{what} is wrapped in adapters of all its experts, of which each rank would hold a "
-            "part: leave experts out of peft's target_parameters and adapt other layers, or use ep=1"
+            f"{what} is wrapped in adapters of all its experts, of which each rank would hold a"
+            " part: leave experts out of peft's target_parameters and adapt other layers, or use"
+            " ep=1"
         )
     if _kind_of(module) is None:
-        raise ValueError(f"{what} is called with ({', '.join(_arguments(module))}): experts {_CALLED}")
+        raise ValueError(
+            f"{what} is called with ({', '.join(_arguments(module))}): experts {_CALLED}"
+        )
     cut = [own for own, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if cut:
         raise ValueError(
-            f"{what} holds {cut[0]!r}, which tensor parallelism has cut: leave experts out of its plan; each rank of "
-            "tp computes whole ones"
+            f"{what} holds {cut[0]!r}, which tensor parallelism has cut: leave experts out of its"
+            " plan; each rank of tp computes whole ones"
         )
     rows = _rows(module)
     if len(set(rows.values())) != 1 or set(rows) != {own for own, _ in module.named_parameters()}:
         shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
-        raise ValueError(f"{what} holds {shapes or 'no parameters'}: each must have one expert in each row")
+        raise ValueError(
+            f"{what} holds {shapes or 'no parameters'}: each must have one expert in each row"
+        )
     [n_experts] = set(rows.values())
-    whole = next((own for own, b in module.named_buffers() if b.dim() and len(b) == n_experts), None)
+    whole = next(
+        (own for own, b in module.named_buffers() if b.dim() and len(b) == n_experts), None
+    )
     if whole is not None:
         raise ValueError(
-            f"{what} holds the buffer {whole!r} of {n_experts} rows, of which each rank would use the first ones: make "
-            "it a parameter without a gradient"
+            f"{what} holds the buffer {whole!r} of {n_experts} rows, of which each rank would use"
+            " the first ones: make it a parameter without a gradient"
         )
     if n_experts % ep:
         works = [k for k in range(1, n_experts + 1) if n_experts % k == 0]
         raise ValueError(
-            f"ep={ep} must divide the {n_experts} experts of {what}, so that every rank holds as many: use ep="
-            f"{' or '.join(map(str, works))}"
+            f"ep={ep} must divide the {n_experts} experts of {what}, so that every rank holds as"
+            f" many: use ep={' or '.join(map(str, works))}"
         )
 
 
 def _rows(module: nn.Module) -> dict[str, int]:
-    return {name: parameter.shape[0] for name, parameter in module.named_parameters(recurse=False) if parameter.dim()}
+    return {
+        name: parameter.shape[0]
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim()
+    }
 
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return a parameter whose local tensor is this rank's part of the rows, apart from the whole."""
     part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-    return nn.Parameter(DTensor.from_local(part, mesh, (Shard(0),), run_check=False), parameter.requires_grad)
+    return nn.Parameter(
+        DTensor.from_local(part, mesh, (Shard(0),), run_check=False), parameter.requires_grad
+    )
 
 
 class Exchanged(Replaced):
@@ -187,11 +216,14 @@ class Exchanged(Replaced):
     def run(self, x: Tensor, counts: Tensor) -> Tensor:
         return self._exchange(x, counts, self.forward)
 
-    def _exchange(self, x: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def _exchange(
+        self, x: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         """Return for each row of ``x`` what its expert makes of it.
 
         Args:
-            compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may change their dtype.
+            compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may
+                change their dtype.
         """
         n_here = len(counts) // self._ep
         sent = counts.view(self._ep, n_here)
@@ -219,8 +251,9 @@ class Exchanged(Replaced):
             for name, parameter in self._module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
-        # Not torch.func.functional_call, which does the same, but then calls the module: this forward
-        # again, without end, and the module's hooks, such as FSDP2's, which run around us already.
+        # Not torch.func.functional_call, which does the same, but then calls the module: this
+        # forward again, without end, and the module's hooks, such as FSDP2's, which run around us
+        # already.
         with patch.dict(own_parameters(self._module), own):
             yield list(own.values())
 
@@ -242,7 +275,9 @@ class ExchangedChoices(Exchanged):
             expert = here.repeat_interleave(counts, output_size=len(rows))[:, None]
             # A number, which functional_call would not replace either.
             with patch.dict(vars(self._module), {"num_experts": n_here}):
-                return self.forward(rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype))
+                return self.forward(
+                    rows, expert, torch.ones_like(expert, dtype=top_k_weights.dtype)
+                )
 
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)

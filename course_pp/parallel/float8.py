@@ -2,10 +2,10 @@
 
     input, weight, gradient of the output ──► scaled into float8's range, rounded ──► product ──► scaled back
 
-A number in float8 (e4m3) has three bits behind the point, so a rounding is off by at most 1/16 of it. What keeps that
-bearable is the scale: the largest value of the whole tensor, or of each row, becomes float8's largest. It is found anew
-in every forward and backward. The products and their autograd are torchao's; on a CPU it emulates them, with the same
-rounding, in float32.
+A number in float8 (e4m3) has three bits behind the point, so a rounding is off by at most 1/16 of
+it. What keeps that bearable is the scale: the largest value of the whole tensor, or of each row,
+becomes float8's largest. It is found anew in every forward and backward. The products and their
+autograd are torchao's; on a CPU it emulates them, with the same rounding, in float32.
 
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433.
 """
@@ -40,12 +40,13 @@ def apply_float8(
 ) -> tuple[str, ...]:
     """Let the linear layers of ``model`` multiply in eight bits, in place.
 
-    Call it after tensor and expert parallelism, before activation checkpointing, compilation and FSDP2, on all ranks of
-    the mesh at once. Names and values of parameters stay, so checkpoints do. Needs torchao: ``course_pp[fp8]``.
+    Call it after tensor and expert parallelism, before activation checkpointing, compilation and
+    FSDP2, on all ranks of the mesh at once. Names and values of parameters stay, so checkpoints do.
+    Needs torchao: ``course_pp[fp8]``.
 
     Args:
-        model: any model, or one stage of it, with parameters in float32 or bfloat16. Its ``nn.Linear`` are converted,
-            their subclasses are not.
+        model: any model, or one stage of it, with parameters in float32 or bfloat16. Its
+            ``nn.Linear`` are converted, their subclasses are not.
         recipe: one scale for a whole tensor, or one for each row (more exact, slower).
         skip: parts of dotted names; a layer with one of them in its name is left as it is. So is
             always a layer with ``head``, ``lm_head``, ``router``, ``gate``, ``shared_expert_gate``
@@ -56,8 +57,8 @@ def apply_float8(
 
     Raises:
         ImportError: without torchao.
-        ValueError: on every rank of the mesh, for a wrong order, a model without such layers, another dtype, a size
-            that is no multiple of 16, or a GPU without float8.
+        ValueError: on every rank of the mesh, for a wrong order, a model without such layers,
+            another dtype, a size that is no multiple of 16, or a GPU without float8.
     """
     with refusing_together(device_mesh):
         check_arguments(apply_float8, locals())
@@ -70,8 +71,9 @@ def apply_float8(
         }
         if not layers:
             raise ValueError(
-                f"apply_float8 finds no nn.Linear in {type(model).__name__} beside those it skips, with "
-                f"{listed(sorted(skipped))} in their name: shorten skip=, or leave apply_float8 out"
+                f"apply_float8 finds no nn.Linear in {type(model).__name__} beside those it skips,"
+                f" with {listed(sorted(skipped))} in their name: shorten skip=, or leave"
+                " apply_float8 out"
             )
         for name, layer in layers.items():
             _check_layer(name, layer)
@@ -86,18 +88,20 @@ def _check_layer(name: str, layer: nn.Linear) -> None:
     weight = layer.weight
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
-            f"{name!r} is in {weight.dtype}: apply_float8 rounds float32 and bfloat16; convert the model first"
+            f"{name!r} is in {weight.dtype}: apply_float8 rounds float32 and bfloat16; convert the"
+            " model first"
         )
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if any(size % _MULTIPLE for size in local.shape):
         raise ValueError(
-            f"{name!r} has a weight of {tuple(local.shape)} on this rank, but products in float8 need multiples of "
-            f"{_MULTIPLE}: change the sizes, or add {name.split('.')[-1]!r} to skip="
+            f"{name!r} has a weight of {tuple(local.shape)} on this rank, but products in float8"
+            f" need multiples of {_MULTIPLE}: change the sizes, or add {name.split('.')[-1]!r} to"
+            " skip="
         )
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < _FIRST_WITH_FLOAT8:
         raise ValueError(
-            f"{torch.cuda.get_device_name(weight.device)} has no products in float8, which came with compute "
-            "capability 8.9: compute in bfloat16 there"
+            f"{torch.cuda.get_device_name(weight.device)} has no products in float8, which came"
+            " with compute capability 8.9: compute in bfloat16 there"
         )
 
 
@@ -108,4 +112,8 @@ def _config_of(recipe: str, device: torch.device) -> Any:
     except ImportError:
         raise ImportError("apply_float8 needs torchao: pip install 'course_pp[fp8]'") from None
     # Weight gradients multiply along the tokens, of which there may be any number.
-    return replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda", pad_inner_dim=True)
+    return replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        emulate=device.type != "cuda",
+        pad_inner_dim=True,
+    )

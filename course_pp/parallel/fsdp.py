@@ -4,8 +4,9 @@
     group 0 …     one a block, as :func:`find_blocks` finds them
     experts       of a layer, if they are shared out over ``ep``: over the ranks that hold the same ones
 
-A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh (``dp_replicate``,
-``dp_shard``) it is sharded over the second dimension and its reduced gradients are averaged over the first (HSDP).
+A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh
+(``dp_replicate``, ``dp_shard``) it is sharded over the second dimension and its reduced gradients
+are averaged over the first (HSDP).
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
@@ -34,22 +35,26 @@ ReshardPolicy = bool | int | Literal["auto"]
 
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
     """Compute in ``param_dtype``, reduce gradients in float32, cast the inputs of every block to ``param_dtype``."""
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
 
 
 def resolve_reshard_after_forward(
     policy: ReshardPolicy, *, pp: int = 1, dp_shard: int = 1, tp: int = 1, ep: int = 1
 ) -> bool | int:
-    """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept on fewer ranks.
+    """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept
+    on fewer ranks.
 
-    ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the forward of every
-    microbatch before the gradients are reduced, and True would gather the same parameters again for each of them:
-    m + 1 all-gathers a group and step instead of one. Without a pipeline True costs two instead of one, and frees all
-    other blocks while one computes.
+    ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the
+    forward of every microbatch before the gradients are reduced, and True would gather the same
+    parameters again for each of them: m + 1 all-gathers a group and step instead of one. Without a
+    pipeline True costs two instead of one, and frees all other blocks while one computes.
 
     Args:
-        policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard to, which must divide
-            the size of ``dp_shard`` and be neither 1 nor all of it, and needs a mesh without ``pp``, ``tp`` and ``ep``.
+        policy: ``"auto"``; True or False, which mean what they say; or the world size to reshard
+            to, which must divide the size of ``dp_shard`` and be neither 1 nor all of it, and needs
+            a mesh without ``pp``, ``tp`` and ``ep``.
     """
     if policy == "auto":
         return pp == 1
@@ -57,22 +62,26 @@ def resolve_reshard_after_forward(
         return policy
     words = "True, False or 'auto'"
     if type(policy) is not int:
-        raise ValueError(f"policy reshard_after_forward={policy!r} must be {words}, or a number of ranks")
+        raise ValueError(
+            f"policy reshard_after_forward={policy!r} must be {words}, or a number of ranks"
+        )
     proper = [k for k in range(2, dp_shard) if dp_shard % k == 0]
     if policy not in proper:
         meant = {1: "False (keep everything)", dp_shard: "True (free everything)"}.get(policy)
         use = meant or " or ".join([*(map(str, proper) if pp * tp * ep == 1 else ()), words])
         raise ValueError(
-            f"policy reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither 1 nor {dp_shard}: "
-            f"say {use}"
+            f"policy reshard_after_forward={policy} must divide dp_shard={dp_shard} and be neither"
+            f" 1 nor {dp_shard}: say {use}"
         )
     if pp * tp * ep > 1:
-        sizes = " and ".join(f"{name}={n}" for name, n in (("pp", pp), ("tp", tp), ("ep", ep)) if n > 1)
-        # fully_shard makes the smaller groups of the ranks it shards over, where all ranks of the world would have to
-        # make them together: it would wait for ever.
+        sizes = " and ".join(
+            f"{name}={n}" for name, n in (("pp", pp), ("tp", tp), ("ep", ep)) if n > 1
+        )
+        # fully_shard makes the smaller groups of the ranks it shards over, where all ranks of the
+        # world would have to make them together: it would wait for ever.
         raise ValueError(
-            f"reshard_after_forward={policy} with {sizes}: torch reshards to fewer ranks only where all hold shards of "
-            f"the same parameters: say {words}, or set these to 1"
+            f"reshard_after_forward={policy} with {sizes}: torch reshards to fewer ranks only where"
+            f" all hold shards of the same parameters: say {words}, or set these to 1"
         )
     return policy
 
@@ -87,14 +96,16 @@ def apply_fsdp2(
 ) -> tuple[str, ...]:
     """Shard ``model`` in place: every block, then what is left at the root.
 
-    Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers precision there. Apply it
-    before the optimizer is made, which would hold parameters that the model no longer uses. Gradients are averaged over
-    the data-parallel ranks, under a pipeline once a step, after the last microbatch.
+    Where the mesh has no data-parallel dimension nothing is done: :func:`compute_in` lowers
+    precision there. Apply it before the optimizer is made, which would hold parameters that the
+    model no longer uses. Gradients are averaged over the data-parallel ranks, under a pipeline once
+    a step, after the last microbatch.
 
-    In a step all data-parallel ranks must use the same parameters. Where one rank may leave a part of the model unused,
-    such as the encoder of images, gloo would end the process and NCCL would wait. Leave such a part out of ``blocks``,
-    so that it is gathered with the rest, and call ``model.set_reduce_scatter_unused_params(True)`` afterwards, which
-    torch has from 2.13 on. The unused parameters then get gradients of zero, and AdamW moves them.
+    In a step all data-parallel ranks must use the same parameters. Where one rank may leave a part
+    of the model unused, such as the encoder of images, gloo would end the process and NCCL would
+    wait. Leave such a part out of ``blocks``, so that it is gathered with the rest, and call
+    ``model.set_reduce_scatter_unused_params(True)`` afterwards, which torch has from 2.13 on. The
+    unused parameters then get gradients of zero, and AdamW moves them.
 
     Args:
         model: any model, or one stage of it.
@@ -134,7 +145,12 @@ def apply_fsdp2(
     options: dict[str, Any] = {"mp_policy": mixed, "reshard_after_forward": policy}
     for experts in filter(is_shared_out, model.modules()):
         same = get_efsdp_mesh(device_mesh)
-        fully_shard(experts, mesh=same, shard_placement_fn=partial(_placement, n_shards=same.size(-1)), **options)
+        fully_shard(
+            experts,
+            mesh=same,
+            shard_placement_fn=partial(_placement, n_shards=same.size(-1)),
+            **options,
+        )
     for module in dict.fromkeys((*found.values(), model)):
         fully_shard(module, mesh=mesh, **options)
     return tuple(found)
@@ -162,15 +178,19 @@ def _check_sharing(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
     home: dict[nn.Parameter, tuple[str, str]] = {}
     for name, part in model.named_modules(remove_duplicate=False):
         for own, parameter in part.named_parameters(prefix=name, recurse=False):
-            # A module that two blocks share is one block's in ``block_of``; by its name it is in each of them.
-            group = next((block for block in blocks if name == block or name.startswith(f"{block}.")), None)
+            # A module that two blocks share is one block's in ``block_of``; by its name it is in
+            # each of them.
+            group = next(
+                (block for block in blocks if name == block or name.startswith(f"{block}.")), None
+            )
             group = block_of.get(part, "") if group is None else group
             other, first = home.setdefault(parameter, (group, own))
             if other != group:
                 left_out = listed(block for block in (other, group) if block)
                 raise ValueError(
-                    f"{own!r} is the same parameter as {first!r}, but blocks are sharded one by one, and the two would "
-                    f"part: leave {left_out} out of blocks=, so that one group holds both names"
+                    f"{own!r} is the same parameter as {first!r}, but blocks are sharded one by"
+                    f" one, and the two would part: leave {left_out} out of blocks=, so that one"
+                    " group holds both names"
                 )
 
 

@@ -1,10 +1,12 @@
 """The process groups as one named mesh.
 
     mesh     ``pp`` outermost, then ``dp_replicate``, ``dp_shard``, ``tp``
-    experts  the same ranks, with ``dp_shard`` cut into ``efsdp`` × ``ep``: neighbours share the experts out
+    experts  the same ranks, with ``dp_shard`` cut into ``efsdp`` × ``ep``: neighbours share the
+    experts out
 
-The outermost dimension has the largest stride between neighbours, so with ranks numbered node by node the
-tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which talk least, the farthest.
+The outermost dimension has the largest stride between neighbours, so with ranks numbered node by
+node the tensor-parallel ranks, which talk most, are the closest, and the pipeline stages, which
+talk least, the farthest.
 """
 
 import os
@@ -30,12 +32,26 @@ from course_pp.parallel.cores import share_cores
 from course_pp.parallel.world import Backend, get_device, get_world_info, visible_gpus
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-_OF_EXPERTS = "_course_pp_experts"  # under which a mesh keeps the one of experts: torch's has no place for another
-# What others call the same dimensions: a mesh with these would pass for one without any, and nothing would be cut.
-# Those of experts lie within dp_shard.
+# under which a mesh keeps the one of experts: torch's has no place for another
+_OF_EXPERTS = "_course_pp_experts"
+# What others call the same dimensions: a mesh with these would pass for one without any, and
+# nothing would be cut. Those of experts lie within dp_shard.
 _MISNAMED = frozenset(
     (
-        *("dp", "ddp", "fsdp", "hsdp", "data", "replicate", "shard", "batch", "pipe", "pipeline", "stage", "tensor"),
+        *(
+            "dp",
+            "ddp",
+            "fsdp",
+            "hsdp",
+            "data",
+            "replicate",
+            "shard",
+            "batch",
+            "pipe",
+            "pipeline",
+            "stage",
+            "tensor",
+        ),
         *("model", "ep", "efsdp", "expert"),
     )
 )
@@ -51,13 +67,14 @@ class DistributedConfig:
         dp_replicate: copies of the sharded model (HSDP); 1 for none.
         dp_shard: ranks a parameter is sharded over (FSDP2); -1 takes what the other factors leave.
         tp: tensor-parallel ranks.
-        ep: expert-parallel ranks, neighbours among the ``dp_shard`` ones: each has data of its own, and a part of the
-            experts; it divides ``dp_shard``.
-        backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else gloo.
+        ep: expert-parallel ranks, neighbours among the ``dp_shard`` ones: each has data of its own,
+            and a part of the experts; it divides ``dp_shard``.
+        backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else
+            gloo.
         timeout_s: seconds a collective may wait for its peers.
-        share_gpus: where a host has fewer GPUs than ranks, several ranks compute on one, and what they send goes
-            through host memory (gloo). Only `course_pp.runtime` can do that. Build the stages on
-            ``get_device(share=True)``, too.
+        share_gpus: where a host has fewer GPUs than ranks, several ranks compute on one, and what
+            they send goes through host memory (gloo). Only `course_pp.runtime` can do that. Build
+            the stages on ``get_device(share=True)``, too.
     """
 
     pp: int = 1
@@ -77,8 +94,8 @@ class DistributedConfig:
                 raise ValueError(f"{name}={size!r} must be a whole number of at least 1{or_left}")
         if self.share_gpus and self.backend is not None:
             raise ValueError(
-                f"share_gpus=True with backend={self.backend!r}: NCCL has no two ranks on one GPU, and 'gloo' means "
-                "the CPU. Leave backend at None"
+                f"share_gpus=True with backend={self.backend!r}: NCCL has no two ranks on one GPU,"
+                " and 'gloo' means the CPU. Leave backend at None"
             )
         refuse_bad_timeout("DistributedConfig", self.timeout_s)
         if self.dp_shard != -1:
@@ -88,8 +105,8 @@ class DistributedConfig:
         if dp_shard % self.ep:
             works = [k for k in range(1, dp_shard + 1) if dp_shard % k == 0]
             raise ValueError(
-                f"ep={self.ep} must divide dp_shard={dp_shard}, whose ranks share the experts out: use ep="
-                f"{' or '.join(map(str, works))}, or change dp_shard"
+                f"ep={self.ep} must divide dp_shard={dp_shard}, whose ranks share the experts out:"
+                f" use ep={' or '.join(map(str, works))}, or change dp_shard"
             )
 
     def sizes(self, world_size: int) -> dict[str, int]:
@@ -124,17 +141,21 @@ def _spelled(sizes: dict[str, int]) -> str:
 
 @checked
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:
-    """Join the process group, seed every rank alike, share the node's cores out, and build the mesh.
+    """Join the process group, seed every rank alike, share the node's cores out, and build the
+    mesh.
 
-    A group that exists already (as inside ``on_ranks``) is used as it is, and so are the cores. Dimensions of size 1
-    are left out of the mesh; ``dp_shard`` stays when ``dp_replicate > 1``, because ``fully_shard`` takes the last
-    dimension as the one to shard over. Rank 0 warns if the ``tp`` ranks of a group are not all on one node.
+    A group that exists already (as inside ``on_ranks``) is used as it is, and so are the cores.
+    Dimensions of size 1 are left out of the mesh; ``dp_shard`` stays when ``dp_replicate > 1``,
+    because ``fully_shard`` takes the last dimension as the one to shard over. Rank 0 warns if the
+    ``tp`` ranks of a group are not all on one node.
 
-    Seeded alike, ranks make equal weights and draw equal batches. In a step of a pipeline, each stage and data rank
-    draws random numbers of its own all the same (:mod:`course_pp.step.random_streams`).
+    Seeded alike, ranks make equal weights and draw equal batches. In a step of a pipeline, each
+    stage and data rank draws random numbers of its own all the same
+    (:mod:`course_pp.step.random_streams`).
 
     Returns:
-        The mesh, or None for one process (which still gets a group of its own, so that collectives work).
+        The mesh, or None for one process (which still gets a group of its own, so that collectives
+        work).
     """
     world_size = dist.get_world_size() if dist.is_initialized() else get_world_info()[2]
     sizes = config.sizes(world_size)
@@ -150,9 +171,15 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
         n_gpus, n_ranks, _ = visible_gpus()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and n_gpus >= n_ranks else "gloo"
         store = dist.HashStore() if world_size == 1 else None
-        rendezvous = {"store": store, "rank": 0, "world_size": 1} if store else {"init_method": "env://"}
+        rendezvous = (
+            {"store": store, "rank": 0, "world_size": 1} if store else {"init_method": "env://"}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=config.timeout_s), **rendezvous)
-    kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and config.dp_replicate > 1)}
+    kept = {
+        name: n
+        for name, n in sizes.items()
+        if n > 1 or (name == "dp_shard" and config.dp_replicate > 1)
+    }
     if not kept:
         return None
     mesh = mesh_of(device.type, kept, config.ep)
@@ -170,21 +197,27 @@ def mesh_of(kind: str, sizes: Mapping[str, int], ep: int) -> DeviceMesh:
         parts: dict[str, int] = {}
         for name, n in sizes.items():
             parts |= {"efsdp": n // ep, "ep": ep} if name == "dp_shard" else {name: n}
-        setattr(mesh, _OF_EXPERTS, init_device_mesh(kind, tuple(parts.values()), mesh_dim_names=tuple(parts)))
+        setattr(
+            mesh,
+            _OF_EXPERTS,
+            init_device_mesh(kind, tuple(parts.values()), mesh_dim_names=tuple(parts)),
+        )
     return mesh
 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:
     """A collective, as no rank knows alone how tasks were placed."""
-    # Virtual nodes share one host, and a number that was inherited from a batch script is 0 everywhere: so both.
+    # Virtual nodes share one host, and a number that was inherited from a batch script is 0
+    # everywhere: so both.
     nodes = Ranks().gather(f"{os.environ.get('SLURM_NODEID', '')}@{socket.gethostname()}")
     groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
     torn = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
     if torn is not None and dist.get_rank() == 0:
         warnings.warn(
-            f"tp={tp} crosses nodes: ranks {torn[0]} to {torn[-1]} share each layer but not a node, so every layer "
-            f"waits for the network. Start a multiple of {tp} ranks on every node, numbered node by node "
-            "(srun --distribution=block), or lower tp and raise pp, whose messages are few",
+            f"tp={tp} crosses nodes: ranks {torn[0]} to {torn[-1]} share each layer but not a node,"
+            f" so every layer waits for the network. Start a multiple of {tp} ranks on every node,"
+            " numbered node by node (srun --distribution=block), or lower tp and raise pp, whose"
+            " messages are few",
             stacklevel=4,
         )
 
@@ -206,7 +239,8 @@ def destroy_distributed() -> None:
     """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    lone_group.cache_clear()  # its groups' threads would run until the interpreter is taken down around them
+    # its groups' threads would run until the interpreter is taken down around them
+    lone_group.cache_clear()
 
 
 @lru_cache(maxsize=1)
@@ -219,11 +253,16 @@ def lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
     """Return one dimension of the mesh, None if it is not there. Other kinds of dimensions are ignored."""
     names = () if device_mesh is None else device_mesh.mesh_dim_names or (None,)
-    if None in names or not _MISNAMED.isdisjoint(names) or ("dp_replicate" in names and "dp_shard" not in names):
+    if (
+        None in names
+        or not _MISNAMED.isdisjoint(names)
+        or ("dp_replicate" in names and "dp_shard" not in names)
+    ):
         raise ValueError(
-            f"mesh dimensions {names} must be named {', '.join(_DIMENSIONS)}, and dp_replicate needs a dp_shard beside "
-            "it, of size 1 if nothing is sharded: use init_distributed, or name them so in init_device_mesh. Others, "
-            "such as cp, may stand beside these; ep lies within dp_shard, DistributedConfig(ep=…)"
+            f"mesh dimensions {names} must be named {', '.join(_DIMENSIONS)}, and dp_replicate"
+            " needs a dp_shard beside it, of size 1 if nothing is sharded: use init_distributed,"
+            " or name them so in init_device_mesh. Others, such as cp, may stand beside these; ep"
+            " lies within dp_shard, DistributedConfig(ep=…)"
         )
     return device_mesh[name] if device_mesh is not None and name in names else None
 
@@ -265,8 +304,8 @@ def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     if device_mesh is None or not has_dp_mesh(device_mesh):
         names = () if device_mesh is None else device_mesh.mesh_dim_names
         raise ValueError(
-            f"device_mesh with dimensions {names} has no data-parallel one: set dp_shard or dp_replicate above 1, "
-            "or ask has_dp_mesh first"
+            f"device_mesh with dimensions {names} has no data-parallel one: set dp_shard or"
+            " dp_replicate above 1, or ask has_dp_mesh first"
         )
     replicated = "dp_replicate" in (device_mesh.mesh_dim_names or ())
     return device_mesh["dp_replicate", "dp_shard"] if replicated else device_mesh["dp_shard"]
@@ -282,7 +321,11 @@ def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of the ranks that hold the same experts: ``efsdp``, or ``(dp_replicate, efsdp)``."""
     mesh = mesh_of_experts(device_mesh)
     assert mesh is not None  # only called where there are experts
-    return mesh["dp_replicate", "efsdp"] if "dp_replicate" in (mesh.mesh_dim_names or ()) else mesh["efsdp"]
+    return (
+        mesh["dp_replicate", "efsdp"]
+        if "dp_replicate" in (mesh.mesh_dim_names or ())
+        else mesh["efsdp"]
+    )
 
 
 def mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

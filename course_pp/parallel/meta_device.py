@@ -1,8 +1,9 @@
 """The meta device, on which everything has a shape and nothing is allocated or computed.
 
-A copy of a stage there says what the stage returns. It has the shapes of the whole parameters, whatever shards them,
-and no hooks. Under FSDP2 it computes in the dtype that mixed precision asks for. A model without weights is cut there:
-its units compute shapes and return zeros; what lies between them, such as masks, is computed from the example.
+A copy of a stage there says what the stage returns. It has the shapes of the whole parameters,
+whatever shards them, and no hooks. Under FSDP2 it computes in the dtype that mixed precision asks
+for. A model without weights is cut there: its units compute shapes and return zeros; what lies
+between them, such as masks, is computed from the example.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -38,10 +39,12 @@ _MOST_QUESTIONS = 1000
 
 @torch.no_grad()
 def run_on_meta(run: Callable[[], Any]) -> Any:
-    """Return what ``run`` makes of meta tensors, even if it asks yes or no of their values, such as ``mask.all()``.
+    """Return what ``run`` makes of meta tensors, even if it asks yes or no of their values, such as
+    ``mask.all()``.
 
-    Where a tensor with values meets one of meta, only its shape counts. A run that asks is answered no throughout,
-    another one yes; if one of them fails, the other counts. Refuses a result whose shapes depend on the answer.
+    Where a tensor with values meets one of meta, only its shape counts. A run that asks is answered
+    no throughout, another one yes; if one of them fails, the other counts. Refuses a result whose
+    shapes depend on the answer.
     """
     results, failures = [], []
     for yes in (False, True):
@@ -125,11 +128,13 @@ class _Copier:
         return copied
 
     def _copy(self, module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-        # What torch.compile returns passes on each attribute that is set on it, a copy of it to the original.
+        # What torch.compile returns passes on each attribute that is set on it, a copy of it to the
+        # original.
         if (inner := uncompiled(module)) is not module:
             return self.copy(inner, dtype)
         kind, kinds = type(module), type(module).__mro__
-        if isinstance(module, FSDPModule):  # FSDP2 has put a class of its own in front of the module's
+        # FSDP2 has put a class of its own in front of the module's
+        if isinstance(module, FSDPModule):
             kind = kinds[kinds.index(FSDPModule) + 1]
         copied = self._modules[id(module)] = kind.__new__(kind)
         # torch's own containers of hooks stay empty; a module's attribute may have such a name too.
@@ -155,7 +160,9 @@ class _Copier:
             kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             meta = torch.empty(tensor.shape, dtype=kept, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
-            self._tensors[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+            self._tensors[id(tensor)] = (
+                nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
+            )
         return self._tensors[id(tensor)]
 
 
@@ -173,11 +180,16 @@ def _rebind(module: nn.Module, copied: nn.Module) -> None:
 
 def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
     def cast(value: Any, dtype: torch.dtype | None) -> Any:
-        return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+        return tree_map(
+            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value
+        )
 
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         copied.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)),
+            lambda _, args, kwargs: (
+                cast(args, policy.param_dtype),
+                cast(kwargs, policy.param_dtype),
+            ),
             with_kwargs=True,
         )
     if policy.output_dtype is not None:
@@ -186,19 +198,24 @@ def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Build the models of this block without weights: parameters on the meta device, buffers as they are.
+    """Build the models of this block without weights: parameters on the meta device, buffers as
+    they are.
 
     Give such a model to :func:`auto_split`, and fill the stages you keep with
-    :func:`course_pp.training.checkpoint.load_stage`. Under ``torch.device("meta")`` tables such as rotary angles would
+    :func:`course_pp.training.checkpoint.load_stage`. Under ``torch.device("meta")`` tables such as
+        rotary angles would
     be lost, as no file holds them.
     """
     register = nn.Module.register_parameter
-    made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()  # one that is tied stays one object
+    # one that is tied stays one object
+    made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if isinstance(parameter, nn.Parameter) and not parameter.is_meta:
             if parameter not in made:
-                made[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                made[parameter] = nn.Parameter(
+                    parameter.detach().to("meta"), parameter.requires_grad
+                )
             parameter = made[parameter]
         register(self, name, parameter)
 
@@ -218,7 +235,10 @@ def without_numbers(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterato
         for unit in units.values():
             own.update(map(id, unit.modules()))
             for part in unit.modules() if has_no_weights(unit) else ():
-                on_meta = {name: None if b is None else b.to("meta") for name, b in own_buffers(part).items()}
+                on_meta = {
+                    name: None if b is None else b.to("meta")
+                    for name, b in own_buffers(part).items()
+                }
                 puts_back.enter_context(patch.dict(own_buffers(part), on_meta))
         for part in model.modules():
             if id(part) not in own:

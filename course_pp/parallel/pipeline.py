@@ -1,11 +1,12 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch can run, evaluation.
+"""Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch can run,
+evaluation.
 
     inputs ─► stage 0 ──(tensors)──► stage 1 ──► … ──► stage n−1 ─► outputs ─► loss
               rank 0                 rank 1            last rank            │
                  └────────────── mean loss, tied gradients, refusals ───────┘
 
-A step is: agree that every rank's input fits, run torch's schedule, add up the gradients of tied weights, tell every
-rank the loss.
+A step is: agree that every rank's input fits, run torch's schedule, add up the gradients of tied
+weights, tell every rank the loss.
 """
 
 import math
@@ -85,31 +86,37 @@ def build_pipeline_schedule(
     scaler: MeshGradScaler | None = None,
     timeout_s: float = _LIMIT_S,
 ) -> "PipelineSchedule":
-    """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare what they were given.
+    """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare
+    what they were given.
 
     Args:
         stage: this rank's stage, or the list of its stages for multi-stage schedules, placed as
             :func:`get_stage_indices` says.
         n_microbatches: microbatches in a batch.
-        loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A :class:`TokenLoss` is averaged
-            over the counted tokens of the whole batch instead of over microbatches. The loss is divided before the
-            backward, where torch divides gradients after it: a gradient that an autograd function of your own adds
-            must be divided too, by ``n_microbatches`` where microbatches weigh alike; :func:`attach_loss` does so.
-        schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose stages are placed
-            and whose microbatches are numbered as it says.
-        tied: weights that several stages share: for each the parameter's name by stage,
-            ``[{0: "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as :func:`find_ties` lists
-            them. This package's model knows its ties. For others, None refuses stages whose values look tied,
-            with a list of all such weights. Layers that are copied or seeded alike pass if a stage holds two of
-            them, or if both stages begin with them. ``[]`` says that nothing is tied. Two further weights that
-            look like one, or like a declared tie, are refused too.
-        scaler: scales the loss and attached losses in the backward, for float16; the loss returned is not scaled.
-        timeout_s: the longest that a rank waits here for the others. Steps wait as long as the process group says.
+        loss_fn: ``loss_fn(output, target)`` gives the mean loss of one microbatch. A
+            :class:`TokenLoss` is averaged over the counted tokens of the whole batch instead of
+            over microbatches. The loss is divided before the backward, where torch divides
+            gradients after it: a gradient that an autograd function of your own adds must be
+            divided too, by ``n_microbatches`` where microbatches weigh alike; :func:`attach_loss`
+            does so.
+        schedule: one of :func:`schedule_names`, torch's class name, or an order of your own, whose
+            stages are placed and whose microbatches are numbered as it says.
+        tied: weights that several stages share: for each the parameter's name by stage, ``[{0:
+            "embed.weight", 3: "head.weight"}]``, or its names in the whole model, as
+            :func:`find_ties` lists them. This package's model knows its ties. For others, None
+            refuses stages whose values look tied, with a list of all such weights. Layers that are
+            copied or seeded alike pass if a stage holds two of them, or if both stages begin with
+            them. ``[]`` says that nothing is tied. Two further weights that look like one, or like
+            a declared tie, are refused too.
+        scaler: scales the loss and attached losses in the backward, for float16; the loss returned
+            is not scaled.
+        timeout_s: the longest that a rank waits here for the others. Steps wait as long as the
+            process group says.
 
     Raises:
         RankMissing: if a rank has ended or does not come.
-        ValueError: on every rank, for stages that do not fit the schedule or one another, or ranks that were given
-            different pipelines.
+        ValueError: on every rank, for stages that do not fit the schedule or one another, or ranks
+            that were given different pipelines.
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     problem = _problem_of_arguments(stages, locals())
@@ -122,11 +129,16 @@ def build_pipeline_schedule(
     for each in stages:
         each.can_split = each.can_split and splits
         each.defers = splits and not each.can_split and not is_compiled(each.submod)
-    if splits and is_rank_zero() and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages):
+    if (
+        splits
+        and is_rank_zero()
+        and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages)
+    ):
         warnings.warn(
-            f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs the forward of a "
-            "checkpointed module again for each of its parameters: results are right, but far slower than without "
-            "checkpointing. Use a schedule that does not split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
+            f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs"
+            " the forward of a checkpointed module again for each of its parameters: results are"
+            " right, but far slower than without checkpointing. Use a schedule that does not"
+            " split, such as 'interleaved_1f1b', or apply_ac(..., 'none')",
             stacklevel=2,
         )
     return PipelineSchedule(stages, n_microbatches, loss_fn, schedule, rows, scaler)
@@ -140,8 +152,8 @@ def _everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
 def _problem_of_arguments(stages: Sequence[object], given: dict[str, Any]) -> TypeError | None:
     if not stages or not all(isinstance(stage, ModelStage) for stage in stages):
         return TypeError(
-            f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}: cut the model with "
-            "build_stage_module, or by hand, and wrap this rank's stages"
+            f"stage must come from build_pipeline_stage, not {[type(s).__name__ for s in stages]}:"
+            " cut the model with build_stage_module, or by hand, and wrap this rank's stages"
         )
     try:
         check_arguments(build_pipeline_schedule, given)
@@ -187,7 +199,9 @@ class _Peers:
         mesh = stage.device_mesh
         data = []
         if mesh is not None and has_dp_mesh(mesh):
-            data = [mesh.get_group(name) for name in mesh.mesh_dim_names or () if name.startswith("dp_")]
+            data = [
+                mesh.get_group(name) for name in mesh.mesh_dim_names or () if name.startswith("dp_")
+            ]
         return cls(
             everyone=Ranks(_everyone_of(stage)),
             pipeline=stage.group,
@@ -208,7 +222,8 @@ class PipelineSchedule(AnyPipeline):
     Attributes:
         stages: this rank's stages, first to last, made anew of those that it was built of.
         ties: for each weight that several stages share its name by stage.
-        attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
+        attached: the sums of the last step's attached losses by name, on every rank; see
+            :func:`attach_loss`.
     """
 
     def __init__(
@@ -248,7 +263,8 @@ class PipelineSchedule(AnyPipeline):
 
         self._witness = _Witness(self._peers.everyone.group)
         self._crossings = Crossings(self.stages, self._peers.everyone)
-        self._names: dict[str, bool] = {}  # of keyword arguments that ranks have compared, and whether they were None
+        # of keyword arguments that ranks have compared, and whether they were None
+        self._names: dict[str, bool] = {}
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -272,24 +288,26 @@ class PipelineSchedule(AnyPipeline):
     ) -> torch.Tensor:
         """Run torch's schedule once; :meth:`AnyPipeline.step` says what each argument is.
 
-        A whole batch has ``n_microbatches`` times the rows that the stages were built for. Ready-made microbatches need
-        not be like the one that the stages were built for, but for containers and dtypes. If any rank is given one of
-        the three lists, no rank may give a whole batch.
+        A whole batch has ``n_microbatches`` times the rows that the stages were built for.
+        Ready-made microbatches need not be like the one that the stages were built for, but for
+        containers and dtypes. If any rank is given one of the three lists, no rank may give a whole
+        batch.
 
-        What crosses between stages is agreed before the first message. That costs a small exchange, and for shapes not
-        seen before one more for each stage, which runs a copy on the meta device with the microbatch's keyword
-        arguments. A stage that cannot run there runs once in place, on zeros and without gradients. What a stage
-        returns may depend on shapes, and on the numbers and strings that are keyword arguments, but not on what is in
-        tensors or objects. So a number of another value counts as not seen before; in an object, or a tuple, it does
-        not.
+        What crosses between stages is agreed before the first message. That costs a small exchange,
+        and for shapes not seen before one more for each stage, which runs a copy on the meta device
+        with the microbatch's keyword arguments. A stage that cannot run there runs once in place,
+        on zeros and without gradients. What a stage returns may depend on shapes, and on the
+        numbers and strings that are keyword arguments, but not on what is in tensors or objects. So
+        a number of another value counts as not seen before; in an object, or a tuple, it does not.
 
-        A weight that no microbatch used has no gradient afterwards, as in one process; what FSDP2 shards may have
-        zeros.
+        A weight that no microbatch used has no gradient afterwards, as in one process; what FSDP2
+        shards may have zeros.
 
         Raises:
-            ValueError: on every rank, before any message, if an argument does not fit what the stages were built for,
-                is missing on a rank, or is of a whole batch beside ready-made microbatches; or if tied weights are
-                frozen, sharded or filled differently. A loss that counts samples needs at least one in each microbatch.
+            ValueError: on every rank, before any message, if an argument does not fit what the
+                stages were built for, is missing on a rank, or is of a whole batch beside
+                ready-made microbatches; or if tied weights are frozen, sharded or filled
+                differently. A loss that counts samples needs at least one in each microbatch.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
@@ -310,7 +328,13 @@ class PipelineSchedule(AnyPipeline):
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed(), self._streams.step(), all_reducing_as_set(self.modules):
-                run_step(self._schedule, self.stages, microbatches.arguments, microbatches.targets, losses)
+                run_step(
+                    self._schedule,
+                    self.stages,
+                    microbatches.arguments,
+                    microbatches.targets,
+                    losses,
+                )
                 for each in self.stages:
                     each.end_step()
             loss = self._tell_everyone(losses) / scale
@@ -335,7 +359,10 @@ class PipelineSchedule(AnyPipeline):
         microbatches = self._prepare(given)
         targets, losses = microbatches.targets or [], []
         with self._witness.watching():
-            self._forward(microbatches, lambda i, output: losses.append(self._share_of_loss(output, targets[i])))
+            self._forward(
+                microbatches,
+                lambda i, output: losses.append(self._share_of_loss(output, targets[i])),
+            )
             return self._tell_everyone(losses)
 
     def evaluate(
@@ -362,7 +389,8 @@ class PipelineSchedule(AnyPipeline):
         inputs = microbatches.arguments if self.stages[0].is_first else None
         forward_only(self.stages, inputs, microbatches.keywords, consume)
         for stage in self.stages:
-            reshard(stage.submod)  # forward alone may keep gathered parameters, in place of those that are trained
+            # forward alone may keep gathered parameters, in place of those that are trained
+            reshard(stage.submod)
 
     def _from_last(self, output: Any) -> Any:
         """Return the last stage's ``output``, on every rank of the pipeline."""
@@ -370,7 +398,10 @@ class PipelineSchedule(AnyPipeline):
         told = Ranks(self._peers.pipeline).gather((tree_map(meta_of, output),) if is_last else None)
         (tree,) = next(one for one in told if one is not None)
         mine, spec = tree_flatten(output if is_last else tree)
-        whole = [leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf for leaf in mine]
+        whole = [
+            leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf
+            for leaf in mine
+        ]
         for leaf in whole:
             if isinstance(leaf, torch.Tensor):
                 dist.broadcast(leaf, group=self._peers.pipeline, group_src=self._peers.last_rank)
@@ -388,15 +419,21 @@ class PipelineSchedule(AnyPipeline):
         needs_target: bool = True,
     ) -> Microbatches:
         """Refuse what does not fit, all ranks together; agree on what crosses; count the tokens."""
-        problem = problem or next(filter(None, (stage.problem_of_dtypes() for stage in self.stages)), None)
+        problem = problem or next(
+            filter(None, (stage.problem_of_dtypes() for stage in self.stages)), None
+        )
         if divisor is not None and not (isinstance(divisor, Real) and 0 < divisor < math.inf):
             problem = (
-                problem or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
+                problem
+                or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
             )
         mine = self._agreed(given, problem, needs_target)
         if mine.targets is not None:
-            # Data-parallel ranks have equally many samples of a whole batch, and need not ask one another.
-            groups = self._peers.data if self._counts_tokens or mine.ready or divisor is not None else ()
+            # Data-parallel ranks have equally many samples of a whole batch, and need not ask one
+            # another.
+            groups = (
+                self._peers.data if self._counts_tokens or mine.ready or divisor is not None else ()
+            )
             self._divisor = divisor_of(mine.counts, divisor, groups, self.stages[0].device)
         return mine
 
@@ -409,7 +446,8 @@ class PipelineSchedule(AnyPipeline):
             mine = self._batch.microbatches(given, needs_target)
         except Exception as error:  # also of a loss that counts
             unfit = Ranks.sentence(error)
-        # Most batches are whole and fit, with the keywords of the last, which ranks tell one another by one number.
+        # Most batches are whole and fit, with the keywords of the last, which ranks tell one
+        # another by one number.
         names = {name: value is None for name, value in given.kwargs.items()}
         draws_here = self._drawing is _Habit.HERE
         news = problem or unfit or given.lists or names != self._names or draws_here
@@ -423,8 +461,14 @@ class PipelineSchedule(AnyPipeline):
                 problem,
                 unfit,
                 self._batch.missing(needs_target),
-                [{name for name, value in each.items() if value is not None} for each in mine.keywords],
-                [{name for stage in self.stages for name in stage.lacking(each)} for each in mine.keywords],
+                [
+                    {name for name, value in each.items() if value is not None}
+                    for each in mine.keywords
+                ],
+                [
+                    {name for stage in self.stages for name in stage.lacking(each)}
+                    for each in mine.keywords
+                ],
                 [] if problem or unfit or given.whole else kinds_of(mine),
                 draws_here,
             )
@@ -447,7 +491,9 @@ class PipelineSchedule(AnyPipeline):
             stage.attached.clear()
         if self._attaching is _Habit.NO:
             return
-        weights = torch.empty(self.n_microbatches, dtype=torch.float64, device=self.stages[0].device)
+        weights = torch.empty(
+            self.n_microbatches, dtype=torch.float64, device=self.stages[0].device
+        )
         if microbatches.targets is not None:
             weights = weights_of(microbatches.counts, self._divisor, weights.device)
         dist.broadcast(weights, group=self._peers.pipeline, group_src=self._peers.last_rank)
@@ -460,7 +506,9 @@ class PipelineSchedule(AnyPipeline):
             return
 
         def mine() -> Sums:
-            found = attached_sums({stage.stage_index: stage.attached.values() for stage in self.stages})
+            found = attached_sums(
+                {stage.stage_index: stage.attached.values() for stage in self.stages}
+            )
             return {name: (index, value.item()) for name, (index, value) in found.items()}
 
         total: Sums = {}
@@ -479,8 +527,8 @@ class PipelineSchedule(AnyPipeline):
     def _move_streams_on(self) -> None:
         """Take every rank to the next step's random numbers, if any stage draws some.
 
-        Ranks agree on that once. A rank that draws later, as when dropout is switched on, must not move on alone: it
-        tells the others at the next call, and all move on there.
+        Ranks agree on that once. A rank that draws later, as when dropout is switched on, must not
+        move on alone: it tells the others at the next call, and all move on there.
         """
         if self._drawing is _Habit.UNKNOWN:
             drew = self._peers.everyone.largest(int(self._streams.drew))
@@ -495,7 +543,8 @@ class PipelineSchedule(AnyPipeline):
         if losses:
             loss = torch.stack([share.detach() for share in losses]).sum(dtype=torch.float64)
             average_over(self._peers.data, loss)
-        # A sum with zeros and not a broadcast, which some ranks may leave while others fail in their last backward.
+        # A sum with zeros and not a broadcast, which some ranks may leave while others fail in
+        # their last backward.
         dist.all_reduce(loss, group=self._peers.pipeline)
         return loss
 
@@ -510,11 +559,13 @@ def forward_only(
     kwargs: Sequence[dict[str, Any]],
     consume: Callable[[int, Any], None],
 ) -> None:
-    """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for V placements.)
+    """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for
+    V placements.)
 
-    All ranks order their work by (stage, microbatch), an order in which whatever is needed comes first, so blocking
-    receives cannot deadlock. Between two given ranks, sends and receives happen in the same order on both sides, which
-    is what NCCL, having no tags, requires. Outputs are kept until all are sent, at most one a microbatch.
+    All ranks order their work by (stage, microbatch), an order in which whatever is needed comes
+    first, so blocking receives cannot deadlock. Between two given ranks, sends and receives happen
+    in the same order on both sides, which is what NCCL, having no tags, requires. Outputs are kept
+    until all are sent, at most one a microbatch.
 
     Args:
         stages: what crosses their boundaries is settled.
@@ -556,7 +607,9 @@ def _received(stage: ModelStage, source: int | None, microbatch: int) -> tuple[t
     return tensors
 
 
-def _sent(stage: ModelStage, tensors: tuple[torch.Tensor, ...], target: int | None) -> list[dist.Work]:
+def _sent(
+    stage: ModelStage, tensors: tuple[torch.Tensor, ...], target: int | None
+) -> list[dist.Work]:
     works = (dist.isend(tensor, group=stage.group, group_dst=target) for tensor in tensors)
     return [work for work in works if work is not None]
 
@@ -575,8 +628,9 @@ def _agree(
     """Agree on what every stage takes and returns, and on which weights are tied; a collective.
 
     Returns:
-        The stages as torch runs them in this pipeline, and the rows of a microbatch; None if the tensors that the first
-        stage takes do not share their first dimension, so that only ready-made microbatches can come.
+        The stages as torch runs them in this pipeline, and the rows of a microbatch; None if the
+        tensors that the first stage takes do not share their first dimension, so that only
+        ready-made microbatches can come.
     """
     everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
@@ -592,7 +646,11 @@ def _agree(
             "n_microbatches": n_microbatches,
             **_facts_of_transformer(stages[0]),
             "config": ours[0].config if ours else None,
-            "tied": None if tied is None else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied],
+            "tied": (
+                None
+                if tied is None
+                else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied]
+            ),
             "scaler": None if scaler is None else scaler.state_dict(),
         }
     )
@@ -609,7 +667,9 @@ def _agree(
     return settled, rows
 
 
-def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule) -> str | None:
+def _problem_of_placement(
+    stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule
+) -> str | None:
     """Return why this rank's stages cannot run under ``schedule``, as far as the rank can tell alone."""
     pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
     indices = [s.stage_index for s in stages]
@@ -620,54 +680,78 @@ def _problem_of_placement(stages: Sequence[ModelStage], n_microbatches: int, sch
         return str(error)
     if indices != expected or n_stages != len(indices) * pp_size:
         return (
-            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on {pp_size} ranks places "
-            f"stages {expected} there: build those (get_stage_indices lists them)"
+            f"rank {pp_rank} holds stages {indices} of {n_stages}, but schedule {schedule!r} on"
+            f" {pp_size} ranks places stages {expected} there: build those (get_stage_indices lists"
+            " them)"
         )
     if len({isinstance(s.submod, PipelineStageModule) for s in stages}) > 1:
-        return f"rank {pp_rank} holds stages of different models: {', '.join(type(s.submod).__name__ for s in stages)}"
+        return (
+            f"rank {pp_rank} holds stages of different models:"
+            f" {', '.join(type(s.submod).__name__ for s in stages)}"
+        )
     facts = [_facts_of_transformer(stage) for stage in stages]
     if any(fact != facts[0] for fact in facts):
-        return f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them alike"
+        return (
+            f"rank {pp_rank} built its stages {indices} for different batches or dtypes: build them"
+            " alike"
+        )
     return None
 
 
 def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
     """Return why FSDP2 would miss the second half of a split backward; None if it would not.
 
-    torch tells the stage itself to reduce after the last microbatch. Parts that are sharded alone reduce at the end of
-    every backward, and gradients that come later would be silently lost.
+    torch tells the stage itself to reduce after the last microbatch. Parts that are sharded alone
+    reduce at the end of every backward, and gradients that come later would be silently lost.
     """
     for stage in stages if splits_backward(schedule) != "none" else ():
-        inside = [name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)]
+        inside = [
+            name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)
+        ]
         if inside and "" not in inside:
             return (
-                f"schedule {name_of(schedule)!r} splits backward in two, and FSDP2 shards {inside[0]!r} of stage "
-                f"{stage.stage_index}, but not the stage: call fully_shard on the stage too, after its parts, or "
-                "apply_fsdp2(stage, mesh)"
+                f"schedule {name_of(schedule)!r} splits backward in two, and FSDP2 shards"
+                f" {inside[0]!r} of stage {stage.stage_index}, but not the stage: call fully_shard"
+                " on the stage too, after its parts, or apply_fsdp2(stage, mesh)"
             )
     return None
 
 
 def _problem_of_compiling(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
     """Return which stage is, or holds, what ``torch.compile`` returned, if torch's class of the schedule refuses it."""
-    if splits_backward(schedule) == "none" or isinstance(schedule, Schedule) or not runnable(schedule).torch_name:
+    if (
+        splits_backward(schedule) == "none"
+        or isinstance(schedule, Schedule)
+        or not runnable(schedule).torch_name
+    ):
         return None
     for stage in stages:
         for path, part in stage.submod.named_modules():
             if uncompiled(part) is not part:
-                what = f"{path!r} of stage {stage.stage_index}" if path else f"stage {stage.stage_index}"
+                what = (
+                    f"{path!r} of stage {stage.stage_index}"
+                    if path
+                    else f"stage {stage.stage_index}"
+                )
                 return (
-                    f"{what} is what torch.compile returned, and schedule {name_of(schedule)!r} splits backward in "
-                    "two, which torch then refuses: leave torch.compile out, and compile the stage's blocks with "
-                    "apply_compile(stage), before FSDP2"
+                    f"{what} is what torch.compile returned, and schedule {name_of(schedule)!r}"
+                    " splits backward in two, which torch then refuses: leave torch.compile out,"
+                    " and compile the stage's blocks with apply_compile(stage), before FSDP2"
                 )
     return None
 
 
 def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
-    if not isinstance(stage.submod, PipelineStageModule) or stage.takes is None or stage.returns is None:
+    if (
+        not isinstance(stage.submod, PipelineStageModule)
+        or stage.takes is None
+        or stage.returns is None
+    ):
         return {}
-    return {"(batch_size, seq_len)": stage.takes.metas[0].shape[:2], "param_dtype": stage.returns.metas[0].dtype}
+    return {
+        "(batch_size, seq_len)": stage.takes.metas[0].shape[:2],
+        "param_dtype": stage.returns.metas[0].dtype,
+    }
 
 
 def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
@@ -679,8 +763,8 @@ def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
     for stage, (start, stop) in sorted(part for rank in ranks for part in rank):
         if start != end:
             return (
-                f"stage {stage} begins with layer {start}, but the stages before it end with layer {end - 1}: "
-                "give every rank the same layer_ranges"
+                f"stage {stage} begins with layer {start}, but the stages before it end with layer"
+                f" {end - 1}: give every rank the same layer_ranges"
             )
         end = stop
     n_layers = ours[0][1].config.n_layers
@@ -692,7 +776,8 @@ def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
 def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
     """Find what every stage takes and returns; return the problem, the same on all ranks, or None.
 
-    What a stage returns can be found once its inputs are known, so each round settles at least one more stage.
+    What a stage returns can be found once its inputs are known, so each round settles at least one
+    more stage.
     """
     n_stages = stages[0].num_stages
     taken: dict[int, ValueMeta] = {}
@@ -705,8 +790,9 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
             stage.takes = stage.takes or given.get(stage.stage_index - 1) or before
             if stage.is_first and stage.takes is None:
                 problem = (
-                    "nothing says what the first stage takes: pass build_pipeline_stage(..., inputs=...), the "
-                    "arguments of one microbatch, or batch_size= and seq_len= for token ids"
+                    "nothing says what the first stage takes: pass build_pipeline_stage(...,"
+                    " inputs=...), the arguments of one microbatch, or batch_size= and seq_len= for"
+                    " token ids"
                 )
             if stage.takes is not None and stage.returns is None:
                 try:
@@ -720,7 +806,9 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
             return problem
         for theirs, _ in told:
             taken |= {index: inputs for index, (inputs, _) in theirs.items() if inputs is not None}
-            given |= {index: outputs for index, (_, outputs) in theirs.items() if outputs is not None}
+            given |= {
+                index: outputs for index, (_, outputs) in theirs.items() if outputs is not None
+            }
     problem = _problem_between(taken, given)
     if problem is None:
         for stage in stages:
@@ -730,15 +818,23 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
 
 def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -> str | None:
     for before, after in pairwise(sorted(given)):
-        if taken.setdefault(after, given[before]) != given[before]:  # this package's model built for two configurations
-            return f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}: build them alike"
+        # this package's model built for two configurations
+        if taken.setdefault(after, given[before]) != given[before]:
+            return (
+                f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}:"
+                " build them alike"
+            )
         if not given[before].metas:
-            return f"stage {before} returns no tensor, so nothing reaches stage {after}: return what it needs"
+            return (
+                f"stage {before} returns no tensor, so nothing reaches stage {after}: return what"
+                " it needs"
+            )
         whole = [meta for meta in given[before].metas if not meta.dtype.is_floating_point]
         if whole and not carries_integers():
             return (
-                f"stage {before} returns {whole[0]}, and this release of torch sends only tensors that carry gradients "
-                "between stages: give it to every stage as a keyword argument of step, or take torch 2.13 or newer"
+                f"stage {before} returns {whole[0]}, and this release of torch sends only tensors"
+                " that carry gradients between stages: give it to every stage as a keyword"
+                " argument of step, or take torch 2.13 or newer"
             )
     return None
 
@@ -769,7 +865,9 @@ class _Witness:
             if self._group is not None:
                 # Missing in some releases of torch; and the store may have been the other rank's.
                 with suppress(AttributeError, RuntimeError):
-                    told = str(self._group.get_group_store().compare_set(self._key, "", mine).decode())
+                    told = str(
+                        self._group.get_group_store().compare_set(self._key, "", mine).decode()
+                    )
             rank, what = told.split("\n", 1)
             if int(rank) != self._rank and isinstance(error, RuntimeError):
                 message = f"the step failed on rank {rank}, for which this rank waited: {what}"

@@ -1,11 +1,14 @@
-"""Post-validation: the optimizer steps before the global norm is known, and takes the step back where it must.
+"""Post-validation: the optimizer steps before the global norm is known, and takes the step back
+where it must.
 
-If a stage waits for the norm of the whole gradient, it waits for the slowest stage, and the bubble is back. So each
-stage steps at once, as if nothing had to be clipped, and learns afterwards what the others found (Qi et al. 2024, "Zero
-bubble pipeline parallelism", section 4). Where that was wrong, the step is undone and taken again.
+If a stage waits for the norm of the whole gradient, it waits for the slowest stage, and the bubble
+is back. So each stage steps at once, as if nothing had to be clipped, and learns afterwards what
+the others found (Qi et al. 2024, "Zero bubble pipeline parallelism", section 4). Where that was
+wrong, the step is undone and taken again.
 
-The paper undoes AdamW by arithmetic, which rounds. Here the parameters and the optimizer's state are kept until the
-answer is there, so both cases end exactly as the plain step does, at the price of that memory.
+The paper undoes AdamW by arithmetic, which rounds. Here the parameters and the optimizer's state
+are kept until the answer is there, so both cases end exactly as the plain step does, at the price
+of that memory.
 """
 
 import math
@@ -29,19 +32,27 @@ class OptimisticStep:
         norm = optimistic.settle()    # before gradients are zeroed, and before the next forward
 
     Args:
-        optimizer: of this rank's stages; its gradients are whole, no shards of DTensors, and no weight is on two ranks.
-        max_norm: the largest norm of the whole model's gradient; where it is larger, gradients are scaled as by
+        optimizer: of this rank's stages; its gradients are whole, no shards of DTensors, and no
+            weight is on two ranks.
+        max_norm: the largest norm of the whole model's gradient; where it is larger, gradients are
+            scaled as by
             :func:`clip_grad_norm_`.
-        group: the pipeline's ranks; None is all of them, or this process alone if there is no process group.
+        group: the pipeline's ranks; None is all of them, or this process alone if there is no
+            process group.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float, group: dist.ProcessGroup | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         refuse_unless(max_norm > 0, "OptimisticStep", "max_norm", max_norm, "give a norm above 0")
         self._optimizer, self._max_norm, self._group = optimizer, max_norm, group
         sharded = any(isinstance(parameter, DTensor) for parameter in self._parameters)
-        refuse_unless(not sharded, "OptimisticStep", "optimizer", optimizer, "pass one of whole parameters")
+        refuse_unless(
+            not sharded, "OptimisticStep", "optimizer", optimizer, "pass one of whole parameters"
+        )
         self._before: tuple[list[Tensor], dict[Tensor, Any]] | None = None
         self._squares: list[Tensor] = []
         self._arrival: dist.Work | None = None
@@ -51,20 +62,32 @@ class OptimisticStep:
         if self._before is not None:
             raise RuntimeError("the last step is not settled: call settle() before the next step()")
         square = self._square()
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
-        self._squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))] if several else []
-        self._arrival = dist.all_gather(self._squares, square, group=self._group, async_op=True) if several else None
+        several = (
+            dist.is_available() and dist.is_initialized() and dist.get_world_size(self._group) > 1
+        )
+        self._squares = (
+            [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
+            if several
+            else []
+        )
+        self._arrival = (
+            dist.all_gather(self._squares, square, group=self._group, async_op=True)
+            if several
+            else None
+        )
         self._squares = self._squares or [square]
         state = {parameter: _copied(kept) for parameter, kept in self._optimizer.state.items()}
         self._before = [parameter.detach().clone() for parameter in self._parameters], state
-        # What this rank sees alone need not be tried first, and an infinite step would only be taken back.
+        # What this rank sees alone need not be tried first, and an infinite step would only be
+        # taken back.
         if math.isfinite(square.item()):
             self._optimizer.step()
 
     def settle(self) -> float:
         """Wait for the other stages; afterwards everything is as after the plain step.
 
-        That is: gradients scaled and the step taken with them, or, for a norm that is not finite, no step at all.
+        That is: gradients scaled and the step taken with them, or, for a norm that is not finite,
+        no step at all.
 
         Returns:
             The norm of the whole model's gradient before scaling, the same on every rank.
@@ -89,14 +112,23 @@ class OptimisticStep:
 
     @property
     def _parameters(self) -> Sequence[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in self._optimizer.param_groups for parameter in group["params"]
+        ]
 
     def _square(self) -> Tensor:
         """This rank's part of the norm, squared, in float64."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        parts = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+        parts = [
+            torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            for gradient in gradients
+        ]
         device = next((parameter.device for parameter in self._parameters), torch.device("cpu"))
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+        return (
+            torch.stack(parts).sum()
+            if parts
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
 
     def _roll_back(self) -> None:
         assert self._before is not None
@@ -109,4 +141,6 @@ class OptimisticStep:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()
+    }

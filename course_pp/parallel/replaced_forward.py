@@ -1,23 +1,26 @@
-"""What is done to a model's forwards: they are recomputed in backward, compiled, or computed in half precision.
+"""What is done to a model's forwards: they are recomputed in backward, compiled, or computed in
+half precision.
 
-A replacement keeps what it replaced, so several lie one around the other. Unlike a wrapper module, it changes neither
-the parameters' names nor the module's class. Hooks of the module, such as FSDP2's, run around it: once, and not again
-in a recomputation. (``nn.Module.compile`` would put hooks into the graph.)
+A replacement keeps what it replaced, so several lie one around the other. Unlike a wrapper module,
+it changes neither the parameters' names nor the module's class. Hooks of the module, such as
+FSDP2's, run around it: once, and not again in a recomputation. (``nn.Module.compile`` would put
+hooks into the graph.)
 
     FSDP2 gathers ─► compiled forward of a block ─► FSDP2 frees
                   or checkpoint ( compiled forward )
 
-Each block is compiled by itself, so that one compilation serves all that are alike; FSDP2's work between blocks would
-break a larger graph into the same pieces.
+Each block is compiled by itself, so that one compilation serves all that are alike; FSDP2's work
+between blocks would break a larger graph into the same pieces.
 
 Half precision is for ranks without FSDP2, while parameters stay in float32:
 
     what arrives ─► float32 ─► forward, products in half precision ─► half precision ─► what is sent
 
-FSDP2 gathers parameters in half precision (:func:`default_mp_policy`). Without it each product casts its operands
-(``torch.autocast``), and norms, softmax and the residual stream inside a stage stay in float32. Both send half
-precision, and add the gradients of microbatches up in float32, so they differ by rounding alone. Memory differs:
-autocast keeps copies of the weights for each microbatch in flight, FSDP2 one copy for all.
+FSDP2 gathers parameters in half precision (:func:`default_mp_policy`). Without it each product
+casts its operands (``torch.autocast``), and norms, softmax and the residual stream inside a stage
+stay in float32. Both send half precision, and add the gradients of microbatches up in float32, so
+they differ by rounding alone. Memory differs: autocast keeps copies of the weights for each
+microbatch in flight, FSDP2 one copy for all.
 
 Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740.
 """
@@ -77,7 +80,11 @@ def replaced_forwards(forward: Any) -> Iterator[Replaced]:
 
 def has_replaced(module: nn.Module, kind: type[Replaced]) -> bool:
     """Return whether the forward of ``module``, or of a part of it, is of this kind."""
-    return any(isinstance(each, kind) for part in module.modules() for each in replaced_forwards(part.forward))
+    return any(
+        isinstance(each, kind)
+        for part in module.modules()
+        for each in replaced_forwards(part.forward)
+    )
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -120,8 +127,9 @@ class Recomputed(Replaced):
         for name in ("past_key_values", "layer_past"):
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name} is a {type(kwargs[name]).__name__}, which recomputing a checkpointed block would fill "
-                    "again: train with use_cache=False (model.config.use_cache = False)"
+                    f"{name} is a {type(kwargs[name]).__name__}, which recomputing a checkpointed"
+                    " block would fill again: train with use_cache=False (model.config.use_cache ="
+                    " False)"
                 )
         options: dict[str, Any] = {}
         if not torch.compiler.is_compiling() and next(self._module.buffers(), None) is not None:
@@ -130,10 +138,12 @@ class Recomputed(Replaced):
 
 
 class _Buffers:
-    """The buffers of a module as one forward found them; its recomputation uses these and leaves the module's own.
+    """The buffers of a module as one forward found them; its recomputation uses these and leaves
+    the module's own.
 
-    Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a later value. Enter
-    it around each recomputation: torch's half of weight gradients has one for each parameter.
+    Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a
+    later value. Enter it around each recomputation: torch's half of weight gradients has one for
+    each parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -147,13 +157,22 @@ class _Buffers:
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """Keep copies of the buffers that the forward inside changes."""
-        there = [(part, {n: b for n, b in own_buffers(part).items() if b is not None}) for part in self._parts]
+        there = [
+            (part, {n: b for n, b in own_buffers(part).items() if b is not None})
+            for part in self._parts
+        ]
         versions = [_versions(buffers) for _, buffers in there]
-        copies = [(part, {name: buffer.clone() for name, buffer in buffers.items()}) for part, buffers in there]
+        copies = [
+            (part, {name: buffer.clone() for name, buffer in buffers.items()})
+            for part, buffers in there
+        ]
         yield
         for copied, (part, buffers), before in zip(copies, there, versions, strict=True):
-            # BatchNorm counts its batches in the open, but changes its statistics behind autograd's back.
-            changed = any(own_buffers(part).get(name) is not buffer for name, buffer in buffers.items())
+            # BatchNorm counts its batches in the open, but changes its statistics behind autograd's
+            # back.
+            changed = any(
+                own_buffers(part).get(name) is not buffer for name, buffer in buffers.items()
+            )
             if changed or _versions(buffers) != before:
                 self._before.append(copied)
 
@@ -203,7 +222,10 @@ class HalfPrecision(Replaced):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = (tree_map(self._widened, value) for value in (args, kwargs))
-        device = next((leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        device = next(
+            (leaf.device for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)),
+            None,
+        )
         kind = "cpu" if device is None or device.type == "meta" else device.type
         with torch.autocast(kind, dtype=self.dtype):
             output = self.forward(*args, **kwargs)
@@ -213,7 +235,11 @@ class HalfPrecision(Replaced):
         return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype == self.dtype else leaf
 
     def _narrowed(self, leaf: Any) -> Any:
-        return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
+        return (
+            leaf.to(self.dtype)
+            if isinstance(leaf, Tensor) and leaf.dtype == torch.float32
+            else leaf
+        )
 
 
 @checked
@@ -222,17 +248,22 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
     Args:
         module: any, with parameters in float32.
-        dtype: bfloat16 or float16. A no-op for what the parameters are in, or FSDP2 computes in already.
+        dtype: bfloat16 or float16. A no-op for what the parameters are in, or FSDP2 computes in
+            already.
     """
     now = next(iter(compute_dtypes(module)), torch.get_default_dtype())
     if now == dtype:
         return
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"compute_in(..., {dtype}): compute in torch.bfloat16 or torch.float16, or in {now} as it is")
+        raise ValueError(
+            f"compute_in(..., {dtype}): compute in torch.bfloat16 or torch.float16, or in {now} as"
+            " it is"
+        )
     if now != torch.float32:
         raise ValueError(
-            f"a {type(module).__name__} that computes in {now} cannot compute in {dtype}: keep its parameters in "
-            "float32, or under FSDP2 give apply_fsdp2 the policy default_mp_policy(dtype)"
+            f"a {type(module).__name__} that computes in {now} cannot compute in {dtype}: keep its"
+            " parameters in float32, or under FSDP2 give apply_fsdp2 the policy"
+            " default_mp_policy(dtype)"
         )
     HalfPrecision(module.forward, dtype).put_on(module)
 
@@ -270,17 +301,19 @@ def apply_ac(
     blocks: Blocks = None,
     device_mesh: DeviceMesh | None = None,
 ) -> tuple[str, ...]:
-    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and FSDP2.
+    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and
+    FSDP2.
 
-    Results do not change. Each microbatch keeps the state of the random number generators it was computed with, so
-    dropout is recomputed as it was. Under a schedule that splits backward (``zb_v``, ``interleaved_zb``,
-    ``dualpipe_v``) torch runs a checkpointed module's forward again for each of its parameters, not just once.
+    Results do not change. Each microbatch keeps the state of the random number generators it was
+    computed with, so dropout is recomputed as it was. Under a schedule that splits backward
+    (``zb_v``, ``interleaved_zb``, ``dualpipe_v``) torch runs a checkpointed module's forward again
+    for each of its parameters, not just once.
 
     Args:
         model: any model, or one stage of it.
-        mode: ``"none"``, a no-op; ``"full"``, every block, of which only the input is kept (Chen et al. 2016,
-            arXiv:1604.06174); ``"selective"``, in every block the part whose class is named ``…Attention…``
-            (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+        mode: ``"none"``, a no-op; ``"full"``, every block, of which only the input is kept (Chen et
+            al. 2016, arXiv:1604.06174); ``"selective"``, in every block the part whose class is
+            named ``…Attention…`` (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
         blocks: see :func:`find_blocks`.
         device_mesh: call on all its ranks; if one refuses, all refuse. None asks no other rank.
 
@@ -305,11 +338,13 @@ def _attention_of(name: str, block: nn.Module) -> tuple[str, nn.Module]:
     found = _outermost_attention(block)
     if len(found) != 1:
         which = f" ({listed(found)})" if found else ""
-        kinds = ", ".join(f"{child!r} ({type(part).__name__})" for child, part in block.named_children())
+        kinds = ", ".join(
+            f"{child!r} ({type(part).__name__})" for child, part in block.named_children()
+        )
         raise ValueError(
-            f"block {name!r} has {len(found)} parts whose class is named …Attention…{which}, but 'selective' "
-            "recomputes one: choose mode='full', with blocks= a name pattern of what to recompute; a block has "
-            f"{kinds or 'no parts'}"
+            f"block {name!r} has {len(found)} parts whose class is named …Attention…{which}, but"
+            " 'selective' recomputes one: choose mode='full', with blocks= a name pattern of what"
+            f" to recompute; a block has {kinds or 'no parts'}"
         )
     [(inner, module)] = found.items()
     return ".".join(filter(None, (name, inner))), module
@@ -326,13 +361,16 @@ def _outermost_attention(block: nn.Module, prefix: str = "") -> dict[str, nn.Mod
 
 
 @checked
-def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "inductor") -> tuple[str, ...]:
+def apply_compile(
+    model: nn.Module, *, blocks: Blocks = None, backend: str = "inductor"
+) -> tuple[str, ...]:
     """Compile the blocks of ``model`` in place: after activation checkpointing, before FSDP2.
 
-    Parameters keep their names. Results differ by rounding, because products and sums are done in another order. Random
-    numbers, as in dropout, are drawn differently. Each rank compiles a block when it first runs, and again for other
-    shapes, for evaluation and without gradients: allow minutes for the first step. If a schedule splits backward, a
-    stage with compiled blocks does both halves in the first. Layers with experts stay out of the graph.
+    Parameters keep their names. Results differ by rounding, because products and sums are done in
+    another order. Random numbers, as in dropout, are drawn differently. Each rank compiles a block
+    when it first runs, and again for other shapes, for evaluation and without gradients: allow
+    minutes for the first step. If a schedule splits backward, a stage with compiled blocks does
+    both halves in the first. Layers with experts stay out of the graph.
 
     Args:
         model: any model, or one stage of it, on its device.
@@ -343,25 +381,31 @@ def apply_compile(model: nn.Module, *, blocks: Blocks = None, backend: str = "in
         The names of the blocks.
 
     Raises:
-        ValueError: also for blocks that tensor parallelism has cut and ``"selective"`` checkpoints in part.
+        ValueError: also for blocks that tensor parallelism has cut and ``"selective"`` checkpoints
+            in part.
         RuntimeError: if the backend does not work on this machine; says what is missing.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise ValueError(f"backend={backend!r} must be one of {listed(nearest(backend, known) or known)}")
+        raise ValueError(
+            f"backend={backend!r} must be one of {listed(nearest(backend, known) or known)}"
+        )
     check_order(model, "compile")
     found = find_blocks(model, blocks)
     problem = _problem_of(backend, next((p.device.type for p in model.parameters()), "cpu"))
     if problem is not None:
         raise RuntimeError(problem)
     for name, block in found.items():
-        inner = next((n for n, part in block.named_modules() if n and has_replaced(part, Recomputed)), None)
-        # torch 2.13 would compile a graph that cannot run: it saves the mesh as if it were a tensor.
+        inner = next(
+            (n for n, part in block.named_modules() if n and has_replaced(part, Recomputed)), None
+        )
+        # torch 2.13 would compile a graph that cannot run: it saves the mesh as if it were a
+        # tensor.
         cut = (p for p in block.parameters() if isinstance(p, DTensor))
         if inner is not None and any("ep" not in (p.device_mesh.mesh_dim_names or ()) for p in cut):
             raise ValueError(
-                f"block {name!r} is cut by tensor parallelism and its {inner!r} is recomputed, which torch cannot "
-                "compile in one piece: use apply_ac(..., 'full') or 'none'"
+                f"block {name!r} is cut by tensor parallelism and its {inner!r} is recomputed,"
+                " which torch cannot compile in one piece: use apply_ac(..., 'full') or 'none'"
             )
     for block in found.values():
         for part in (part for part in block.modules() if isinstance(part, MoE)):
@@ -385,19 +429,22 @@ def _problem_of(backend: str, device: str) -> str | None:
     except Exception as error:  # whatever a foreign compiler raises
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return (
-            f"torch.compile with backend={backend!r} does not work for {device} here ({type(error).__name__}: "
-            f"{lines[0] if lines else 'no message'}): install what is missing (g++ and Python's headers for a CPU, "
-            "Triton for a GPU), or leave apply_compile out"
+            f"torch.compile with backend={backend!r} does not work for {device} here"
+            f" ({type(error).__name__}: {lines[0] if lines else 'no message'}): install what is"
+            " missing (g++ and Python's headers for a CPU, Triton for a GPU), or leave"
+            " apply_compile out"
         )
     return None
 
 
-# The order in which a model is transformed. Tensor and expert parallelism cut the matrices that FSDP2 then shards once
-# more, and could not find them inside FSDP2's shards. Checkpointing has to lie inside FSDP2's hooks: outside them,
-# recomputing a block would gather its parameters a second time. Compilation sees what checkpointing has put in place,
-# and not the hooks that FSDP2 adds.
+# The order in which a model is transformed. Tensor and expert parallelism cut the matrices that
+# FSDP2 then shards once more, and could not find them inside FSDP2's shards. Checkpointing has to
+# lie inside FSDP2's hooks: outside them, recomputing a block would gather its parameters a second
+# time. Compilation sees what checkpointing has put in place, and not the hooks that FSDP2 adds.
 
-Step = Literal["tensor parallel", "expert parallel", "float8", "activation checkpointing", "compile", "FSDP2"]
+Step = Literal[
+    "tensor parallel", "expert parallel", "float8", "activation checkpointing", "compile", "FSDP2"
+]
 _CALLS: dict[Step, str] = {
     "tensor parallel": "apply_tensor_parallel",
     "expert parallel": "apply_expert_parallel",
@@ -411,7 +458,10 @@ _CALLS: dict[Step, str] = {
 def check_order(model: nn.Module, step: Step) -> None:
     """Refuse to take ``step`` a second time, or after a step that must follow it."""
     cut_over = {
-        name for p in model.parameters() if isinstance(p, DTensor) for name in p.device_mesh.mesh_dim_names or ()
+        name
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+        for name in p.device_mesh.mesh_dim_names or ()
     }
     found: dict[Step, bool] = {
         "tensor parallel": "tp" in cut_over,
@@ -425,6 +475,7 @@ def check_order(model: nn.Module, step: Step) -> None:
     too_late = [done for done in order[order.index(step) :] if found[done]]
     if too_late:
         raise ValueError(
-            f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but the order is stage → "
-            f"{' → '.join(order)}, each at most once: build the stage anew and call {', '.join(_CALLS.values())}"
+            f"{_CALLS[step]} was called on a model that already has {' and '.join(too_late)}, but"
+            f" the order is stage → {' → '.join(order)}, each at most once: build the stage anew"
+            f" and call {', '.join(_CALLS.values())}"
         )

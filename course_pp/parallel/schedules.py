@@ -1,7 +1,9 @@
-"""Which schedules torch can run, and how: `course_pp.schedule` has their names, sizes and placements.
+"""Which schedules torch can run, and how: `course_pp.schedule` has their names, sizes and
+placements.
 
-Where torch ships a class that takes the sizes, that class runs. Any other order of synchronous actions goes through
-torch's executor of explicit orders, the one behind its own multi-stage schedules.
+Where torch ships a class that takes the sizes, that class runs. Any other order of synchronous
+actions goes through torch's executor of explicit orders, the one behind its own multi-stage
+schedules.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +31,8 @@ def get_stage_indices(
 
     Args:
         schedule: one of :func:`schedule_names`, or an order of your own.
-        stages_per_rank: model chunks a rank. None takes the catalogue's usual number; an order of your own has its own.
+        stages_per_rank: model chunks a rank. None takes the catalogue's usual number; an order of
+            your own has its own.
     """
     refuse_below(1, "get_stage_indices", pp_size=pp_size, stages_per_rank=stages_per_rank)
     if not 0 <= pp_rank < pp_size:
@@ -57,8 +60,8 @@ def _problem_of_stages_a_rank(schedule: Entry, number: int | None) -> str | None
     usual = f"a multiple of {schedule.chunks_in}" if schedule.any_chunks else str(schedule.n_chunks)
     able = dict.fromkeys(find(name).name for name in schedule_names() if takes(find(name)))
     return (
-        f"{number} stages a rank, and schedule {schedule.name!r} takes {usual}: cut the model into as "
-        f"many, or take one of {', '.join(able)}"
+        f"{number} stages a rank, and schedule {schedule.name!r} takes {usual}: cut the model into"
+        f" as many, or take one of {', '.join(able)}"
     )
 
 
@@ -81,14 +84,20 @@ def problem_of_order(schedule: Schedule) -> str | None:
     reason = _foreign_to_torch(schedule)
     if reason is not None:
         return (
-            f"torch cannot run schedule {schedule.name!r}, {reason}: use one of {', '.join(schedule_names())}, or run "
-            "it with course_pp.runtime (engine='runtime')"
+            f"torch cannot run schedule {schedule.name!r}, {reason}: use one of"
+            f" {', '.join(schedule_names())}, or run it with course_pp.runtime (engine='runtime')"
         )
     if all(part.kind == "F" for part in schedule.parts):
-        return f"schedule {schedule.name!r} has forwards alone, and torch trains: pass one with backwards, and use eval"
+        return (
+            f"schedule {schedule.name!r} has forwards alone, and torch trains: pass one with"
+            " backwards, and use eval"
+        )
     idle = [rank for rank, row in enumerate(schedule.actions) if not row]
     if idle:
-        return f"schedule {schedule.name!r} gives rank {idle[0]} nothing to do: torch needs a stage on every rank"
+        return (
+            f"schedule {schedule.name!r} gives rank {idle[0]} nothing to do: torch needs a stage on"
+            " every rank"
+        )
     if problems := check(schedule):
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         return f"{schedule!r} cannot run: {problems[0]}{more}"
@@ -99,17 +108,23 @@ def _foreign_to_torch(schedule: Schedule) -> str | None:
     if any(part.kind == "U" for part in schedule.parts):
         return "whose stages update their weights within the step (U)"
     shared = [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]
-    return f"which holds stage {shared[0]} on {len(schedule.placement[shared[0]])} ranks" if shared else None
+    return (
+        f"which holds stage {shared[0]} on {len(schedule.placement[shared[0]])} ranks"
+        if shared
+        else None
+    )
 
 
-def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int) -> Schedule:
+def order_of(
+    schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_size: int
+) -> Schedule:
     """Return the order in which torch will run; refuse sizes that ``schedule`` does not allow."""
     if isinstance(schedule, Schedule):
         sizes = (schedule.n_stages, schedule.n_microbatches)
         if sizes != (n_stages, n_microbatches):
             raise ValueError(
-                f"{schedule!r} for {n_stages} stages and n_microbatches={n_microbatches}: give it {sizes[0]} stages in "
-                f"all and n_microbatches={sizes[1]}, or build it for these"
+                f"{schedule!r} for {n_stages} stages and n_microbatches={n_microbatches}: give it"
+                f" {sizes[0]} stages in all and n_microbatches={sizes[1]}, or build it for these"
             )
         _refuse(problem_of_order(schedule) or _problem_of_ranks(schedule, pp_size))
         return schedule
@@ -117,21 +132,26 @@ def order_of(schedule: str | Schedule, n_microbatches: int, n_stages: int, pp_si
 
 
 def torch_schedule(
-    schedule: str | Schedule, stages: Sequence[PipelineStage], n_microbatches: int, loss_fn: Callable[..., Any]
+    schedule: str | Schedule,
+    stages: Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: Callable[..., Any],
 ) -> Any:
     # The loss is divided instead of the gradients: torch would divide those of earlier steps again.
     options = {"loss_fn": loss_fn, "scale_grads": False}
     n_stages, pp_size = stages[0].num_stages, stages[0].group_size
     torch_name = "" if isinstance(schedule, Schedule) else runnable(schedule).torch_name
-    # torch's 1F1B wants its stages filled, and its interleaved ones want rounds of equal size, which change nothing
-    # for a single stage a rank.
+    # torch's 1F1B wants its stages filled, and its interleaved ones want rounds of equal size,
+    # which change nothing for a single stage a rank.
     takes = {
         "1F1B": n_microbatches >= n_stages,
         "InterleavedZeroBubble": n_microbatches % max(1, n_microbatches // pp_size) == 0,
     }
     if not torch_name or not takes.get(torch_name, True):
         order = order_of(schedule, n_microbatches, n_stages, pp_size)
-        return explicit_order(list(stages), n_microbatches, [list(map(str, row)) for row in order.actions], **options)
+        return explicit_order(
+            list(stages), n_microbatches, [list(map(str, row)) for row in order.actions], **options
+        )
     torch_class = getattr(torch_schedules, f"Schedule{torch_name}")
     takes_one = issubclass(torch_class, torch_schedules.PipelineScheduleSingle)
     return torch_class(stages[0] if takes_one else list(stages), n_microbatches, **options)
@@ -139,7 +159,10 @@ def torch_schedule(
 
 def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
     """Return which backwards are split in two actions, the gradients of inputs and those of weights."""
-    kinds = {part.kind for part in (schedule if isinstance(schedule, Schedule) else _example(schedule)).parts}
+    kinds = {
+        part.kind
+        for part in (schedule if isinstance(schedule, Schedule) else _example(schedule)).parts
+    }
     if "I" not in kinds:
         return "none"
     return "some" if "B" in kinds else "all"
@@ -153,7 +176,10 @@ def _example(name: str) -> Schedule:
 def _problem_of_ranks(schedule: Schedule, pp_size: int) -> str | None:
     if schedule.n_ranks == pp_size:
         return None
-    return f"{schedule!r} on {pp_size} pipeline ranks: build it for {pp_size}, or start {schedule.n_ranks}"
+    return (
+        f"{schedule!r} on {pp_size} pipeline ranks: build it for {pp_size}, or start"
+        f" {schedule.n_ranks}"
+    )
 
 
 def _refuse(problem: str | None) -> None:

@@ -41,7 +41,10 @@ from course_pp.step.loss import Attached
 from course_pp.step.random_streams import RandomStreams
 from course_pp.step.values import TensorMeta, ValueMeta, as_value, call
 
-_TOO_LATE = "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is to count"
+_TOO_LATE = (
+    "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is"
+    " to count"
+)
 
 
 def build_pipeline_stage(
@@ -59,36 +62,42 @@ def build_pipeline_stage(
 ) -> "ModelStage":
     """Wrap a stage module for torch's schedules.
 
-    A stage is called with what the stage before it returned: a tuple or list gives its positional arguments, a dict its
-    keyword arguments, anything else is its only one. Tensors may stand in tuples, dicts and dataclasses that torch's
-    pytree knows. Those of a floating-point dtype carry gradients back. If a schedule splits backward in two, a stage of
-    another model leaves only the weights of linear layers to the second half; layers that are compiled, recomputed or
-    cut by tensor parallelism do all in the first.
+    A stage is called with what the stage before it returned: a tuple or list gives its positional
+    arguments, a dict its keyword arguments, anything else is its only one. Tensors may stand in
+    tuples, dicts and dataclasses that torch's pytree knows. Those of a floating-point dtype carry
+    gradients back. If a schedule splits backward in two, a stage of another model leaves only the
+    weights of linear layers to the second half; layers that are compiled, recomputed or cut by
+    tensor parallelism do all in the first.
 
-    Of modules that are not this package's, declare what the first stage takes: ``inputs``, or token ids by
-    ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then runs a copy of each stage on the meta device.
+    Of modules that are not this package's, declare what the first stage takes: ``inputs``, or token
+    ids by ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then runs a copy of each
+    stage on the meta device.
 
     Args:
         stage_module: one stage, already on ``device``; any module.
-        device_mesh: the mesh of :func:`init_distributed`; without a ``pp`` dimension this rank holds every stage.
+        device_mesh: the mesh of :func:`init_distributed`; without a ``pp`` dimension this rank
+            holds every stage.
         batch_size: rows in one *microbatch*.
         seq_len: tokens in a sequence.
-        param_dtype: dtype of the activations and gradients that cross stage boundaries; None is what the module
-            computes in. If given, the module's own dtype must be the same.
-        stage, n_stages: index of the stage, and how many there are. This package's modules and those of
+        param_dtype: dtype of the activations and gradients that cross stage boundaries; None is
+            what the module computes in. If given, the module's own dtype must be the same.
+        stage, n_stages: index of the stage, and how many there are. This package's modules and
+            those of
             :func:`auto_split` know; by default others are one stage a rank.
-        inputs: what the first stage is called with for one microbatch; other stages ignore it. Only shapes and dtypes
-            count, so meta tensors will do.
-        outputs: what this stage returns, likewise; needed only if it cannot run on the meta device, without the keyword
-            arguments of a step. For the last stage ``()`` will do.
+        inputs: what the first stage is called with for one microbatch; other stages ignore it. Only
+            shapes and dtypes count, so meta tensors will do.
+        outputs: what this stage returns, likewise; needed only if it cannot run on the meta device,
+            without the keyword arguments of a step. For the last stage ``()`` will do.
 
     Raises:
-        ValueError: on every rank of the mesh, if the module or the mesh cannot be used. Also on a GPU without NCCL,
-            which torch's pipeline needs to send.
+        ValueError: on every rank of the mesh, if the module or the mesh cannot be used. Also on a
+            GPU without NCCL, which torch's pipeline needs to send.
         RuntimeError: if there is no process group.
     """
     if not dist.is_initialized():
-        raise RuntimeError("no process group: call init_distributed(config) before build_pipeline_stage")
+        raise RuntimeError(
+            "no process group: call init_distributed(config) before build_pipeline_stage"
+        )
     with refusing_together(device_mesh):
         check_arguments(build_pipeline_stage, locals())
         index, n = _place(stage_module, device_mesh, stage, n_stages)
@@ -96,14 +105,18 @@ def build_pipeline_stage(
         wrapped = problem_of_wrappers(stage_module, f"stage {index}")
         if wrapped is not None:
             raise ValueError(wrapped)
-        taken, given = _values(stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs)
+        taken, given = _values(
+            stage_module, index, batch_size, seq_len, param_dtype, inputs, outputs
+        )
 
     group = None
     if (pp_mesh := get_pp_mesh(device_mesh)) is not None:
         group = pp_mesh.get_group()
     elif dist.get_world_size() > 1:
         group = lone_group(dist.group.WORLD)
-    return ModelStage(stage_module, index, n, taken, given, device_mesh, param_dtype, torch.device(device), group)
+    return ModelStage(
+        stage_module, index, n, taken, given, device_mesh, param_dtype, torch.device(device), group
+    )
 
 
 def _place(
@@ -125,10 +138,14 @@ def _place(
     pp_size = get_pp_size(device_mesh)
     n_stages = pp_size if n_stages is None else n_stages
     if stage is None and n_stages != pp_size:
-        raise ValueError(f"{n_stages} stages on {pp_size} pipeline ranks: say which one this is, stage=...")
+        raise ValueError(
+            f"{n_stages} stages on {pp_size} pipeline ranks: say which one this is, stage=..."
+        )
     stage = get_pp_rank(device_mesh) if stage is None else stage
     if not 0 <= stage < n_stages:
-        raise ValueError(f"stage={stage} must lie between 0 and {n_stages - 1}, the last of n_stages={n_stages}")
+        raise ValueError(
+            f"stage={stage} must lie between 0 and {n_stages - 1}, the last of n_stages={n_stages}"
+        )
     return stage, n_stages
 
 
@@ -144,16 +161,23 @@ def _values(
     """Return what a stage takes and returns, as far as that is known before it runs."""
     if isinstance(module, PipelineStageModule):
         if inputs is not None or outputs is not None:
-            raise ValueError("leave inputs= and outputs= out: a PipelineStageModule knows what it takes and returns")
+            raise ValueError(
+                "leave inputs= and outputs= out: a PipelineStageModule knows what it takes and"
+                " returns"
+            )
         return _values_of_transformer(module, batch_size, seq_len, param_dtype)
-    taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)  # looked at by all, so that all refuse
+    # looked at by all, so that all refuse
+    taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)
     given = _declared("outputs", outputs)
     check_declared_dtype(stage, given, param_dtype)
     return taken if stage == 0 else None, given
 
 
 def _values_of_transformer(
-    module: PipelineStageModule, batch_size: int | None, seq_len: int | None, param_dtype: torch.dtype | None
+    module: PipelineStageModule,
+    batch_size: int | None,
+    seq_len: int | None,
+    param_dtype: torch.dtype | None,
 ) -> tuple[ValueMeta, ValueMeta]:
     rows, positions = check_microbatch(module.config, batch_size, seq_len)
     dtypes = compute_dtypes(module)
@@ -163,16 +187,21 @@ def _values_of_transformer(
         remedy = (
             "pass the module's own dtype, or convert it before building the stage"
             if mixed_precision(module) is None
-            else f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with default_mp_policy({param_dtype})"
+            else (
+                f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with"
+                f" default_mp_policy({param_dtype})"
+            )
         )
         raise ValueError(  # its neighbour would misread the message's bytes
-            f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that {param_dtype} "
-            f"crosses its boundary: {remedy}"
+            f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that"
+            f" {param_dtype} crosses its boundary: {remedy}"
         )
     first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
     tokens = torch.empty(rows, positions, dtype=torch.int64, device="meta")
     hidden = torch.empty(rows, positions, module.config.dim, dtype=param_dtype, device="meta")
-    logits = torch.empty(rows, positions, module.config.vocab_size, dtype=param_dtype, device="meta")
+    logits = torch.empty(
+        rows, positions, module.config.vocab_size, dtype=param_dtype, device="meta"
+    )
     return ValueMeta.of(tokens if first else hidden), ValueMeta.of(logits if last else hidden)
 
 
@@ -190,19 +219,22 @@ def _tokens(batch_size: int | None, seq_len: int | None) -> ValueMeta | None:
         return None
     if batch_size is None or seq_len is None:
         raise ValueError(
-            f"batch_size={batch_size} and seq_len={seq_len}: give both if the first stage takes token ids, else "
-            "inputs=, what it is called with for one microbatch"
+            f"batch_size={batch_size} and seq_len={seq_len}: give both if the first stage takes"
+            " token ids, else inputs=, what it is called with for one microbatch"
         )
     shape = (_check_size("batch_size", batch_size), _check_size("seq_len", seq_len))
     return ValueMeta.of(torch.empty(shape, dtype=torch.int64, device="meta"))
 
 
-def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None, device: torch.device) -> None:
+def _check_mesh(
+    stage: int, n_stages: int, device_mesh: DeviceMesh | None, device: torch.device
+) -> None:
     n_ranks, pp_size = dist.get_world_size(), get_pp_size(device_mesh)
     if device_mesh is not None and device_mesh.size() != n_ranks:
         raise ValueError(
-            f"device_mesh {device_mesh.mesh_dim_names} has {device_mesh.size()} of {n_ranks} ranks: pass the whole "
-            "mesh of init_distributed, or losses and refusals would not reach every rank"
+            f"device_mesh {device_mesh.mesh_dim_names} has {device_mesh.size()} of {n_ranks} ranks:"
+            " pass the whole mesh of init_distributed, or losses and refusals would not reach"
+            " every rank"
         )
     if n_stages % pp_size:
         raise ValueError(
@@ -210,20 +242,27 @@ def _check_mesh(stage: int, n_stages: int, device_mesh: DeviceMesh | None, devic
             f"equally: cut the model into a multiple of {pp_size} stages"
         )
     # Sends and receives would take a pointer to GPU memory for one to host memory.
-    if device.type == "cuda" and get_pp_size(device_mesh) > 1 and "cuda:gloo" in dist.get_backend_config():
+    if (
+        device.type == "cuda"
+        and get_pp_size(device_mesh) > 1
+        and "cuda:gloo" in dist.get_backend_config()
+    ):
         raise ValueError(
-            f"device={str(device)!r} over gloo: torch's pipeline cannot send GPU tensors through host memory, so train "
-            "with engine='runtime' (course_pp.runtime) to share GPUs, or take backend='gloo' to compute on the CPU"
+            f"device={str(device)!r} over gloo: torch's pipeline cannot send GPU tensors through"
+            " host memory, so train with engine='runtime' (course_pp.runtime) to share GPUs, or"
+            " take backend='gloo' to compute on the CPU"
         )
 
 
-def check_microbatch(config: ModelConfig, batch_size: int | None, seq_len: int | None) -> tuple[int, int]:
+def check_microbatch(
+    config: ModelConfig, batch_size: int | None, seq_len: int | None
+) -> tuple[int, int]:
     """Return the sizes of a microbatch, if the model has positions for them."""
     rows, positions = _check_size("batch_size", batch_size), _check_size("seq_len", seq_len)
     if positions > config.max_seq_len:
         raise ValueError(
-            f"seq_len={seq_len} is over the model's max_seq_len={config.max_seq_len}: shorten the sequences, or build "
-            "the model for longer ones"
+            f"seq_len={seq_len} is over the model's max_seq_len={config.max_seq_len}: shorten the"
+            " sequences, or build the model for longer ones"
         )
     return rows, positions
 
@@ -239,17 +278,23 @@ class ModelStage(LocalNeighboursStage):
 
     Attributes:
         takes, returns: for one microbatch of a whole batch; None where that is not known yet.
-        crossing: for each microbatch of a step what the stage takes and returns, where these are ready-made.
-        keywords: for each microbatch of a step what the stage is called with beside. torch never sees it.
+        crossing: for each microbatch of a step what the stage takes and returns, where these are
+            ready-made.
+        keywords: for each microbatch of a step what the stage is called with beside. torch never
+            sees it.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
         param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
         can_split: whether torch is to split its backward in two.
-        weights: of the microbatches in the batch, for attached losses; None where nobody has attached any.
-        attached: the losses that microbatches of this step attach (:func:`course_pp.step.loss.attach_loss`).
-        defers: whether it puts off weight gradients itself, for a schedule that splits what torch cannot.
+        weights: of the microbatches in the batch, for attached losses; None where nobody has
+            attached any.
+        attached: the losses that microbatches of this step attach
+            (:func:`course_pp.step.loss.attach_loss`).
+        defers: whether it puts off weight gradients itself, for a schedule that splits what torch
+            cannot.
         runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
-        unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage left it unused};
-            one dict for all stages of this rank, each of which is told by the next.
+        unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage
+            left it unused}; one dict for all stages of this rank, each of which is told by the
+            next.
     """
 
     def __init__(
@@ -268,7 +313,9 @@ class ModelStage(LocalNeighboursStage):
         if takes is not None and returns is not None:
             # torch would otherwise find out by one forward, which changes buffers.
             shapes["input_args"] = takes.empty("meta", requires_grad=stage > 0)
-            shapes["output_args"] = returns.empty("meta", requires_grad=True) or torch.empty(0, device="meta")
+            shapes["output_args"] = returns.empty("meta", requires_grad=True) or torch.empty(
+                0, device="meta"
+            )
         super().__init__(module, stage, n_stages, device, group=group, **shapes)
         self.param_dtype = param_dtype
         self.device_mesh = device_mesh
@@ -281,7 +328,11 @@ class ModelStage(LocalNeighboursStage):
         self._dtypes = compute_dtypes(module)
         # A product in eight bits makes both gradients at once, as a compiled graph does.
         makes_both = is_compiled(module) or has_replaced(module, EightBits)
-        self.can_split = isinstance(module, PipelineStageModule) and not makes_both and not _uses_one_twice(module)
+        self.can_split = (
+            isinstance(module, PipelineStageModule)
+            and not makes_both
+            and not _uses_one_twice(module)
+        )
         self._keywords = _keywords_of(module)
         self.defers = False
         self._queues: dict[int, WeightGradients] = {}
@@ -293,7 +344,14 @@ class ModelStage(LocalNeighboursStage):
 
     def settled(self) -> "ModelStage":
         """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
-        known = (self.takes, self.returns, self.device_mesh, self.param_dtype, self.device, self.group)
+        known = (
+            self.takes,
+            self.returns,
+            self.device_mesh,
+            self.param_dtype,
+            self.device,
+            self.group,
+        )
         again = ModelStage(self.submod, self.stage_index, self.num_stages, *known)
         again._dtypes = self._dtypes
         self.runs_as = again.runs_as = again
@@ -316,11 +374,14 @@ class ModelStage(LocalNeighboursStage):
     def message(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors of ``output`` that are sent; refuse what the next stage does not expect."""
         try:
-            return tuple(_Handed.apply(tensor) for tensor in self.returned_for(microbatch).flatten(output))
+            return tuple(
+                _Handed.apply(tensor) for tensor in self.returned_for(microbatch).flatten(output)
+            )
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"stage {self.stage_index} returned {error}: what crosses may depend on the shapes of a microbatch, "
-                "and on numbers among its keyword arguments, but not on what is in its tensors and objects"
+                f"stage {self.stage_index} returned {error}: what crosses may depend on the shapes"
+                " of a microbatch, and on numbers among its keyword arguments, but not on what is"
+                " in its tensors and objects"
             ) from error
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
@@ -329,16 +390,28 @@ class ModelStage(LocalNeighboursStage):
             what = f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a "
             what += type(self.submod).__name__
             if isinstance(tree, Mapping) and name in tree:
-                return f"{what}, is called with one of this name already: leave it out, or give it another name"
-            if name == "targets" and known is not None and name not in known:  # so course_pp.runtime calls it
-                return "targets is no argument of step or eval, nor of a stage: give it as target="
-            if known is not None and name not in known and isinstance(uncompiled(self.submod), SplitStage):
                 return (
-                    f"{what}, was cut with an example without it: give auto_split a dict that has it as its example, "
-                    "and such a dict to build_pipeline_stage and to each step as inputs"
+                    f"{what}, is called with one of this name already: leave it out, or give it"
+                    " another name"
+                )
+            # so course_pp.runtime calls it
+            if name == "targets" and known is not None and name not in known:
+                return "targets is no argument of step or eval, nor of a stage: give it as target="
+            if (
+                known is not None
+                and name not in known
+                and isinstance(uncompiled(self.submod), SplitStage)
+            ):
+                return (
+                    f"{what}, was cut with an example without it: give auto_split a dict that has"
+                    " it as its example, and such a dict to build_pipeline_stage and to each step"
+                    " as inputs"
                 )
             if known is not None and name not in known:
-                return f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or **kwargs"
+                return (
+                    f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or"
+                    " **kwargs"
+                )
         return None
 
     def lacking(self, keywords: Mapping[str, Any]) -> set[str]:
@@ -357,37 +430,51 @@ class ModelStage(LocalNeighboursStage):
         if now == self._dtypes:
             return None
         return (
-            f"stage {self.stage_index} computes in {spelled(now)}, but computed in {spelled(self._dtypes)} when it "
-            "was built, and its neighbours count on that: convert a module before build_pipeline_stage"
+            f"stage {self.stage_index} computes in {spelled(now)}, but computed in"
+            f" {spelled(self._dtypes)} when it was built, and its neighbours count on that: convert"
+            " a module before build_pipeline_stage"
         )
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on what torch received, and give torch what it sends."""
         if not self.is_first:
-            # Leaves that require a gradient could not be changed in place, as by nn.ReLU(inplace=True); what a stage of
-            # this rank returned is that stage's, and is copied.
+            # Leaves that require a gradient could not be changed in place, as by
+            # nn.ReLU(inplace=True); what a stage of this rank returned is that stage's, and is
+            # copied.
             is_local = self.stage_index_to_group_rank[self.stage_index - 1] == self.group_rank
             own = torch.Tensor.clone if is_local else _Handed.apply
             args = tuple(map(own, args))
         keywords = self.keywords[self._microbatch]
-        output = call(self.submod, as_value(args) if self.is_first else self.received(args), keywords)
+        output = call(
+            self.submod, as_value(args) if self.is_first else self.received(args), keywords
+        )
         if not self.is_last:
             return self.message(output, self._microbatch)
         self._output = output
         return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
-        """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of linear layers to ``W``.
+        """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of
+        linear layers to ``W``.
 
-        torch splits a graph where the paths from parameters meet those from inputs. There, a stage whose inputs carry
-        no gradient would silently lose its own, and a parameter used at two depths, or a compiled block, would fail. A
-        loss attached inside may put any parameter at two depths.
+        torch splits a graph where the paths from parameters meet those from inputs. There, a stage
+        whose inputs carry no gradient would silently lose its own, and a parameter used at two
+        depths, or a compiled block, would fail. A loss attached inside may put any parameter at two
+        depths.
         """
         if not self.is_last and self._learns_unused():
             self._leave_unused(bwd_chunk_id)
-        if self.can_split and bwd_chunk_id not in self.attached and bwd_chunk_id not in self._queues:
+        if (
+            self.can_split
+            and bwd_chunk_id not in self.attached
+            and bwd_chunk_id not in self._queues
+        ):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         queue = self._queues.get(bwd_chunk_id)
@@ -407,11 +494,15 @@ class ModelStage(LocalNeighboursStage):
         if queue is not None:
             queue.compute()
 
-    def sent_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did not use.
+    def sent_back(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did
+        not use.
 
-        The stage before is told which they are: in one process what made such a tensor gets no gradient, and an
-        optimizer then leaves it alone, where it would decay and move it for a gradient of zero.
+        The stage before is told which they are: in one process what made such a tensor gets no
+        gradient, and an optimizer then leaves it alone, where it would decay and move it for a
+        gradient of zero.
         """
         if self.is_first:
             return tuple(gradients)
@@ -427,10 +518,11 @@ class ModelStage(LocalNeighboursStage):
         return tuple(sent(gradient, meta) for gradient, meta in zip(gradients, metas, strict=True))
 
     def _learns_unused(self) -> bool:
-        """Return whether this stage and its neighbours tell one another which tensors they leave unused.
+        """Return whether this stage and its neighbours tell one another which tensors they leave
+        unused.
 
-        A stage of this package's model sends one tensor, which the next always uses. Where the group has no way over
-        the CPU, every backward would wait for the GPU, and zeros remain.
+        A stage of this package's model sends one tensor, which the next always uses. Where the
+        group has no way over the CPU, every backward would wait for the GPU, and zeros remain.
         """
         is_ours = isinstance(self.submod, PipelineStageModule)
         return not is_ours and "cpu" in dist.get_backend_config(self.group)
@@ -453,16 +545,19 @@ class ModelStage(LocalNeighboursStage):
             unused = self.unused.pop((self.stage_index, microbatch))
         else:
             told = torch.zeros(len(self.returned_for(microbatch).metas), dtype=torch.uint8)
-            dist.recv(told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch))
+            dist.recv(
+                told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch)
+            )
             unused = told.bool().tolist()
         if any(unused) and not self._data_ranks_meet_in_backward():
             leave_out_of_backward(self, microbatch, unused)
 
     def _data_ranks_meet_in_backward(self) -> bool:
-        """Return whether data ranks wait for one another in this stage's backward, as all of them must go through it.
+        """Return whether data ranks wait for one another in this stage's backward, as all of them
+        must go through it.
 
-        FSDP2 reduces there, and experts shared out exchange rows. One data rank may use an output that another leaves
-        unused.
+        FSDP2 reduces there, and experts shared out exchange rows. One data rank may use an output
+        that another leaves unused.
         """
         parts = list(self.submod.modules())
         return any(isinstance(part, FSDPModule) or is_shared_out(part) for part in parts)
@@ -523,7 +618,8 @@ def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
 
 
 def _uses_one_twice(module: nn.Module) -> bool:
-    """Return whether a parameter has two names in ``module``: a block used at two depths, as in ALBERT, or a tie.
+    """Return whether a parameter has two names in ``module``: a block used at two depths, as in
+    ALBERT, or a tie.
 
     torch's split backward would go through the second use's graph twice.
     """
@@ -532,10 +628,11 @@ def _uses_one_twice(module: nn.Module) -> bool:
 
 
 class _Handed(torch.autograd.Function):
-    """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node of its own.
+    """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node
+    of its own.
 
-    torch detaches a stage's outputs in place. That fails for a view. And if an output is the stage's own input, or
-    saved by the graph, the rest of the backward would lose it.
+    torch detaches a stage's outputs in place. That fails for a view. And if an output is the
+    stage's own input, or saved by the graph, the rest of the backward would lose it.
     """
 
     @staticmethod
@@ -549,11 +646,15 @@ class _Handed(torch.autograd.Function):
 
 def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any]) -> ValueMeta:
     """Find on the meta device what a stage returns for what it takes, or refuse it; ``keywords`` stay as they are."""
-    given, computed = {m.dtype for m in takes.metas if m.dtype.is_floating_point}, compute_dtypes(stage.submod)
+    given, computed = (
+        {m.dtype for m in takes.metas if m.dtype.is_floating_point},
+        compute_dtypes(stage.submod),
+    )
     if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
         raise ValueError(  # the meta device would let them pass
-            f"stage {stage.stage_index} is called with {takes}, but computes in {spelled(computed)}: convert "
-            "the stages alike, or declare outputs= if it casts its inputs itself"
+            f"stage {stage.stage_index} is called with {takes}, but computes in"
+            f" {spelled(computed)}: convert the stages alike, or declare outputs= if it casts its"
+            " inputs itself"
         )
     if stage.is_first and stage.is_last:
         return ValueMeta(())  # nothing crosses
@@ -561,7 +662,8 @@ def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any
 
     def returned() -> ValueMeta:
         output = call(meta_copy(stage.submod), takes.unflatten(taken), keywords)
-        return ValueMeta(()) if stage.is_last else ValueMeta.of(output)  # nobody is sent what the last one returns
+        # nobody is sent what the last one returns
+        return ValueMeta(()) if stage.is_last else ValueMeta.of(output)
 
     try:
         found = run_on_meta(returned)
@@ -570,25 +672,30 @@ def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any
             taken_then, sent = stage.submod.sent_for_example()
             if ValueMeta.of(taken_then).metas == takes.metas:
                 return ValueMeta.of(sent)  # what it returned for its example, which was like this
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        reason = (
+            f"{type(error).__name__}:"
+            f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        )
         remedy = "mend the stage, or declare what crosses, build_pipeline_stage(..., outputs=...)"
         beside = f"and {', '.join(keywords)}" if keywords else "alone"
         if isinstance(stage.submod, SplitStage):
             remedy = "give auto_split an example of this size"
         raise ValueError(
-            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {takes} {beside} on the meta "
-            f"device, does not say what it returns ({reason:.300}): {remedy}"
+            f"stage {stage.stage_index}, a {type(stage.submod).__name__} called with {takes}"
+            f" {beside} on the meta device, does not say what it returns ({reason:.300}): {remedy}"
         ) from error
     check_declared_dtype(stage.stage_index, found, stage.param_dtype)
     return found
 
 
-def check_declared_dtype(stage: int, given: ValueMeta | None, param_dtype: torch.dtype | None) -> None:
+def check_declared_dtype(
+    stage: int, given: ValueMeta | None, param_dtype: torch.dtype | None
+) -> None:
     for meta in () if given is None or param_dtype is None else given.metas:
         if meta.dtype.is_floating_point and meta.dtype != param_dtype:
             raise ValueError(
-                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really crosses, or leave "
-                "param_dtype out"
+                f"stage {stage} returns {meta}, but param_dtype={param_dtype}: declare what really"
+                " crosses, or leave param_dtype out"
             )
 
 
@@ -602,4 +709,6 @@ def _keywords_of(module: nn.Module) -> list[str] | None:
     takes = signature(forward).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
         return None
-    return [p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)]
+    return [
+        p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    ]

@@ -3,19 +3,20 @@
     q, k, v, gate, up   column-wise   a rank computes some heads, some channels; needs the whole input
     o, down             row-wise      a rank's product is one term of a sum; the ranks add up
 
-A block whose matrices are cut by columns first and rows second costs two sums over the ranks in forward and two in
-backward; between the two nothing is sent.
+A block whose matrices are cut by columns first and rows second costs two sums over the ranks in
+forward and two in backward; between the two nothing is sent.
 
-Plain: every rank holds the whole residual stream, and a sum is an all-reduce. Sequence-parallel: a rank holds some
-positions of the stream, norms work on those, and the all-reduce becomes a reduce-scatter and an all-gather of the
-same bytes, with activations between blocks divided by tp.
+Plain: every rank holds the whole residual stream, and a sum is an all-reduce. Sequence-parallel: a
+    rank holds some
+positions of the stream, norms work on those, and the all-reduce becomes a reduce-scatter and an
+all-gather of the same bytes, with activations between blocks divided by tp.
 
-A plan is a mapping from name patterns to torch's parallel styles, made for what a module really holds. For another
-family than :func:`transformer_plan` and :func:`llama_plan` know, write one: as a mapping, or as a function of a module
-and ``tp`` that returns one.
+A plan is a mapping from name patterns to torch's parallel styles, made for what a module really
+holds. For another family than :func:`transformer_plan` and :func:`llama_plan` know, write one: as a
+mapping, or as a function of a module and ``tp`` that returns one.
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3; sequence parallelism: Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3; sequence parallelism: Korthikanti
+et al. 2022, arXiv:2205.05198, section 4.2.
 """
 
 from collections import Counter
@@ -61,24 +62,29 @@ def apply_tensor_parallel(
     *,
     gather_logits: bool = True,
 ) -> tuple[str, ...]:
-    """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp`` dimension.
+    """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp``
+    dimension.
 
-    Inputs and outputs stay ordinary, whole tensors unless a plan says otherwise. What no pattern matches is replicated.
+    Inputs and outputs stay ordinary, whole tensors unless a plan says otherwise. What no pattern
+    matches is replicated.
 
     Args:
-        model: any model, or one stage of it, or the list of this rank's stages. Every rank of ``tp`` must hold the same
-            weights. Call this on all ranks of the mesh at once.
-        plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one part of a dotted
-            name; or a function ``(module, tp)`` that returns them, such as :func:`llama_plan`. None is
+        model: any model, or one stage of it, or the list of this rank's stages. Every rank of
+            ``tp`` must hold the same weights. Call this on all ranks of the mesh at once.
+        plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one
+            part of a dotted name; or a function ``(module, tp)`` that returns them, such as
+            :func:`llama_plan`. None is
             :func:`transformer_plan`, for this package's model.
-        gather_logits: False leaves each rank its part of the vocabulary, in a DTensor (batch, seq, vocab) for
+        gather_logits: False leaves each rank its part of the vocabulary, in a DTensor (batch, seq,
+            vocab) for
             :class:`VocabParallelCrossEntropy`; for plans that are functions and take it.
 
     Returns:
         The names of the modules that have a style.
 
     Raises:
-        ValueError: on every rank of the mesh, for a plan that cannot be carried out, or after checkpointing or FSDP2.
+        ValueError: on every rank of the mesh, for a plan that cannot be carried out, or after
+            checkpointing or FSDP2.
     """
     with refusing_together(device_mesh):
         check_arguments(apply_tensor_parallel, locals())
@@ -115,7 +121,8 @@ def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _F
         for name, module in modules_matching(model, pattern).items():
             if name in found:
                 raise ValueError(
-                    f"patterns {found[name][0]!r} and {pattern!r} both match {name!r}: give each module one style"
+                    f"patterns {found[name][0]!r} and {pattern!r} both match {name!r}: give each"
+                    " module one style"
                 )
             if isinstance(style, ColwiseParallel | RowwiseParallel):
                 _check_size(name, module, style, tp)
@@ -125,15 +132,17 @@ def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _F
     return found
 
 
-def _mapping(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> Mapping[str, ParallelStyle]:
+def _mapping(
+    model: nn.Module, plan: Plan, tp: int, gather_logits: bool
+) -> Mapping[str, ParallelStyle]:
     if plan is None and isinstance(model, Transformer):
         plan = transformer_plan
     if plan is None:
         raise ValueError(
-            f"apply_tensor_parallel has no plan for {type(model).__name__}: pass plan=llama_plan if its blocks are "
-            "like those of Llama, Mistral and Qwen2 in transformers (q_proj, …, down_proj); or a mapping from name "
-            'patterns to torch\'s styles, such as {"layers.*.up": ColwiseParallel(), "layers.*.down": '
-            "RowwiseParallel()}"
+            f"apply_tensor_parallel has no plan for {type(model).__name__}: pass plan=llama_plan if"
+            " its blocks are like those of Llama, Mistral and Qwen2 in transformers (q_proj, …,"
+            " down_proj); or a mapping from name patterns to torch's styles, such as"
+            ' {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}'
         )
     if not isinstance(plan, Mapping):
         return plan(model, tp) if gather_logits else plan(model, tp, gather_logits=False)
@@ -156,32 +165,46 @@ _CUT = {
 
 def _check_size(name: str, module: nn.Module, style: ParallelStyle, tp: int) -> None:
     """Refuse what torch would refuse without a name, or cut into unequal parts."""
-    size = next((s for (cut, kind), s in _CUT.items() if isinstance(style, cut) and isinstance(module, kind)), None)
+    size = next(
+        (
+            s
+            for (cut, kind), s in _CUT.items()
+            if isinstance(style, cut) and isinstance(module, kind)
+        ),
+        None,
+    )
     if size is None:
         raise ValueError(
-            f"{type(style).__name__} cuts nn.Linear and nn.Embedding, but {name!r} is a {type(module).__name__}: give "
-            "it a ParallelStyle of its own, or replace it by nn.Linear"
+            f"{type(style).__name__} cuts nn.Linear and nn.Embedding, but {name!r} is a"
+            f" {type(module).__name__}: give it a ParallelStyle of its own, or replace it by"
+            " nn.Linear"
         )
     if getattr(module, size) % tp:
         raise ValueError(
-            f"tp={tp} must divide {size}={getattr(module, size)} of {name!r}, which {type(style).__name__} cuts: use "
-            "a tp that divides it, or leave it out of the plan"
+            f"tp={tp} must divide {size}={getattr(module, size)} of {name!r}, which"
+            f" {type(style).__name__} cuts: use a tp that divides it, or leave it out of the plan"
         )
 
 
-def _check_sharing(model: nn.Module, name: str, module: nn.Module, uses: Counter[nn.Parameter]) -> None:
+def _check_sharing(
+    model: nn.Module, name: str, module: nn.Module, uses: Counter[nn.Parameter]
+) -> None:
     """Refuse to cut a tied weight: the module would get parts of its own, and the tie would be gone."""
     inside = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
     for own, parameter in module.named_parameters():
         if uses[parameter] > inside[parameter]:
-            shared = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
+            shared = [
+                n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter
+            ]
             raise ValueError(
-                f"{name}.{own} is one parameter under the names {listed(shared)}, and cutting it in {name!r} would "
-                "part them: leave these modules out of the plan"
+                f"{name}.{own} is one parameter under the names {listed(shared)}, and cutting it in"
+                f" {name!r} would part them: leave these modules out of the plan"
             )
 
 
-def _check_every_pattern(plan: Plan, found: Sequence[tuple[nn.Module, _Found]], ranks: Ranks) -> None:
+def _check_every_pattern(
+    plan: Plan, found: Sequence[tuple[nn.Module, _Found]], ranks: Ranks
+) -> None:
     """Refuse, on every rank, a pattern that matches no module of any stage, in words that name what looks like it."""
     mine = {pattern for _, styles in found for pattern, _ in styles.values()}
     names = [name for model, _ in found for name, _ in model.named_modules()]
@@ -189,17 +212,23 @@ def _check_every_pattern(plan: Plan, found: Sequence[tuple[nn.Module, _Found]], 
     near = {pattern: nearest(pattern, names) for pattern in given if pattern not in mine}
     everyone = ranks.gather((mine, near))
     matched = {pattern for patterns, _ in everyone for pattern in patterns}
-    lost = next((pattern for _, near in everyone for pattern in near if pattern not in matched), None)
+    lost = next(
+        (pattern for _, near in everyone for pattern in near if pattern not in matched), None
+    )
     where = "on any stage" if ranks.size > 1 else f"of {type(found[0][0]).__name__}"
     if lost is not None:
         like = dict.fromkeys(name for _, near in everyone for name in near.get(lost, ()))
         hint = f"the nearest names are {listed(like)}" if like else "look at model.named_modules()"
-        several = "; pass a list of all of this rank's stages if there are several" if ranks.size > 1 else ""
+        several = (
+            "; pass a list of all of this rank's stages if there are several"
+            if ranks.size > 1
+            else ""
+        )
         raise ValueError(f"plan: pattern {lost!r} matches no module {where}: {hint}{several}")
     if not matched:
         raise ValueError(
-            f"plan {getattr(plan, '__name__', type(plan).__name__)} finds nothing to cut {where}: pass a mapping from "
-            "name patterns to torch's styles"
+            f"plan {getattr(plan, '__name__', type(plan).__name__)} finds nothing to cut {where}:"
+            " pass a mapping from name patterns to torch's styles"
         )
 
 
@@ -207,10 +236,11 @@ def _check_every_pattern(plan: Plan, found: Sequence[tuple[nn.Module, _Found]], 
 
 
 class GatheredColwiseParallel(ColwiseParallel):
-    """Column-wise, with the parts put together behind the module: for a head whose whole logits are wanted.
+    """Column-wise, with the parts put together behind the module: for a head whose whole logits are
+    wanted.
 
-    torch's ``output_layouts=Replicate()`` sums gradients that are equal on every rank, and returns a view, on which
-    hooks of FSDP2 can be lost.
+    torch's ``output_layouts=Replicate()`` sums gradients that are equal on every rank, and returns
+    a view, on which hooks of FSDP2 can be lost.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -254,7 +284,8 @@ class WholeOutputs(ParallelStyle):
                 asked = kwargs.get(name)
                 if isinstance(asked, Tensor) or asked:
                     raise ValueError(
-                        f"{name}={asked} needs whole sequences, of which each rank of tp holds a part: {_WITHOUT}"
+                        f"{name}={asked} needs whole sequences, of which each rank of tp holds a"
+                        f" part: {_WITHOUT}"
                     )
 
         module.register_forward_pre_hook(look, with_kwargs=True)
@@ -288,9 +319,10 @@ _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -> Styles:
     """Plan for this package's model, or one stage of it.
 
-    The embedding is replicated, and so are routers and experts, which get whole tokens. The head is cut over the
-    vocabulary if ``tp`` divides it and it is not tied to the embedding. Norms are sequence-parallel if ``module`` is a
-    whole, untied model; its sequences must then be a multiple of ``tp`` long.
+    The embedding is replicated, and so are routers and experts, which get whole tokens. The head is
+    cut over the vocabulary if ``tp`` divides it and it is not tied to the embedding. Norms are
+    sequence-parallel if ``module`` is a whole, untied model; its sequences must then be a multiple
+    of ``tp`` long.
 
     Raises:
         ValueError: as :func:`check_tensor_parallel`.
@@ -302,10 +334,12 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
     sequence_parallel = whole and not config.tie_embeddings
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: Styles = {
-        # The input is made a DTensor once, so that its gradient is summed over the ranks once and not per matrix.
-        # ``attn`` takes (x, cos, sin, mask), of which only x is a piece of the stream.
+        # The input is made a DTensor once, so that its gradient is summed over the ranks once and
+        # not per matrix. ``attn`` takes (x, cos, sin, mask), of which only x is a piece of the
+        # stream.
         "layers.*.attn": PrepareModuleInput(
-            input_layouts=(stream, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+            input_layouts=(stream, None, None, None),
+            desired_input_layouts=(Replicate(), None, None, None),
         ),
         "layers.*.attn.[qkv]_proj": ColwiseParallel(),
         "layers.*.attn.o_proj": RowwiseParallel(output_layouts=stream),
@@ -319,7 +353,9 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
         plan["head"] = _head(gather_logits, stream)
     if sequence_parallel:
         plan["layers.*.*_norm"] = plan["norm"] = SequenceParallel(use_local_output=True)
-        plan["embed"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=stream)
+        plan["embed"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=stream
+        )
         plan[""] = SequencesDivide()
         if not cut_head:
             plan["head"] = _whole_input(stream)
@@ -331,7 +367,9 @@ def _plan_of_mlp(config: ModelConfig, layer: int, stream: Placement) -> Styles:
     name = f"layers.{layer}.mlp"
     if not config.has_experts(layer):
         inner = _FEED_FORWARD if config.gated_ffn else _FEED_FORWARD[1:]
-        plan: Styles = {name: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))}
+        plan: Styles = {
+            name: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+        }
         plan |= {f"{name}.{each}": ColwiseParallel() for each in inner[:-1]}
         return plan | {f"{name}.{inner[-1]}": RowwiseParallel(output_layouts=stream)}
     if stream == Replicate():
@@ -349,7 +387,9 @@ def _plan_of_mlp(config: ModelConfig, layer: int, stream: Placement) -> Styles:
 
 def _whole_input(stream: Placement) -> ParallelStyle:
     """For a head that is not cut."""
-    return PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True)
+    return PrepareModuleInput(
+        input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
+    )
 
 
 def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
@@ -363,57 +403,80 @@ def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> 
     _check_divides(tp, cut_by_tp(config))
     if not gather_logits and not shards_head(config, tp):
         raise ValueError(
-            f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a multiple of "
-            f"tp={tp}: leave it True, or pad the vocabulary"
+            f"gather_logits=False needs an untied head whose vocab_size={config.vocab_size} is a"
+            f" multiple of tp={tp}: leave it True, or pad the vocabulary"
         )
 
 
 def _check_divides(tp: int, sizes: Mapping[str, int], where: str = "") -> None:
     for name, size in sizes.items():
         if size % tp:
-            works = [k for k in range(1, 1 + min(tp, *sizes.values())) if all(n % k == 0 for n in sizes.values())]
+            works = [
+                k
+                for k in range(1, 1 + min(tp, *sizes.values()))
+                if all(n % k == 0 for n in sizes.values())
+            ]
             raise ValueError(
-                f"tp={tp} must divide {name}={size}{where}, so that every rank holds whole heads and equal parts: "
-                f"use tp={works[-1]}, or change {name}"
+                f"tp={tp} must divide {name}={size}{where}, so that every rank holds whole heads"
+                f" and equal parts: use tp={works[-1]}, or change {name}"
             )
 
 
 @checked
-def llama_plan(module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool = True) -> Styles:
-    """Plan for the Llama family of transformers (Llama, Mistral, Qwen2, Qwen3, Gemma, …), a model or any part of one.
+def llama_plan(
+    module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool = True
+) -> Styles:
+    """Plan for the Llama family of transformers (Llama, Mistral, Qwen2, Qwen3, Gemma, …), a model
+    or any part of one.
 
-    Every module that holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` is an attention, every one that holds
-    ``gate_proj``, ``up_proj`` and ``down_proj`` a feed-forward. The embedding is replicated. ``lm_head`` is cut
-    over the vocabulary if ``tp`` divides it and it is not tied to the embedding.
+    Every module that holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` is an attention, every
+    one that holds ``gate_proj``, ``up_proj`` and ``down_proj`` a feed-forward. The embedding is
+    replicated. ``lm_head`` is cut over the vocabulary if ``tp`` divides it and it is not tied to
+    the embedding.
 
     Args:
         gather_logits: as of :func:`apply_tensor_parallel`.
-        sequence_parallel: whether norms between the blocks work on parts of the sequence where possible: in a whole,
-            untied model whose blocks hold an attention, a feed-forward and norms. Sequences must then be a multiple of
-            ``tp`` long. Turn it off by ``plan=partial(llama_plan, sequence_parallel=False)``.
+        sequence_parallel: whether norms between the blocks work on parts of the sequence where
+            possible: in a whole, untied model whose blocks hold an attention, a feed-forward and
+            norms. Sequences must then be a multiple of ``tp`` long. Turn it off by
+            ``plan=partial(llama_plan, sequence_parallel=False)``.
 
     Raises:
-        ValueError: also if an attention holds other parameters, whose gradients would be silently wrong.
+        ValueError: also if an attention holds other parameters, whose gradients would be silently
+            wrong.
     """
     refuse_below(1, "llama_plan", tp=tp)
-    attentions, feed_forwards = dict(_holding(module, _ATTENTION)), dict(_holding(module, _FEED_FORWARD))
-    parts = sequence_parallel and _can_share_sequences(module, {*attentions.values(), *feed_forwards.values()})
+    attentions, feed_forwards = (
+        dict(_holding(module, _ATTENTION)),
+        dict(_holding(module, _FEED_FORWARD)),
+    )
+    parts = sequence_parallel and _can_share_sequences(
+        module, {*attentions.values(), *feed_forwards.values()}
+    )
     stream: Placement = Shard(1) if parts else Replicate()
     plan: Styles = {}
     for name, part in attentions.items():
         _check_attention(name, part, tp)
-        # Its callers pass the input by this name; passed by position, it is made a DTensor at each of the matrices.
+        # Its callers pass the input by this name; passed by position, it is made a DTensor at each
+        # of the matrices.
         plan[name] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+            input_kwarg_layouts={"hidden_states": stream},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
         )
         plan |= {_join(name, each): ColwiseParallel() for each in _ATTENTION[:-1]}
         plan[_join(name, "o_proj")] = RowwiseParallel(output_layouts=stream)
-        # Norms of each head's channels, (batch, seq, heads, channels): their gradients add up over the ranks' heads.
+        # Norms of each head's channels, (batch, seq, heads, channels): their gradients add up over
+        # the ranks' heads.
         norms = [each for each in _HEAD_NORMS if hasattr(part, each)]
-        plan |= {_join(name, each): SequenceParallel(sequence_dim=2, use_local_output=True) for each in norms}
+        plan |= {
+            _join(name, each): SequenceParallel(sequence_dim=2, use_local_output=True)
+            for each in norms
+        }
     for name, part in feed_forwards.items():
         _check_divides(tp, {"intermediate_size": _out_features(part, "up_proj")}, f" of {name!r}")
-        plan[name] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+        plan[name] = PrepareModuleInput(
+            input_layouts=(stream,), desired_input_layouts=(Replicate(),)
+        )
         plan |= {_join(name, each): ColwiseParallel() for each in _FEED_FORWARD[:-1]}
         plan[_join(name, "down_proj")] = RowwiseParallel(output_layouts=stream)
     plan |= _plan_of_heads(module, tp, gather_logits, stream)
@@ -427,24 +490,40 @@ def _can_share_sequences(module: nn.Module, cut: set[nn.Module]) -> bool:
     """Return whether norms can work on parts of the sequence between the modules in ``cut``."""
     found = _with_parameters(module)
     body = next((part for name, part in found.items() if name != _HEAD), None)
-    if body is None or len(found) != 2 or _HEAD not in found or {*_with_parameters(body)} != {*_BODY}:
+    if (
+        body is None
+        or len(found) != 2
+        or _HEAD not in found
+        or {*_with_parameters(body)} != {*_BODY}
+    ):
         return False
     head, layers = found[_HEAD], body.get_submodule("layers")
-    if not isinstance(head, nn.Linear) or not isinstance(layers, nn.ModuleList) or _is_tied(module, head):
+    if (
+        not isinstance(head, nn.Linear)
+        or not isinstance(layers, nn.ModuleList)
+        or _is_tied(module, head)
+    ):
         return False
     return not any(
-        any(part not in cut and "norm" not in name for name, part in _with_parameters(block).items())
+        any(
+            part not in cut and "norm" not in name for name, part in _with_parameters(block).items()
+        )
         or next(block.named_parameters(recurse=False), None)
         for block in layers
     )
 
 
 def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
-    return {name: part for name, part in module.named_children() if next(part.parameters(), None) is not None}
+    return {
+        name: part
+        for name, part in module.named_children()
+        if next(part.parameters(), None) is not None
+    }
 
 
 def _plan_of_sequences(module: nn.Module) -> Styles:
-    """Return styles that keep each rank to its part of the sequence, from the first block on, outside the cut modules.
+    """Return styles that keep each rank to its part of the sequence, from the first block on,
+    outside the cut modules.
 
     They do not begin at the embedding: behind it the model counts positions.
     """
@@ -452,7 +531,10 @@ def _plan_of_sequences(module: nn.Module) -> Styles:
     plan: Styles = {"": WholeOutputs(), f"{body}.norm": SequenceParallel(use_local_output=True)}
     for index, block in module.get_submodule(f"{body}.layers").named_children():
         norms = [name for name, _ in block.named_children() if "norm" in name]
-        plan |= {f"{body}.layers.{index}.{name}": SequenceParallel(use_local_output=True) for name in norms}
+        plan |= {
+            f"{body}.layers.{index}.{name}": SequenceParallel(use_local_output=True)
+            for name in norms
+        }
     return plan | {f"{body}.layers.0": PartOfSequence()}
 
 
@@ -466,17 +548,23 @@ def _check_attention(name: str, attention: nn.Module, tp: int) -> None:
     width = getattr(attention, "head_dim", None)
     if type(width) is not int:
         raise ValueError(
-            f"{name!r} ({type(attention).__name__}) has no head_dim, without which llama_plan cannot tell whole heads: "
-            "set it, or pass plan= a mapping"
+            f"{name!r} ({type(attention).__name__}) has no head_dim, without which llama_plan"
+            " cannot tell whole heads: set it, or pass plan= a mapping"
         )
     known: dict[str, Sequence[int]] = {f"{norm}.weight": (width,) for norm in _HEAD_NORMS}
-    known |= {own: p.shape for own, p in attention.named_parameters() if own.split(".")[0] in _ATTENTION}
-    others = [own for own, p in attention.named_parameters() if tuple(known.get(own, ())) != tuple(p.shape)]
+    known |= {
+        own: p.shape for own, p in attention.named_parameters() if own.split(".")[0] in _ATTENTION
+    }
+    others = [
+        own
+        for own, p in attention.named_parameters()
+        if tuple(known.get(own, ())) != tuple(p.shape)
+    ]
     if others:
         raise ValueError(
-            f"{name!r} ({type(attention).__name__}) holds {', '.join(others)}, which llama_plan does not know: each "
-            "rank would train them on its own heads alone. Pass a function that adds styles for them to what "
-            "llama_plan returns for the rest, or a mapping"
+            f"{name!r} ({type(attention).__name__}) holds {', '.join(others)}, which llama_plan"
+            " does not know: each rank would train them on its own heads alone. Pass a function"
+            " that adds styles for them to what llama_plan returns for the rest, or a mapping"
         )
     q, k = (_out_features(attention, each) // width for each in ("q_proj", "k_proj"))
     _check_divides(tp, {"num_attention_heads": q, "num_key_value_heads": k}, f" of {name!r}")
@@ -487,7 +575,9 @@ def _out_features(module: nn.Module, name: str) -> int:
 
 
 def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool, stream: Placement) -> Styles:
-    heads = [(n, p) for n, p in module.named_modules() if n.endswith(_HEAD) and isinstance(p, nn.Linear)]
+    heads = [
+        (n, p) for n, p in module.named_modules() if n.endswith(_HEAD) and isinstance(p, nn.Linear)
+    ]
     plan: Styles = {}
     for name, head in heads:
         tied = _is_tied(module, head)
@@ -495,8 +585,9 @@ def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool, stream: Plac
             plan[name] = _head(gather_logits, stream)
         elif not gather_logits:
             raise ValueError(
-                f"gather_logits=False needs an untied head whose vocab_size={head.out_features} is a multiple of "
-                f"tp={tp}, but {name!r} is {'tied' if tied else 'not'}: leave it True, or pad the vocabulary"
+                f"gather_logits=False needs an untied head whose vocab_size={head.out_features} is"
+                f" a multiple of tp={tp}, but {name!r} is {'tied' if tied else 'not'}: leave it"
+                " True, or pad the vocabulary"
             )
         elif stream != Replicate():
             plan[name] = _whole_input(stream)
@@ -505,7 +596,12 @@ def _plan_of_heads(module: nn.Module, tp: int, gather_logits: bool, stream: Plac
 
 def _is_tied(module: nn.Module, head: nn.Linear) -> bool:
     """Return whether the head is, or in a stage mirrors, the embedding."""
-    users = [part for part in module.modules() for own in part.parameters(recurse=False) if own is head.weight]
+    users = [
+        part
+        for part in module.modules()
+        for own in part.parameters(recurse=False)
+        if own is head.weight
+    ]
     config = getattr(module, "config", None)
     return len(users) > 1 or bool(getattr(config, "tie_word_embeddings", False))
 
@@ -514,17 +610,20 @@ def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-# Logits whose vocabulary is cut over the ranks: put together, or their cross-entropy without doing so.
+# Logits whose vocabulary is cut over the ranks: put together, or their cross-entropy without doing
+# so.
 #
 #     loss of a token = log Σ exp(logit) − logit of the target
 #
-# A rank knows its part of the sum, and perhaps the target's logit. Three numbers a token are exchanged, largest logit,
-# sum and target's logit, where gathering would exchange the whole vocabulary. Backward exchanges nothing.
+# A rank knows its part of the sum, and perhaps the target's logit. Three numbers a token are
+# exchanged, largest logit, sum and target's logit, where gathering would exchange the whole
+# vocabulary. Backward exchanges nothing.
 
 
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
-    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on every rank.
+    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on
+        every rank.
 
     Attributes:
         takes_cut_logits: the mark of such a loss: a step then passes on its errors as they are.
@@ -537,8 +636,8 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
         Args:
             logits: DTensor (batch, seq, vocab), cut in its last dimension.
-            target: token ids (batch, seq), the same on every rank of ``tp``; looked at on the CPU alone, as a GPU would
-                have to be waited for.
+            target: token ids (batch, seq), the same on every rank of ``tp``; looked at on the CPU
+                alone, as a GPU would have to be waited for.
         """
         if not isinstance(logits, DTensor) or logits.placements != (Shard(logits.dim() - 1),):
             raise TypeError(
@@ -546,10 +645,14 @@ class VocabParallelCrossEntropy(CrossEntropy):
                 "apply_tensor_parallel(..., gather_logits=False), or use CrossEntropy()"
             )
         counted = target != self.ignore_index
-        if target.device.type == "cpu" and not ((target >= 0) & (target < logits.shape[-1]) | ~counted).all():
+        if (
+            target.device.type == "cpu"
+            and not ((target >= 0) & (target < logits.shape[-1]) | ~counted).all()
+        ):
             raise ValueError(
-                f"target holds token ids from {int(target[counted].min())} to {int(target[counted].max())}, which must "
-                f"lie in [0, vocab_size) = [0, {logits.shape[-1]}): use the tokenizer this model was sized for"
+                f"target holds token ids from {int(target[counted].min())} to"
+                f" {int(target[counted].max())}, which must lie in [0, vocab_size) = [0,"
+                f" {logits.shape[-1]}): use the tokenizer this model was sized for"
             )
         part = logits.to_local()
         if part.dtype.itemsize < 4:
@@ -564,7 +667,9 @@ class _TotalLoss(torch.autograd.Function):
     """logits (batch, seq, vocab / tp), target (batch, seq) counted from this rank's first id -> scalar."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         logits = logits - largest[..., None]
@@ -585,9 +690,11 @@ class _TotalLoss(torch.autograd.Function):
 
 
 class _GatherVocabulary(torch.autograd.Function):
-    """Each rank's logits (batch, seq, vocab / tp) put together, (batch, seq, vocab), the same on every rank.
+    """Each rank's logits (batch, seq, vocab / tp) put together, (batch, seq, vocab), the same on
+    every rank.
 
-    Every rank computes the same loss from them, so backward takes its part of the gradient and exchanges nothing.
+    Every rank computes the same loss from them, so backward takes its part of the gradient and
+    exchanges nothing.
     """
 
     @staticmethod

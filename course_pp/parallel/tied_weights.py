@@ -1,6 +1,7 @@
 """Weights that several pipeline stages share, such as the input embedding and the output head.
 
-Each stage holds a copy. The copies stay equal if they start equal and each is given the sum of all their gradients.
+Each stage holds a copy. The copies stay equal if they start equal and each is given the sum of all
+their gradients.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +37,15 @@ SharedName = Tie | Sequence[str]
 def agree_on_ties(
     modules: Mapping[int, nn.Module], tied: Iterable[SharedName] | None, pipeline: Ranks
 ) -> tuple[Tie, ...]:
-    """Return the weights that several stages hold: this package's model knows its own, others are as declared.
+    """Return the weights that several stages hold: this package's model knows its own, others are
+    as declared.
 
-    A collective of the pipeline's ranks. It refuses weights that look tied and are not said to be, and a weight with
-    several names in one stage that is no longer one parameter.
+    A collective of the pipeline's ranks. It refuses weights that look tied and are not said to be,
+    and a weight with several names in one stage that is no longer one parameter.
     """
-    own = next((m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None)
+    own = next(
+        (m for m in modules.values() if isinstance(m, PipelineStageModule | SplitStage)), None
+    )
     of_cut = ties_of_cut(modules)
     known = own.ties if tied is None and own is not None else tied
     shared = [names for names in known or () if not isinstance(names, Mapping)]
@@ -53,18 +57,27 @@ def agree_on_ties(
         return looks_of(modules if known is None or tied else {})
 
     looks = pipeline.collectively(look)
-    names = {i: [n for n, _ in module.named_parameters(remove_duplicate=False)] for i, module in modules.items()}
+    names = {
+        i: [n for n, _ in module.named_parameters(remove_duplicate=False)]
+        for i, module in modules.items()
+    }
     mine = {index: (names[index], looks.get(index, {})) for index in modules}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     ties = _ties_of_stages(known or (), {index: held for index, (held, _) in everyone.items()})
     found = {index: look for index, (_, look) in everyone.items()}
-    problem = problem_of_forgotten_ties(found) if known is None else problem_of_left_out_copies(found, ties, of_cut)
+    problem = (
+        problem_of_forgotten_ties(found)
+        if known is None
+        else problem_of_left_out_copies(found, ties, of_cut)
+    )
     if problem is not None:
         raise ValueError(problem)
     return ties
 
 
-def _ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]) -> tuple[Tie, ...]:
+def _ties_of_stages(
+    tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]
+) -> tuple[Tie, ...]:
     """Return the ties by stage; a weight that only one stage holds is not a tie. ``names``: second names included."""
     ties: list[dict[int, str]] = []
     for shared in tied:
@@ -73,15 +86,24 @@ def _ties_of_stages(tied: Iterable[SharedName], names: Mapping[int, Sequence[str
         else:
             lost = [name for name in shared if not any(name in held for held in names.values())]
             if lost:
-                raise ValueError(f"tied={tuple(shared)!r}, but no stage has a parameter {lost[0]!r}")
-            tie = {stage: next((n for n in shared if n in held), "") for stage, held in names.items()}
+                raise ValueError(
+                    f"tied={tuple(shared)!r}, but no stage has a parameter {lost[0]!r}"
+                )
+            tie = {
+                stage: next((n for n in shared if n in held), "") for stage, held in names.items()
+            }
             tie = {stage: name for stage, name in tie.items() if name}
         for stage, name in tie.items():
             if name not in names.get(stage, ()):
                 held = ", ".join(names.get(stage, ())) or "none: there is no such stage"
-                raise ValueError(f"tied={tie}, but stage {stage} has no parameter {name!r}; it has {held}")
+                raise ValueError(
+                    f"tied={tie}, but stage {stage} has no parameter {name!r}; it has {held}"
+                )
             if any(known.get(stage) == name for known in ties):
-                raise ValueError(f"{name!r} of stage {stage} is in two ties: write one with all stages that share it")
+                raise ValueError(
+                    f"{name!r} of stage {stage} is in two ties: write one with all stages that"
+                    " share it"
+                )
         if len(tie) > 1:
             ties.append(tie)
     return tuple(ties)
@@ -105,12 +127,17 @@ class TiedWeights:
     """
 
     def __init__(
-        self, ties: Sequence[Tie], modules: Mapping[int, nn.Module], owner: Mapping[int, int], ranks: Ranks
+        self,
+        ties: Sequence[Tie],
+        modules: Mapping[int, nn.Module],
+        owner: Mapping[int, int],
+        ranks: Ranks,
     ) -> None:
         self.ties, self._modules, self._owner, self._ranks = tuple(ties), modules, owner, ranks
 
     def problem(self, *, values: bool) -> str | None:
-        """Return what is wrong with the copies, the same on every rank; a collective of the pipeline's ranks.
+        """Return what is wrong with the copies, the same on every rank; a collective of the
+        pipeline's ranks.
 
         Args:
             values: compare the values too, by a checksum; copies that were equal once stay equal.
@@ -122,9 +149,13 @@ class TiedWeights:
             for one in self._ends()
             for stage, end in one.mine.items()
         }
-        told = {place: facts for theirs in self._ranks.gather(mine) for place, facts in theirs.items()}
+        told = {
+            place: facts for theirs in self._ranks.gather(mine) for place, facts in theirs.items()
+        }
         for number, tie in enumerate(self.ties):
-            ends = {stage: facts for (known, stage), facts in sorted(told.items()) if known == number}
+            ends = {
+                stage: facts for (known, stage), facts in sorted(told.items()) if known == number
+            }
             if (problem := _problem_of(tie, ends)) is not None:
                 return problem
         return None
@@ -133,10 +164,10 @@ class TiedWeights:
     def summed(self) -> Iterator[None]:
         """Give every copy the sum of the gradients computed inside the ``with`` block.
 
-        Only what the block added is exchanged: gradients accumulated by earlier steps are sums already, and exchanging
-        them again would count the peers' shares twice. All ranks add up the same terms in the same order, so copies
-        that started equal stay equal bit by bit. A weight without a gradient on any rank, as the block did not use
-        it, is left without.
+        Only what the block added is exchanged: gradients accumulated by earlier steps are sums
+        already, and exchanging them again would count the peers' shares twice. All ranks add up the
+        same terms in the same order, so copies that started equal stay equal bit by bit. A weight
+        without a gradient on any rank, as the block did not use it, is left without.
         """
         ends = [one for one in self._ends() if any(end.requires_grad for end in one.mine.values())]
         with set_apart(end for one in ends for end in one.mine.values()):
@@ -160,19 +191,29 @@ class TiedWeights:
     def _ends(self) -> list[_Ends]:
         found = []
         for tie in self.ties:
-            mine = copies_in(self._modules, ((stage, stage, name) for stage, name in sorted(tie.items())))
+            mine = copies_in(
+                self._modules, ((stage, stage, name) for stage, name in sorted(tie.items()))
+            )
             if mine:
                 found.append(_Ends(tie, mine, tuple(sorted({self._owner[stage] for stage in tie}))))
         return found
 
     def _sum(self, one: _Ends) -> None:
-        own = add_up([torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()])
+        own = add_up(
+            [torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()]
+        )
         assert own is not None  # every tie here has an end
         parts = {rank: torch.empty_like(own) for rank in one.ranks if rank != self._ranks.rank}
         swaps = []
         for rank, theirs in parts.items():
-            swaps.append(dist.P2POp(dist.isend, _local(own).contiguous(), group=self._ranks.group, group_peer=rank))
-            swaps.append(dist.P2POp(dist.irecv, _local(theirs), group=self._ranks.group, group_peer=rank))
+            swaps.append(
+                dist.P2POp(
+                    dist.isend, _local(own).contiguous(), group=self._ranks.group, group_peer=rank
+                )
+            )
+            swaps.append(
+                dist.P2POp(dist.irecv, _local(theirs), group=self._ranks.group, group_peer=rank)
+            )
         for work in dist.batch_isend_irecv(swaps) if swaps else ():
             work.wait()
         total = add_up([parts.get(rank, own) for rank in one.ranks])
@@ -181,32 +222,44 @@ class TiedWeights:
             call_hooks(end)  # there may be no gradient from this rank's own backwards
 
 
-_Facts = tuple[bool, str, str]  # of a copy: whether it is trained, its shard, a checksum of its values
+# of a copy: whether it is trained, its shard, a checksum of its values
+_Facts = tuple[bool, str, str]
 
 
 def _facts(end: nn.Parameter, values: bool) -> _Facts:
     local, digest = _local(end.detach()), ""
     if values and not local.is_meta:
-        import xxhash  # here: ranks take over what the last ones imported only if that is torch and this package
+        # here: ranks take over what the last ones imported only if that is torch and this package
+        import xxhash
 
-        digest = xxhash.xxh3_64_hexdigest(local.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return end.requires_grad, f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}", digest
+        digest = xxhash.xxh3_64_hexdigest(
+            local.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+    return (
+        end.requires_grad,
+        f"{str(end.dtype).removeprefix('torch.')} {tuple(local.shape)}",
+        digest,
+    )
 
 
 def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
     frozen = [stage for stage, (is_trained, _, _) in ends.items() if not is_trained]
     if frozen and len(frozen) < len(ends):
         return (
-            f"one end of the tied weight {dict(tie)} is frozen, that of stage {frozen[0]}, and another is not: freeze "
-            "all ends, or none"
+            f"one end of the tied weight {dict(tie)} is frozen, that of stage {frozen[0]}, and"
+            " another is not: freeze all ends, or none"
         )
     if len({shard for _, shard, _ in ends.values()}) > 1:
         shards = ", ".join(f"{shard} on stage {stage}" for stage, (_, shard, _) in ends.items())
-        return f"a rank's parts of the tied weight {dict(tie)} are {shards}: shard and convert all ends alike"
+        return (
+            f"a rank's parts of the tied weight {dict(tie)} are {shards}: shard and convert all"
+            " ends alike"
+        )
     if len({digest for _, _, digest in ends.values()}) > 1:
         return (
-            f"the tied weight {dict(tie)} holds other values on stage {max(ends)} than on stage {min(ends)}: copy one "
-            "to the other before the first step, or they would be trained apart"
+            f"the tied weight {dict(tie)} holds other values on stage {max(ends)} than on stage"
+            f" {min(ends)}: copy one to the other before the first step, or they would be trained"
+            " apart"
         )
     return None
 

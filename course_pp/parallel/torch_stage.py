@@ -20,15 +20,23 @@ class LocalNeighboursStage(PipelineStage):
     """
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         if not full_backward:
             self._gather_parameters()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent back next
-            self.bwd_cache[bwd_chunk_id] = self.sent_back(bwd_chunk_id, self.bwd_cache[bwd_chunk_id])
+            self.bwd_cache[bwd_chunk_id] = self.sent_back(
+                bwd_chunk_id, self.bwd_cache[bwd_chunk_id]
+            )
 
-    def sent_back(self, microbatch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def sent_back(
+        self, microbatch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         """Return what the stage before is sent for the gradients of the tensors that it sent: just these, in torch."""
         return tuple(gradients)
 
@@ -39,8 +47,8 @@ class LocalNeighboursStage(PipelineStage):
     def _gather_parameters(self) -> None:
         """Put FSDP2's gathered parameters back in place: a forward may have freed them.
 
-        torch looks for the graph's parameters in the module. If it finds shards there, it silently skips the gradients
-        of a split backward.
+        torch looks for the graph's parameters in the module. If it finds shards there, it silently
+        skips the gradients of a split backward.
         """
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
@@ -49,7 +57,8 @@ class LocalNeighboursStage(PipelineStage):
 
 def expect(received: Any, shape: tuple[int, ...]) -> None:
     """Let the next message of a receive of torch's have this shape, whatever was declared."""
-    if hasattr(received, "allocate_buffer"):  # from torch 2.15 on: it makes a buffer for each message
+    # from torch 2.15 on: it makes a buffer for each message
+    if hasattr(received, "allocate_buffer"):
         declared = received.tensor_meta
         if declared is not None:
             like = torch.empty(shape, device="meta")

@@ -1,4 +1,5 @@
-"""What a training step sends, and what FSDP2 gathers in it: counted as it happens, and predicted from formulas.
+"""What a training step sends, and what FSDP2 gathers in it: counted as it happens, and predicted
+from formulas.
 
 ``bytes`` are those of the whole: the larger of a collective's input and output on this rank.
 
@@ -7,7 +8,8 @@
     all_to_all                   all that is sent, or all that comes
     send, recv                   the message
 
-:func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank move nothing and are
+:func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank
+    move nothing and are
 not counted.
 
 With m microbatches a step, L layers a stage, and an activation of A = batch · seq · dim elements:
@@ -15,8 +17,9 @@ With m microbatches a step, L layers a stage, and an activation of A = batch · 
     FSDP2     a group is gathered m + 1 times if forward frees it, else once, and is reduced once:
               Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
     tensor    4 · L all-reduces of A a microbatch, two in forward and two in backward:
-              Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. With sequence parallelism each is a
-              reduce-scatter and an all-gather of A: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2
+              Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. With sequence
+              parallelism each is a reduce-scatter and an all-gather of A: Korthikanti et al. 2022,
+              arXiv:2205.05198, section 4.2.2
     pipeline  m messages of A down each boundary and m up:
               Narayanan et al. 2021, arXiv:2104.04473, section 3.2
     experts   a microbatch and layer: the counts of rows, the rows and what became of them, in backward the gradients of
@@ -24,14 +27,16 @@ With m microbatches a step, L layers a stage, and an activation of A = batch · 
               Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.2
     the rest  a handful of scalars: refusals, token count, loss, attached losses, norm
 
-With layers of G bytes and the ends of R bytes on a rank, and the fraction f of a group that forward leaves behind,
-0 for True, 1 for False, 1/k for an integer k, the most gathered parameters that are alive in a step are
+With layers of G bytes and the ends of R bytes on a rank, and the fraction f of a group that forward
+leaves behind, 0 for True, 1 for False, 1/k for an integer k, the most gathered parameters that are
+alive in a step are
 
     R + min(2, L) · G + f · max(0, L − 2) · G     without a pipeline
     R + L · G                                     with one, whatever the policy
 
-Without a pipeline backward computes on one layer while the next is gathered, and frees each for good. In a pipeline
-backward keeps what it gathered until the last microbatch's gradients are reduced, so True does not lower the peak.
+Without a pipeline backward computes on one layer while the next is gathered, and frees each for
+good. In a pipeline backward keeps what it gathered until the last microbatch's gradients are
+reduced, so True does not lower the peak.
 """
 
 import pickle
@@ -69,7 +74,8 @@ from course_pp.parallel.stage import check_microbatch
 from course_pp.parallel.tensor import check_sequence_divides, check_tensor_parallel
 from course_pp.parallel.watching import CollectiveWatcher, GatheredWatcher
 
-# How torch spells them, underscores left out; the first that an operator's name starts with is what it is.
+# How torch spells them, underscores left out; the first that an operator's name starts with is what
+# it is.
 _KINDS = {
     "allgather": "all_gather",
     "allreduce": "all_reduce",
@@ -106,9 +112,10 @@ class Tally:
 class CollectiveCounts:
     """What one rank communicates: a tally for each (mesh dimension, collective). Prints as a table.
 
-    A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``; ``ep`` or ``efsdp`` for the ranks of ``dp_shard``
-    that hold all experts together, or the same ones, unless these are all; ``"dp_shard:2"`` for a group of two of the
-    ranks of ``dp_shard`` (an integer reshard policy makes one), ``"world"`` for all ranks, or ``"other"``.
+    A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``; ``ep`` or ``efsdp`` for the
+    ranks of ``dp_shard`` that hold all experts together, or the same ones, unless these are all;
+    ``"dp_shard:2"`` for a group of two of the ranks of ``dp_shard`` (an integer reshard policy
+    makes one), ``"world"`` for all ranks, or ``"other"``.
     """
 
     tallies: Mapping[tuple[str, str], Tally] = field(default_factory=dict)
@@ -118,7 +125,9 @@ class CollectiveCounts:
         object.__setattr__(self, "tallies", kept)
 
     @classmethod
-    def of(cls, dimension: str, collective: str, number: int, n_bytes_each: int) -> "CollectiveCounts":
+    def of(
+        cls, dimension: str, collective: str, number: int, n_bytes_each: int
+    ) -> "CollectiveCounts":
         """Return ``number`` collectives of one kind and size."""
         return cls({(dimension, collective): Tally(1, n_bytes_each) * number})
 
@@ -136,7 +145,12 @@ class CollectiveCounts:
     def total(self, dimension: str | None = None, collective: str | None = None) -> Tally:
         """Return the tally over all dimensions, or one, and over all collectives, or one."""
         return sum(
-            (t for (d, c), t in self.tallies.items() if dimension in (None, d) and collective in (None, c)), Tally()
+            (
+                t
+                for (d, c), t in self.tallies.items()
+                if dimension in (None, d) and collective in (None, c)
+            ),
+            Tally(),
         )
 
     def __str__(self) -> str:
@@ -158,9 +172,11 @@ class Entered(NamedTuple):
 
 
 def wire_factor(collective: str, n_ranks: int) -> float:
-    """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring algorithms.
+    """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring
+    algorithms.
 
-    An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7.1.
+    An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO",
+    arXiv:1910.02054, section 7.1.
     """
     rounds = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
     if collective in rounds:
@@ -168,18 +184,24 @@ def wire_factor(collective: str, n_ranks: int) -> float:
     if collective in ("send", "recv"):
         return float(collective == "send")
     raise ValueError(
-        f"collective is {collective!r}, whose ranks send unequal amounts: use one of {', '.join(rounds)}, send, recv"
+        f"collective is {collective!r}, whose ranks send unequal amounts: use one of"
+        f" {', '.join(rounds)}, send, recv"
     )
 
 
 @checked
-def count_collectives(fn: Callable[[], object], device_mesh: DeviceMesh | None = None) -> CollectiveCounts:
-    """Call ``fn`` and count every collective and message that this process begins meanwhile, on any process group.
+def count_collectives(
+    fn: Callable[[], object], device_mesh: DeviceMesh | None = None
+) -> CollectiveCounts:
+    """Call ``fn`` and count every collective and message that this process begins meanwhile, on any
+    process group.
 
-    The first step of a model does more than later ones (it opens connections): for the steady state count the second.
+    The first step of a model does more than later ones (it opens connections): for the steady state
+    count the second.
 
     Args:
-        device_mesh: the mesh whose dimensions' names to use; without it there are ``"world"`` and ``"other"``.
+        device_mesh: the mesh whose dimensions' names to use; without it there are ``"world"`` and
+            ``"other"``.
     """
     with CollectiveCounter(device_mesh) as counter:
         fn()
@@ -191,12 +213,19 @@ class CollectiveCounter(CollectiveWatcher):
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("no process group, so nothing to count: call init_distributed(config) first")
-        # This rank's group along each dimension, then the world, which a mesh of one dimension is too.
+            raise RuntimeError(
+                "no process group, so nothing to count: call init_distributed(config) first"
+            )
+        # This rank's group along each dimension, then the world, which a mesh of one dimension is
+        # too.
         self._dimensions: dict[str, frozenset[int]] = {}
-        for mesh in (mesh for mesh in (device_mesh, mesh_of_experts(device_mesh)) if mesh is not None):
+        for mesh in (
+            mesh for mesh in (device_mesh, mesh_of_experts(device_mesh)) if mesh is not None
+        ):
             for name in mesh.mesh_dim_names or ():
-                self._dimensions.setdefault(name, frozenset(dist.get_process_group_ranks(mesh.get_group(name))))
+                self._dimensions.setdefault(
+                    name, frozenset(dist.get_process_group_ranks(mesh.get_group(name)))
+                )
         self._dimensions["world"] = frozenset(range(dist.get_world_size()))
         self.entered: list[Entered] = []
         super().__init__(self._note)
@@ -213,7 +242,9 @@ class CollectiveCounter(CollectiveWatcher):
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
             spelled = operator.replace("_", "")
-            kind = next((kind for prefix, kind in _KINDS.items() if spelled.startswith(prefix)), operator)
+            kind = next(
+                (kind for prefix, kind in _KINDS.items() if spelled.startswith(prefix)), operator
+            )
             self.entered.append(Entered(self._dimension_of(ranks), kind, n_bytes))
 
     def _dimension_of(self, ranks: Iterable[int]) -> str:
@@ -247,10 +278,12 @@ class _Rank:
     n_microbatches: int = 1
     tokens: int = 0  # in one microbatch, batch · seq
     ac: str = "none"
-    splits_backward: bool = False  # whether input and weight gradients are two actions of the schedule
+    # whether input and weight gradients are two actions of the schedule
+    splits_backward: bool = False
     gathers_logits: bool = True
     asks_for_tokens: bool = True  # whether data ranks add up the counted tokens before a step
-    routed: Tensor | None = None  # (data ranks, layers with experts, microbatches, experts) rows; None: as many each
+    # (data ranks, layers with experts, microbatches, experts) rows; None: as many each
+    routed: Tensor | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -299,8 +332,8 @@ def _ranks(
     """Return each global rank, the last dimension of the mesh running fastest."""
     if layout.dp_shard == -1:
         raise ValueError(
-            "dp_shard=-1 stands for the ranks that are left, but on paper there are none yet: say how many, 1 for no "
-            "sharding"
+            "dp_shard=-1 stands for the ranks that are left, but on paper there are none yet: say"
+            " how many, 1 for no sharding"
         )
     n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
     sizes = layout.sizes(n_ranks)
@@ -316,7 +349,9 @@ def _ranks(
         at = coordinates(rank, **sizes)
         indices = get_stage_indices(schedule, at.pp, layout.pp) if layout.pp > 1 else [0]
         stages = stage_plans(config, indices, layout.pp * len(indices), layout.tp, layout.ep)
-        ranks.append(_Rank(config, layout, at, stages, reshard, dtype, computed, reduced, schedule, **step))
+        ranks.append(
+            _Rank(config, layout, at, stages, reshard, dtype, computed, reduced, schedule, **step)
+        )
     return ranks
 
 
@@ -346,29 +381,33 @@ def predict_collectives(
     clip: bool = True,
     routed: Tensor | None = None,
 ) -> tuple[CollectiveCounts, ...]:
-    """Predict what each rank communicates in one training step in the steady state: the second and every later one.
+    """Predict what each rank communicates in one training step in the steady state: the second and
+    every later one.
 
-    With ``pp > 1`` that is ``PipelineSchedule.step`` with a :class:`TokenLoss`. With ``pp=1`` it is one forward and
-    one backward of the whole model; averaging its loss is the caller's business. Gradients are not kept from step to
-    step, and the optimizer communicates nothing.
+    With ``pp > 1`` that is ``PipelineSchedule.step`` with a :class:`TokenLoss`. With ``pp=1`` it is
+    one forward and one backward of the whole model; averaging its loss is the caller's business.
+    Gradients are not kept from step to step, and the optimizer communicates nothing.
 
     Args:
-        config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf` those of a Llama of
-            transformers cut by :func:`llama_plan`. For other models there is no prediction: count a step.
+        config: the sizes of this package's model, or by :func:`course_pp.model.hf.config_from_hf`
+            those of a Llama of transformers cut by :func:`llama_plan`. For other models there is no
+            prediction: count a step.
         layout: all four sizes; -1 has no meaning without ranks.
         batch_size: sequences in one *microbatch* of one data-parallel rank.
         seq_len: tokens in a sequence.
         n_microbatches: 1 without a pipeline.
-        schedule: one of :func:`schedule_names`, with two stages a rank where it takes several; ignored with ``pp=1``.
+        schedule: one of :func:`schedule_names`, with two stages a rank where it takes several;
+            ignored with ``pp=1``.
         reshard_after_forward, mp_policy: as given to :func:`apply_fsdp2`.
         ac: the mode given to :func:`apply_ac`.
         dtype: in which parameters are kept.
         gather_logits: as given to :func:`apply_tensor_parallel`.
-        divisor: the ``divisor`` of ``PipelineSchedule.step``. If it is given, data ranks need not add up their tokens.
-        clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first tell one another what
-            they hold.
-        routed: how many rows each expert gets, whole numbers (data ranks, layers with experts, microbatches, experts);
-            None is what a perfect balance gives, rounded to whole rows.
+        divisor: the ``divisor`` of ``PipelineSchedule.step``. If it is given, data ranks need not
+            add up their tokens.
+        clip: whether :func:`clip_grad_norm_` follows; False for such a Llama, whose ranks first
+            tell one another what they hold.
+        routed: how many rows each expert gets, whole numbers (data ranks, layers with experts,
+            microbatches, experts); None is what a perfect balance gives, rounded to whole rows.
 
     Returns:
         One value a global rank.
@@ -380,8 +419,8 @@ def predict_collectives(
         check_sequence_divides(seq_len, layout.tp)
     if layout.pp == 1 and n_microbatches != 1:
         raise ValueError(
-            f"n_microbatches={n_microbatches} needs a pipeline, but pp=1: predict one forward and backward with "
-            "n_microbatches=1, and add up those of a step"
+            f"n_microbatches={n_microbatches} needs a pipeline, but pp=1: predict one forward and"
+            " backward with n_microbatches=1, and add up those of a step"
         )
     splits = "none"
     if layout.pp > 1:
@@ -390,15 +429,16 @@ def predict_collectives(
         splits = splits_backward(schedule)
     if ac == "full" and layout.tp > 1 and splits == "some":
         raise ValueError(
-            f"schedule={schedule!r} splits some backwards and not others, and how often torch then recomputes a block "
-            "has no formula here: predict it with ac='none' or 'selective', or with 'zb_v'"
+            f"schedule={schedule!r} splits some backwards and not others, and how often torch then"
+            " recomputes a block has no formula here: predict it with ac='none' or 'selective', or"
+            " with 'zb_v'"
         )
     n_sparse = len(config.expert_layers)
     expected = (layout.dp_replicate * layout.dp_shard, n_sparse, n_microbatches, config.n_experts)
     if routed is not None and tuple(routed.shape) != expected:
         raise ValueError(
-            f"routed has the shape {tuple(routed.shape)}: give (data ranks, layers with experts, microbatches, "
-            f"experts) = {expected}"
+            f"routed has the shape {tuple(routed.shape)}: give (data ranks, layers with experts,"
+            f" microbatches, experts) = {expected}"
         )
     ranks = _ranks(
         config,
@@ -434,9 +474,11 @@ def _fully_sharded(rank: _Rank) -> CollectiveCounts:
 
 
 def _gathers(rank: _Rank, dimension: str, n_bytes: int) -> CollectiveCounts:
-    """All-gathers of one group: one before the first forward, one after every forward that frees it.
+    """All-gathers of one group: one before the first forward, one after every forward that frees
+    it.
 
-    A backward leaves it gathered, so whatever the schedule, each of the m forwards makes the action after it gather.
+    A backward leaves it gathered, so whatever the schedule, each of the m forwards makes the action
+    after it gather.
     """
     m, policy = rank.n_microbatches, rank.reshard
     if policy is True:
@@ -455,11 +497,20 @@ def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
             again = _forwards_again(rank, stage, sparse)
             # Experts get whole tokens and give whole ones back, so they have no sum to do.
             sums = 2 if sparse else 4
-            if rank.sequence_parallel:  # the sums of a plain block, each in two halves; between them, norms see parts
-                counts += rank.over("tp", "all_gather", (4 + 2 * again) * rank.n_microbatches, rank.activation)
-                counts += rank.over("tp", "reduce_scatter", (sums + again) * rank.n_microbatches, rank.activation)
-            else:  # forward sums the outputs of attention and feed-forward, backward the gradients of their inputs
-                counts += rank.over("tp", "all_reduce", (sums + again) * rank.n_microbatches, rank.activation)
+            # the sums of a plain block, each in two halves; between them, norms see parts
+            if rank.sequence_parallel:
+                counts += rank.over(
+                    "tp", "all_gather", (4 + 2 * again) * rank.n_microbatches, rank.activation
+                )
+                counts += rank.over(
+                    "tp", "reduce_scatter", (sums + again) * rank.n_microbatches, rank.activation
+                )
+            else:
+                # forward sums the outputs of attention and feed-forward, backward the gradients of
+                # their inputs
+                counts += rank.over(
+                    "tp", "all_reduce", (sums + again) * rank.n_microbatches, rank.activation
+                )
         counts += _ends(rank, stage) * rank.n_microbatches
     if rank.sharded:
         counts += _norm_weights(rank, rank.computed)  # before FSDP2 reduces them
@@ -469,13 +520,15 @@ def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
 def _forwards_again(rank: _Rank, stage: StagePlan, sparse: bool) -> int:
     """Return how often the backward of a checkpointed block runs its forward again.
 
-    The forward's second sum, the feed-forward's, comes after the last product that backward needs, so recomputing
-    stops before it: each time costs one sum. Selective checkpointing costs none: attention's one sum is its end.
+    The forward's second sum, the feed-forward's, comes after the last product that backward needs,
+    so recomputing stops before it: each time costs one sum. Selective checkpointing costs none:
+    attention's one sum is its end.
     """
     if rank.ac != "full":
         return 0
-    # torch's weight-gradient half recomputes the block once for each parameter. The first stage, which has no input
-    # gradient to send, is not split, nor is one with attached losses, which puts off weight gradients itself.
+    # torch's weight-gradient half recomputes the block once for each parameter. The first stage,
+    # which has no input gradient to send, is not split, nor is one with attached losses, which puts
+    # off weight gradients itself.
     parameters = sum(map(len, stage.sparse if sparse else stage.dense))
     attaches = stage.n_sparse and rank.config.router_losses
     return 1 + (parameters if rank.splits_backward and not stage.is_first and not attaches else 0)
@@ -490,7 +543,9 @@ def _experts(rank: _Rank) -> CollectiveCounts:
         forwards = 1 + _forwards_again(rank, stage, sparse=True)
         for i in (i for i, layer in enumerate(config.expert_layers) if layer in here):
             numbers = rank.n_microbatches * forwards
-            counts += rank.over("ep", "all_to_all", numbers, config.n_experts * torch.int64.itemsize)
+            counts += rank.over(
+                "ep", "all_to_all", numbers, config.n_experts * torch.int64.itemsize
+            )
             for microbatch in range(rank.n_microbatches):
                 rows = _rows_exchanged(rank, i, microbatch)
                 n_bytes = rows * config.dim * rank.computed.itemsize
@@ -505,7 +560,11 @@ def _rows_exchanged(rank: _Rank, layer: int, microbatch: int) -> int:
         return round(rank.tokens * rank.config.top_k * limit)
     ep, here = rank.layout.ep, rank.at.dp_shard % rank.layout.ep
     mine = rank.at.dp_replicate * rank.layout.dp_shard + rank.at.dp_shard
-    peers = rank.routed[mine - here : mine - here + ep, layer, microbatch].unflatten(-1, (ep, -1)).sum(-1)
+    peers = (
+        rank.routed[mine - here : mine - here + ep, layer, microbatch]
+        .unflatten(-1, (ep, -1))
+        .sum(-1)
+    )
     return max(int(peers[here].sum()), int(peers[:, here].sum()))
 
 
@@ -513,7 +572,8 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
     """Embedding and head, for one microbatch."""
     counts = _NOTHING
     if stage.is_first and rank.sequence_parallel:
-        counts += rank.over("tp", "all_gather", 1, rank.activation)  # gradient of the replicated embedding's output
+        # gradient of the replicated embedding's output
+        counts += rank.over("tp", "all_gather", 1, rank.activation)
     if not stage.is_last:
         return counts
     if rank.sequence_parallel:
@@ -523,10 +583,15 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
         counts += rank.over("tp", summed, 1, rank.activation)  # gradient of the head's input
         itemsize = rank.computed.itemsize
         if rank.gathers_logits:
-            return counts + rank.over("tp", "all_gather", 1, rank.tokens * rank.config.vocab_size * itemsize)
-        # What VocabParallelCrossEntropy exchanges, in float32 at least: the largest logit, then two sums.
+            return counts + rank.over(
+                "tp", "all_gather", 1, rank.tokens * rank.config.vocab_size * itemsize
+            )
+        # What VocabParallelCrossEntropy exchanges, in float32 at least: the largest logit, then two
+        # sums.
         per_token = rank.tokens * max(itemsize, torch.float32.itemsize)
-        counts += rank.over("tp", "all_reduce", 1, per_token) + rank.over("tp", "all_reduce", 1, 2 * per_token)
+        counts += rank.over("tp", "all_reduce", 1, per_token) + rank.over(
+            "tp", "all_reduce", 1, 2 * per_token
+        )
     return counts
 
 
@@ -546,8 +611,11 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
         return _NOTHING
     here = {stage.index for stage in rank.stages}
     n_stages = rank.stages[0].n_stages
-    neighbours = [i for stage in here for i in (stage - 1, stage + 1) if 0 <= i < n_stages and i not in here]
-    # Over each boundary to another rank a microbatch's activation passes one way, and its gradient the other.
+    neighbours = [
+        i for stage in here for i in (stage - 1, stage + 1) if 0 <= i < n_stages and i not in here
+    ]
+    # Over each boundary to another rank a microbatch's activation passes one way, and its gradient
+    # the other.
     n_messages = len(neighbours) * rank.n_microbatches
     counts = CollectiveCounts.of("pp", "send", n_messages, rank.activation)
     counts += CollectiveCounts.of("pp", "recv", n_messages, rank.activation)
@@ -559,8 +627,12 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
             counts += rank.over(dimension, "all_reduce", 1 + rank.asks_for_tokens, _FLOAT64)
     if rank.config.tie_embeddings and (0 in here) != (n_stages - 1 in here):
         embedding = Group(((rank.config.vocab_size, rank.config.dim),))
-        gradient = held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize
-        counts += CollectiveCounts.of("pp", "send", 1, gradient) + CollectiveCounts.of("pp", "recv", 1, gradient)
+        gradient = (
+            held_elements(embedding, rank.layout.dp_shard, rank.at.dp_shard) * rank.kept.itemsize
+        )
+        counts += CollectiveCounts.of("pp", "send", 1, gradient) + CollectiveCounts.of(
+            "pp", "recv", 1, gradient
+        )
     return counts
 
 
@@ -573,8 +645,14 @@ def _attached_losses(rank: _Rank) -> CollectiveCounts:
     def told(pp_rank: int) -> int:
         """Return the bytes in which a rank says the sums of its stages."""
         indices = get_stage_indices(rank.schedule, pp_rank, rank.layout.pp)
-        held = [(i, layer) for i in indices for layer in range(*ranges[i]) if config.has_experts(layer)]
-        return len(pickle.dumps({f"layers.{layer}.{kind}": (i, 0.0) for i, layer in held for kind in kinds}))
+        held = [
+            (i, layer) for i in indices for layer in range(*ranges[i]) if config.has_experts(layer)
+        ]
+        return len(
+            pickle.dumps(
+                {f"layers.{layer}.{kind}": (i, 0.0) for i, layer in held for kind in kinds}
+            )
+        )
 
     if not kinds or not config.n_experts:
         return _NOTHING
@@ -595,10 +673,12 @@ def _clipping(rank: _Rank) -> CollectiveCounts:
     """Count one float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
     layout = rank.layout
     counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
-    counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)  # norm, and how many stages it is of
+    # norm, and how many stages it is of
+    counts += rank.over("pp", "all_gather", 1, 2 * _FLOAT64 * layout.pp)
     n_norms = 1
     if layout.ep > 1 and any(stage.n_sparse for stage in rank.stages):
-        if layout.ep == prod(rank.sizes.values()):  # dp_shard and ep are one group: that of all ranks
+        # dp_shard and ep are one group: that of all ranks
+        if layout.ep == prod(rank.sizes.values()):
             n_norms = 2
         else:
             counts += rank.over("ep", "all_gather", 1, _FLOAT64 * layout.ep)
@@ -618,9 +698,11 @@ def predict_unsharded_bytes(
     dtype: torch.dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[int, ...]:
-    """Return the most bytes of gathered parameters alive on each global rank during a training step.
+    """Return the most bytes of gathered parameters alive on each global rank during a training
+    step.
 
-    Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are those of
+    Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are
+    those of
     :func:`predict_collectives`.
     """
     return tuple(
@@ -630,8 +712,11 @@ def predict_unsharded_bytes(
     )
 
 
-def measure_unsharded_bytes(fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]) -> int:
-    """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules`` held meanwhile.
+def measure_unsharded_bytes(
+    fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]
+) -> int:
+    """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules``
+    held meanwhile.
 
     Looked at after every operation, which is slow: meant for small models.
     """

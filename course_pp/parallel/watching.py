@@ -22,13 +22,15 @@ from course_pp.base.torch_private import (
 
 
 class CollectiveWatcher(TorchDispatchMode):
-    """Reports every collective and message that this process begins in the ``with`` block, on any process group.
+    """Reports every collective and message that this process begins in the ``with`` block, on any
+    process group.
 
-    All of them pass torch's dispatcher, and autograd carries this mode to the threads that run backward.
+    All of them pass torch's dispatcher, and autograd carries this mode to the threads that run
+    backward.
 
     Args:
-        tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the bytes of the larger of
-            what goes in and what comes out on this rank.
+        tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the
+            bytes of the larger of what goes in and what comes out on this rank.
     """
 
     def __init__(self, tell: Callable[[str, dist.ProcessGroup, int], None]) -> None:
@@ -36,7 +38,11 @@ class CollectiveWatcher(TorchDispatchMode):
         self._tell = tell
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor comes first; what it calls is seen here in turn
@@ -58,9 +64,11 @@ def _n_bytes(value: Any) -> int:
 
 
 class GatheredWatcher(TorchDispatchMode):
-    """Measures after every operation in the ``with`` block how many bytes of gathered parameters FSDP2 holds.
+    """Measures after every operation in the ``with`` block how many bytes of gathered parameters
+    FSDP2 holds.
 
-    A gather counts from its start, over all ranks of ``dp_shard`` or some; while it is copied out, once.
+    A gather counts from its start, over all ranks of ``dp_shard`` or some; while it is copied out,
+    once.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -71,7 +79,11 @@ class GatheredWatcher(TorchDispatchMode):
         self._groups = [group for part in parts for group in groups_of(part)]
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented

@@ -22,7 +22,8 @@ from course_pp.base.arguments import checked
 
 Backend = Literal["gloo", "nccl"]
 
-_PORTS = range(15_000, 30_000)  # below Linux's ephemeral ports (32768 and up), so nothing else is handed one
+# below Linux's ephemeral ports (32768 and up), so nothing else is handed one
+_PORTS = range(15_000, 30_000)
 _SCONTROL_LIMIT_S = 20
 _LEFT_TO_THE_LAUNCHER_S = 5.0
 _INTERRUPTED = 128 + signal.SIGINT  # as a shell counts
@@ -31,11 +32,13 @@ _INTERRUPTED = 128 + signal.SIGINT  # as a shell counts
 def get_world_info() -> tuple[int, int, int]:
     """Return ``(rank, local_rank, world_size)``; ``(0, 0, 1)`` outside any launcher.
 
-    torchrun's RANK, LOCAL_RANK and WORLD_SIZE come first. Without them the SLURM_PROCID, SLURM_LOCALID and
-    SLURM_NTASKS of ``srun`` are read and exported under torchrun's names, with MASTER_ADDR and MASTER_PORT
-    derived from the job, so that ``init_method="env://"`` works under bare ``srun`` too.
+    torchrun's RANK, LOCAL_RANK and WORLD_SIZE come first. Without them the SLURM_PROCID,
+    SLURM_LOCALID and SLURM_NTASKS of ``srun`` are read and exported under torchrun's names, with
+    MASTER_ADDR and MASTER_PORT derived from the job, so that ``init_method="env://"`` works under
+    bare ``srun`` too.
 
-    A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for tasks that were never
+    A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for
+    tasks that were never
     started: start it with ``srun``, also for one task.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
@@ -46,7 +49,10 @@ def get_world_info() -> tuple[int, int, int]:
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(_slurm_local_world_size(world_size)))
         os.environ.setdefault("MASTER_ADDR", _slurm_master_address())
         # A port that every task of the step computes alike, and two steps of one job do not share.
-        job, step = (int(re.sub(r"\D", "", os.environ.get(k, "")) or 0) for k in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        job, step = (
+            int(re.sub(r"\D", "", os.environ.get(k, "")) or 0)
+            for k in ("SLURM_JOB_ID", "SLURM_STEP_ID")
+        )
         os.environ.setdefault("MASTER_PORT", str(_PORTS[(7919 * job + step) % len(_PORTS)]))
         return rank, local_rank, world_size
     return 0, 0, 1
@@ -58,19 +64,26 @@ def _read(*names: str) -> tuple[int, int, int]:
         text = os.environ.get(name)
         if text is None or not text.isdigit():
             raise ValueError(
-                f"environment variable {name} is {text!r}, but {', '.join(names)} must all be whole numbers: "
-                "start the ranks with torchrun or srun, or unset all three to run as one process"
+                f"environment variable {name} is {text!r}, but {', '.join(names)} must all be whole"
+                " numbers: start the ranks with torchrun or srun, or unset all three to run as one"
+                " process"
             )
         values.append(int(text))
     rank, local_rank, world_size = values
     if rank >= world_size:
-        raise ValueError(f"{names[0]}={rank} must be below {names[2]}={world_size}: unset or correct them")
+        raise ValueError(
+            f"{names[0]}={rank} must be below {names[2]}={world_size}: unset or correct them"
+        )
     return rank, local_rank, world_size
 
 
 def _slurm_local_world_size(world_size: int) -> int:
     """From a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or str(world_size)
+    text = (
+        os.environ.get("SLURM_STEP_TASKS_PER_NODE")
+        or os.environ.get("SLURM_TASKS_PER_NODE")
+        or str(world_size)
+    )
     per_node = []
     for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         per_node += [int(tasks)] * int(repeat or 1)
@@ -92,13 +105,16 @@ def _slurm_master_address() -> str:
         pass
     try:
         asked = ["scontrol", "show", "node", node]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S).stdout
+        answer = subprocess.run(
+            asked, capture_output=True, text=True, timeout=_SCONTROL_LIMIT_S
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         answer = ""
     match = re.search(r"\bNodeAddr=(\S+)", answer)
     if match is None:
         raise ValueError(
-            f"Slurm node {node!r} is no host's name and scontrol knows no address: set MASTER_ADDR yourself"
+            f"Slurm node {node!r} is no host's name and scontrol knows no address: set MASTER_ADDR"
+            " yourself"
         )
     return match[1]
 
@@ -122,8 +138,8 @@ def refusals_said_once(program: str) -> Iterator[None]:
 
     An interrupt (Ctrl-C, SIGINT) ends it with exit code 130 and one line of rank 0.
 
-    Rank 0 prints the message. The others wait five seconds, in which the launcher ends them. If they are still there,
-    the problem was theirs alone, and they print it.
+    Rank 0 prints the message. The others wait five seconds, in which the launcher ends them. If
+    they are still there, the problem was theirs alone, and they print it.
     """
     try:
         yield
@@ -142,22 +158,28 @@ def refusals_said_once(program: str) -> Iterator[None]:
 
 def is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
-    return "SLURM_PROCID" in environ and not any(name.startswith("TORCHELASTIC_") for name in environ)
+    return "SLURM_PROCID" in environ and not any(
+        name.startswith("TORCHELASTIC_") for name in environ
+    )
 
 
 @checked
 def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.device:
-    """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU, with a warning.
+    """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU,
+    with a warning.
 
     Args:
-        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU, and ``"nccl"`` refuses it.
-        share: with fewer GPUs than ranks, neighbouring ranks get one GPU together. `course_pp.runtime` can run them.
+        backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU, and ``"nccl"`` refuses
+            it.
+        share: with fewer GPUs than ranks, neighbouring ranks get one GPU together.
+            `course_pp.runtime` can run them.
     """
     n_gpus, n_ranks, rank = visible_gpus()
     counted = f"{n_gpus} GPUs for {n_ranks} ranks"
     if backend == "nccl" and n_gpus < n_ranks:
         raise ValueError(
-            f"backend='nccl' needs a GPU a rank, but this host has {counted}: start fewer ranks, or use backend='gloo'"
+            f"backend='nccl' needs a GPU a rank, but this host has {counted}: start fewer ranks, or"
+            " use backend='gloo'"
         )
     if backend == "gloo" or not n_gpus:
         return torch.device("cpu")
@@ -166,8 +188,8 @@ def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.
     if share:
         return torch.device("cuda", rank * n_gpus // n_ranks)
     warnings.warn(
-        f"this host has {counted}: computing on the CPU. Start a rank a GPU, let the runtime's ranks share them "
-        "(share_gpus=True), or say backend='gloo' if that is what you want",
+        f"this host has {counted}: computing on the CPU. Start a rank a GPU, let the runtime's"
+        " ranks share them (share_gpus=True), or say backend='gloo' if that is what you want",
         stacklevel=3,
     )
     return torch.device("cpu")
@@ -183,11 +205,12 @@ def visible_gpus() -> tuple[int, int, int]:
 
 
 def _has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
-    """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks of its node.
+    """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks
+    of its node.
 
-    No variable holds what srun was asked for (``--gpus-per-task``, ``--ntasks-per-gpu=1``, ``--gpu-bind=single:1``), so
-    it is inferred from the GPUs that the tasks have got; if Slurm does not count the node's, from what the batch script
-    was asked for.
+    No variable holds what srun was asked for (``--gpus-per-task``, ``--ntasks-per-gpu=1``,
+    ``--gpu-bind=single:1``), so it is inferred from the GPUs that the tasks have got; if Slurm does
+    not count the node's, from what the batch script was asked for.
     """
     if not is_task_of_srun(environ):
         return False
@@ -195,6 +218,7 @@ def _has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: in
     asked = (
         "SLURM_GPUS_PER_TASK" in environ
         or "1" in (environ.get("SLURM_NTASKS_PER_GPU"), environ.get("SLURM_NTASKS_PER_TRES"))
-        or re.search(r"\b(single:1$|per_task:|map_gpu:)", environ.get("SLURM_GPU_BIND", "")) is not None
+        or re.search(r"\b(single:1$|per_task:|map_gpu:)", environ.get("SLURM_GPU_BIND", ""))
+        is not None
     )
     return dealt_out or (n_visible < n_local and asked)

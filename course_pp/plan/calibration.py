@@ -54,12 +54,12 @@ def calibrate(
 ) -> tuple[Cluster, Constants]:
     """Return the cluster and constants whose predictions come nearest to some timed steps.
 
-    It fits the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their ratio, and so do the
-    peaks of 16 and 32 bits. It minimises the sum of squared errors of the logarithms (Levenberg-Marquardt), so a short
-    step counts as much as a long one.
+    It fits the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their
+    ratio, and so do the peaks of 16 and 32 bits. It minimises the sum of squared errors of the
+    logarithms (Levenberg-Marquardt), so a short step counts as much as a long one.
 
-    Time steps in which each of the five matters: narrow and wide layers, few and many tokens for the same parameters,
-    layouts with a pipeline, with tensor and with data parallelism.
+    Time steps in which each of the five matters: narrow and wide layers, few and many tokens for
+    the same parameters, layouts with a pipeline, with tensor and with data parallelism.
 
     Args:
         steps: at least five different ones, all of layouts of ``cluster``.
@@ -67,23 +67,27 @@ def calibrate(
         constants: where the fit begins; those fitted on the Megatron table unless given.
 
     Returns:
-        The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on it refers to this
-        peak and not to a data sheet's. And the constants, with ``memory_passes`` fitted.
+        The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on
+        it refers to this peak and not to a data sheet's. And the constants, with ``memory_passes``
+        fitted.
     """
     start = constants or Constants()
     if not cluster.latency:  # what is fitted is multiplied
-        raise ValueError("latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4 seconds")
+        raise ValueError(
+            "latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4"
+            " seconds"
+        )
     different = len({replace(step, seconds=1.0) for step in steps})
     if different < len(FITTED):
         raise ValueError(
-            f"{different} different steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at least "
-            f"{len(FITTED)}, of other models, batches or layouts"
+            f"{different} different steps for {len(FITTED)} numbers ({', '.join(FITTED)}): time at"
+            f" least {len(FITTED)}, of other models, batches or layouts"
         )
     ratio = median(step.seconds / step.predicted(cluster, start).step_s for step in steps)
     if not 1 / _FAR < ratio < _FAR:
         raise ValueError(
-            f"the steps took {ratio:.2g} times as long as on cluster: give times in seconds, or a cluster that is "
-            "nearer to the one they ran on"
+            f"the steps took {ratio:.2g} times as long as on cluster: give times in seconds, or a"
+            " cluster that is nearer to the one they ran on"
         )
 
     def found(moves: Sequence[float]) -> tuple[Cluster, Constants]:
@@ -99,13 +103,16 @@ def calibrate(
     i = max(range(len(steps)), key=lambda k: abs(math.log(seconds[k] / steps[k].seconds)))
     if abs(math.log(seconds[i] / steps[i].seconds)) > math.log(_OFF):
         raise ValueError(
-            f"steps[{i}] ({steps[i].layout}) took {steps[i].seconds:.3g} s, the nearest fit to all steps says "
-            f"{seconds[i]:.3g} s: they contradict each other; time it again, or leave it out"
+            f"steps[{i}] ({steps[i].layout}) took {steps[i].seconds:.3g} s, the nearest fit to all"
+            f" steps says {seconds[i]:.3g} s: they contradict each other; time it again, or leave"
+            " it out"
         )
     return best
 
 
-def _moved(cluster: Cluster, constants: Constants, moves: Sequence[float]) -> tuple[Cluster, Constants]:
+def _moved(
+    cluster: Cluster, constants: Constants, moves: Sequence[float]
+) -> tuple[Cluster, Constants]:
     """Return the numbers times the exponentials of ``moves``, in the order of FITTED."""
     peak, passes, memory, link, latency = (math.exp(each) for each in moves)
     gpu = cluster.gpu
@@ -163,10 +170,14 @@ class PublishedRun:
     seconds: float
 
     def predicted(self, constants: Constants | None = None) -> Prediction:
-        return predict(self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants)
+        return predict(
+            self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants
+        )
 
 
-def megatron_seconds(model: ModelConfig, global_batch: int, seq_len: int, n_gpus: int, tflops: float) -> float:
+def megatron_seconds(
+    model: ModelConfig, global_batch: int, seq_len: int, n_gpus: int, tflops: float
+) -> float:
     """Return a step's seconds from the TFLOP/s that Megatron-LM reports: its equation 3, with recomputed forwards."""
     h, n_layers = model.dim, model.n_layers
     more = 1 + seq_len / (6 * h) + model.vocab_size / (16 * n_layers * h)
@@ -174,7 +185,15 @@ def megatron_seconds(model: ModelConfig, global_batch: int, seq_len: int, n_gpus
 
 
 def _megatron(
-    name: str, tp: int, pp: int, n_gpus: int, batch: int, tflops: float, size: int, n_chunks: int, overlap: bool
+    name: str,
+    tp: int,
+    pp: int,
+    n_gpus: int,
+    batch: int,
+    tflops: float,
+    size: int,
+    n_chunks: int,
+    overlap: bool,
 ) -> PublishedRun:
     model = model_named(name)
     layout = Layout(
@@ -193,11 +212,13 @@ def _megatron(
         receives_ahead=False,
     )
     seconds = megatron_seconds(model, batch, 2048, n_gpus, tflops)
-    return PublishedRun(name, model, layout, cluster_of(f"{n_gpus // 8}x8xA100"), batch, 2048, seconds)
+    return PublishedRun(
+        name, model, layout, cluster_of(f"{n_gpus // 8}x8xA100"), batch, 2048, seconds
+    )
 
 
-# torch's own DDP, whose reductions run beside the last backward, also where the batch is several microbatches (18B),
-# was used up to 18B; Megatron's, which waits, from 39B.
+# torch's own DDP, whose reductions run beside the last backward, also where the batch is several
+# microbatches (18B), was used up to 18B; Megatron's, which waits, from 39B.
 MEGATRON = (
     _megatron("gpt-1.7b", 1, 1, 32, 512, 137, 16, 1, True),
     _megatron("gpt-3.6b", 2, 1, 64, 512, 138, 16, 1, True),
@@ -212,6 +233,6 @@ MEGATRON = (
 )
 """Table 1 of Narayanan et al. 2021, arXiv:2104.04473: ten runs of up to 3,072 A100.
 
-Microbatch sizes and interleaving, which the table lacks, are those of examples/sc21/run_table_1.sh in
-NVIDIA/Megatron-LM.
+Microbatch sizes and interleaving, which the table lacks, are those of examples/sc21/run_table_1.sh
+in NVIDIA/Megatron-LM.
 """

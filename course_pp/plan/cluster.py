@@ -16,7 +16,8 @@ class Gpu:
         peak: dense 16-bit matrix products, in flop/s.
         link_bandwidth: to the other GPUs of its node, one way.
         source: where the numbers are from.
-        peak_32: products in float32, in flop/s; None: as ``peak``. Those in float64 run at half of it.
+        peak_32: products in float32, in flop/s; None: as ``peak``. Those in float64 run at half of
+            it.
     """
 
     name: str
@@ -37,7 +38,8 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        intra_bandwidth: between two GPUs of a node, one way, in bytes a second; None: as the GPU's links.
+        intra_bandwidth: between two GPUs of a node, one way, in bytes a second; None: as the GPU's
+            links.
         inter_bandwidth: a GPU's share of the links between nodes, one way, in bytes a second.
         latency: of a message, in seconds.
     """
@@ -63,8 +65,9 @@ class Cluster:
     def bandwidth(self, span: int, apart: int = 1) -> float:
         """Return what a rank of a ring sends, in bytes a second.
 
-        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over each. ``span``
-        counts the ranks from its first to its last, ``apart`` those from one to the next.
+        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over
+        each. ``span`` counts the ranks from its first to its last, ``apart`` those from one to the
+        next.
         """
         inside = float(self.intra_bandwidth or 0)
         if span <= self.gpus_per_node:
@@ -75,16 +78,43 @@ class Cluster:
 _GPUS = {
     gpu.name: gpu
     for gpu in (
-        # Data sheets of Hopper and Blackwell print twice the dense rate, "with sparsity"; NVLink's is of both ways.
-        Gpu("A100", 312e12, 80e9, 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021", 19.5e12),
+        # Data sheets of Hopper and Blackwell print twice the dense rate, "with sparsity"; NVLink's
+        # is of both ways.
+        Gpu(
+            "A100", 312e12, 80e9, 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021", 19.5e12
+        ),
         Gpu("H100", 989.4e12, 80e9, 3.35e12, 450e9, "NVIDIA H100 white paper, SXM5, 2022", 66.9e12),
-        Gpu("H200", 989.4e12, 141e9, 4.8e12, 450e9, "NVIDIA H200 SXM data sheet, 2023; products as H100", 66.9e12),
-        Gpu("B200", 2250e12, 180e9, 8e12, 900e9, "NVIDIA HGX B200 and DGX B200 data sheets, 2024", 75e12),
-        Gpu("laptop", 5e10, 4e9, 1e10, 1e9, "one core, in float32: orders of magnitude, calibrate your own"),
+        Gpu(
+            "H200",
+            989.4e12,
+            141e9,
+            4.8e12,
+            450e9,
+            "NVIDIA H200 SXM data sheet, 2023; products as H100",
+            66.9e12,
+        ),
+        Gpu(
+            "B200",
+            2250e12,
+            180e9,
+            8e12,
+            900e9,
+            "NVIDIA HGX B200 and DGX B200 data sheets, 2024",
+            75e12,
+        ),
+        Gpu(
+            "laptop",
+            5e10,
+            4e9,
+            1e10,
+            1e9,
+            "one core, in float32: orders of magnitude, calibrate your own",
+        ),
     )
 }
 
-# The links between nodes of the systems these GPUs are sold in, one way and a GPU, in bytes a second.
+# The links between nodes of the systems these GPUs are sold in, one way and a GPU, in bytes a
+# second.
 _BETWEEN_NODES = {
     "A100": 25e9,  # DGX A100: eight 200 Gb/s HDR InfiniBand adapters
     "H100": 50e9,  # DGX H100: eight 400 Gb/s NDR adapters
@@ -113,7 +143,9 @@ def cluster_of(text: str) -> Cluster:
     """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU; with the network sold with such nodes."""
     found = re.fullmatch(r"(\d+)x(\d+)x(.+)", text.strip())
     if found is None:
-        raise ValueError(f"text={text!r} is no cluster: write nodes x GPUs a node x GPU, such as 2048x8xH100")
+        raise ValueError(
+            f"text={text!r} is no cluster: write nodes x GPUs a node x GPU, such as 2048x8xH100"
+        )
     gpu = gpu_named(found[3])
     return Cluster(int(found[1]), int(found[2]), gpu, inter_bandwidth=_BETWEEN_NODES[gpu.name])
 
@@ -127,7 +159,14 @@ def nearest(name: str, known: list[str]) -> str:
 
 def _llama3(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelConfig:
     return ModelConfig(
-        dim, n_layers, n_heads, 128_256, n_kv_heads=8, ffn_dim=ffn_dim, max_seq_len=8192, rope_theta=500_000.0
+        dim,
+        n_layers,
+        n_heads,
+        128_256,
+        n_kv_heads=8,
+        ffn_dim=ffn_dim,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
     )
 
 
@@ -138,14 +177,19 @@ def _gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51_200) -> Mod
 
 _MODELS = {
     # Radford et al. 2019, table 2: the smallest and the largest.
-    "gpt2": ModelConfig(768, 12, 12, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True),
-    "gpt2-xl": ModelConfig(1600, 48, 25, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True),
+    "gpt2": ModelConfig(
+        768, 12, 12, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True
+    ),
+    "gpt2-xl": ModelConfig(
+        1600, 48, 25, 50_257, max_seq_len=1024, gated_ffn=False, tie_embeddings=True
+    ),
     # The 12-layer model of the course's article: 179.4M parameters.
     "article": ModelConfig(768, 12, 12, 50_000, max_seq_len=512, ffn_dim=2688),
-    # Touvron et al. 2023, arXiv:2307.09288, whose sizes are those of arXiv:2302.13971, table 2, with 4,096 tokens;
-    # feed-forward width and vocabulary of the published weights.
+    # Touvron et al. 2023, arXiv:2307.09288, whose sizes are those of arXiv:2302.13971, table 2,
+    # with 4,096 tokens; feed-forward width and vocabulary of the published weights.
     "llama2-7b": ModelConfig(4096, 32, 32, 32_000, ffn_dim=11_008, max_seq_len=4096),
-    # Grattafiori et al. 2024, arXiv:2407.21783, table 3; the vocabulary with its 256 special tokens.
+    # Grattafiori et al. 2024, arXiv:2407.21783, table 3; the vocabulary with its 256 special
+    # tokens.
     "llama3-8b": _llama3(4096, 32, 32, 14_336),
     "llama3-70b": _llama3(8192, 80, 64, 28_672),
     "llama3-405b": _llama3(16_384, 126, 128, 53_248),
@@ -164,9 +208,19 @@ _MODELS = {
     "bloom-176b": _gpt(14_336, 70, 112, 250_880),
     # Jiang et al. 2024, arXiv:2401.04088, table 1: 46.7 billion parameters, 12.9 of them active.
     "mixtral-8x7b": ModelConfig(
-        4096, 32, 32, 32_000, n_kv_heads=8, ffn_dim=14_336, max_seq_len=32_768, rope_theta=1e6, n_experts=8, top_k=2
+        4096,
+        32,
+        32,
+        32_000,
+        n_kv_heads=8,
+        ffn_dim=14_336,
+        max_seq_len=32_768,
+        rope_theta=1e6,
+        n_experts=8,
+        top_k=2,
     ),
-    # Yang et al. 2025, arXiv:2505.09388, table 2, and the published config.json: 235 billion, 22 active.
+    # Yang et al. 2025, arXiv:2505.09388, table 2, and the published config.json: 235 billion, 22
+    # active.
     "qwen3-235b-a22b": ModelConfig(
         4096,
         94,
@@ -182,10 +236,11 @@ _MODELS = {
         top_k=8,
         expert_dim=1536,
     ),
-    # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2: 671 billion, 37 active; without its multi-token prediction. Its
-    # latent attention has 128 heads, queries and keys of 192 channels, values of 128, and 187.1 million parameters a
-    # layer. Grouped-query attention of 128 heads of 96 channels with 8 for keys and values has 187.2, so weights,
-    # gradients and products are right; the scores, 60 % as wide, are counted too low.
+    # DeepSeek-AI 2024, arXiv:2412.19437, section 4.2: 671 billion, 37 active; without its
+    # multi-token prediction. Its latent attention has 128 heads, queries and keys of 192 channels,
+    # values of 128, and 187.1 million parameters a layer. Grouped-query attention of 128 heads of
+    # 96 channels with 8 for keys and values has 187.2, so weights, gradients and products are
+    # right; the scores, 60 % as wide, are counted too low.
     "deepseek-v3": ModelConfig(
         7168,
         61,

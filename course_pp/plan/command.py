@@ -12,12 +12,22 @@ HELP = "rank the layouts of a model on a cluster, on paper"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"one of {', '.join(model_names())}")
-    parser.add_argument("--cluster", required=True, help=f"as 2048x8xH100; GPUs are {', '.join(gpu_names())}")
-    parser.add_argument("--batch", type=int, required=True, help="sequences in a step, of all ranks together")
+    parser.add_argument(
+        "--cluster", required=True, help=f"as 2048x8xH100; GPUs are {', '.join(gpu_names())}"
+    )
+    parser.add_argument(
+        "--batch", type=int, required=True, help="sequences in a step, of all ranks together"
+    )
     parser.add_argument("--seq-len", type=int, required=True, help="tokens in a sequence")
-    parser.add_argument("--precision", default="mixed", help=f"{', '.join(PRECISIONS)} (default: mixed)")
-    parser.add_argument("--ep", type=int, help="ranks that share a layer's experts (default: all numbers are tried)")
-    parser.add_argument("--rows", type=int, default=10, help="how many layouts to show (default: 10)")
+    parser.add_argument(
+        "--precision", default="mixed", help=f"{', '.join(PRECISIONS)} (default: mixed)"
+    )
+    parser.add_argument(
+        "--ep", type=int, help="ranks that share a layer's experts (default: all numbers are tried)"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=10, help="how many layouts to show (default: 10)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -28,7 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
     """
     model, cluster = model_named(arguments.model), cluster_of(arguments.cluster)
     found = plan(
-        model, cluster, arguments.batch, arguments.seq_len, arguments.rows, arguments.precision, ep=arguments.ep
+        model,
+        cluster,
+        arguments.batch,
+        arguments.seq_len,
+        arguments.rows,
+        arguments.precision,
+        ep=arguments.ep,
     )
     if model.n_experts:
         total, active = (n / 1e9 for n in (model.n_parameters, model.n_active_parameters))
@@ -43,7 +59,9 @@ def run(arguments: argparse.Namespace) -> None:
 def said_of_buffers(ahead: bool) -> str:
     """Return the sentence that says how many receive buffers the memory of a pipeline holds."""
     if ahead:
-        return "GB holds a receive buffer for every message of a step, as torch before 2.15 makes them"
+        return (
+            "GB holds a receive buffer for every message of a step, as torch before 2.15 makes them"
+        )
     return "GB holds one receive buffer a boundary, as torch has from 2.15 on"
 
 
@@ -63,4 +81,6 @@ def table(found: list[Prediction]) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -28,9 +28,11 @@ _MOST_RANKS = 2**20
 _MOST_FORWARDS = 1_000_000
 
 PRECISIONS = {
-    # This stack's default under FSDP2: everything kept in float32, computed with in bfloat16, reduced in float32.
+    # This stack's default under FSDP2: everything kept in float32, computed with in bfloat16,
+    # reduced in float32.
     "mixed": Precision(4, 2, 4, 8),
-    # Megatron-LM's: 16-bit parameters and gradients; a float32 copy and two moments in the optimizer.
+    # Megatron-LM's: 16-bit parameters and gradients; a float32 copy and two moments in the
+    # optimizer.
     "megatron": Precision(2, 2, 2, 12),
     "bfloat16": Precision(2, 2, 4, 4),
     "float32": Precision(4, 4, 4, 8),
@@ -40,7 +42,8 @@ PRECISIONS = {
 
 @cache
 def torch_receives_ahead() -> bool:
-    """Return whether the torch that is installed makes all receive buffers of a step beforehand: before 2.15.
+    """Return whether the torch that is installed makes all receive buffers of a step beforehand:
+    before 2.15.
 
     Without torch the answer is that of the newest.
     """
@@ -58,29 +61,39 @@ class Layout:
 
     Attributes:
         pp, tp, dp_shard, dp_replicate: sizes of the mesh, as ``DistributedConfig`` has them.
-        schedule, n_chunks: of the pipeline, as :func:`course_pp.schedule.build` takes them; ignored with ``pp=1``.
+        schedule, n_chunks: of the pipeline, as :func:`course_pp.schedule.build` takes them; ignored
+            with ``pp=1``.
         microbatch_size: sequences in a microbatch of one data-parallel rank.
-        reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a pipeline, keeps with one.
-        ac: activation checkpointing: of whole layers (``full``), of attention (``selective``), none.
-        precision: one of :data:`PRECISIONS`. Under FSDP2 ``mixed`` gathers weights in 16 bits, once for all
-            microbatches. On one data-parallel rank there is no FSDP2: each product casts its weights
-            (``parallel.compute_in``), and each microbatch in flight keeps its own copies of them.
-        sequence_parallel: whether norms work on parts of the sequence; None as the stack does: without a pipeline.
+        reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a
+            pipeline, keeps with one.
+        ac: activation checkpointing: of whole layers (``full``), of attention (``selective``),
+            none.
+        precision: one of :data:`PRECISIONS`. Under FSDP2 ``mixed`` gathers weights in 16 bits, once
+            for all microbatches. On one data-parallel rank there is no FSDP2: each product casts
+            its weights (``parallel.compute_in``), and each microbatch in flight keeps its own
+            copies of them.
+        sequence_parallel: whether norms work on parts of the sequence; None as the stack does:
+            without a pipeline.
         flash: whether attention keeps no scores and skips what the causal mask hides.
-        fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps two float32 copies.
+        fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps
+            two float32 copies.
         splits_head: whether logits stay cut over the vocabulary (``gather_logits=False``).
-        scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it behind the link
-            (Narayanan et al. 2021, section 4.1); this stack sends it whole.
-        overlap: whether data-parallel traffic runs beside the work it need not wait for; else all of it is waited for.
-        receives_ahead: whether every message of a step has its receive buffer from the start, as torch before 2.15
-            has it; else there is one a boundary. The default is the way of the torch that is installed, and without
-            torch that of the newest.
-        reduces: when gradients are reduced: layer by layer beside the last microbatch's ``backward``, as torch's DDP
-            does; ``after`` a stage's last backward, while its rank waits; ``"auto"`` is the latter under a
-            ``PipelineSchedule``, so with a pipeline or several microbatches, and the former where one forward and one
-            backward are the step, as in a loop of one's own.
-        ep: groups of this many ranks of ``dp_shard``, neighbours with different data, share the experts of a layer.
-        imbalance: the load of the fullest expert over the mean load; a capacity factor of the model limits it.
+        scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it
+            behind the link (Narayanan et al. 2021, section 4.1); this stack sends it whole.
+        overlap: whether data-parallel traffic runs beside the work it need not wait for; else all
+            of it is waited for.
+        receives_ahead: whether every message of a step has its receive buffer from the start, as
+            torch before 2.15 has it; else there is one a boundary. The default is the way of the
+            torch that is installed, and without torch that of the newest.
+        reduces: when gradients are reduced: layer by layer beside the last microbatch's
+            ``backward``, as torch's DDP does; ``after`` a stage's last backward, while its rank
+            waits; ``"auto"`` is the latter under a ``PipelineSchedule``, so with a pipeline or
+            several microbatches, and the former where one forward and one backward are the step, as
+            in a loop of one's own.
+        ep: groups of this many ranks of ``dp_shard``, neighbours with different data, share the
+            experts of a layer.
+        imbalance: the load of the fullest expert over the mean load; a capacity factor of the model
+            limits it.
 
     Schedules that do not end a step or keep stages twice are refused.
     """
@@ -113,21 +126,29 @@ class Layout:
             if getattr(self, name) > _MOST_RANKS:
                 raise ValueError(f"{name}={getattr(self, name)}: give at most {_MOST_RANKS:,}")
         if self.precision not in PRECISIONS:
-            raise ValueError(f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}")
+            raise ValueError(
+                f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}"
+            )
         if self.dp_shard % self.ep:
             raise ValueError(
-                f"ep={self.ep} must divide dp_shard={self.dp_shard}, whose ranks share the experts: the largest below "
-                f"that works is ep={_largest_divisor(self.ep, self.dp_shard)}"
+                f"ep={self.ep} must divide dp_shard={self.dp_shard}, whose ranks share the experts:"
+                f" the largest below that works is ep={_largest_divisor(self.ep, self.dp_shard)}"
             )
         if not 1 <= self.imbalance < math.inf:
-            raise ValueError(f"imbalance={self.imbalance}: give the fullest expert's load over the mean, at least 1")
+            raise ValueError(
+                f"imbalance={self.imbalance}: give the fullest expert's load over the mean, at"
+                " least 1"
+            )
         entry = find(self.schedule)
         if entry.updates:
-            raise ValueError(f"schedule={self.schedule!r} has no step that ends: plan a synchronous one")
+            raise ValueError(
+                f"schedule={self.schedule!r} has no step that ends: plan a synchronous one"
+            )
         if any(len(ranks) > 1 for ranks in entry.placement(self.pp, self.n_chunks)):
             raise ValueError(
-                f"schedule={self.schedule!r} keeps every stage on two ranks, and summing their gradients has no "
-                "formula here: plan one that keeps each once, such as 'dualpipe_v'"
+                f"schedule={self.schedule!r} keeps every stage on two ranks, and summing their"
+                " gradients has no formula here: plan one that keeps each once, such as"
+                " 'dualpipe_v'"
             )
 
     @property
@@ -165,7 +186,9 @@ class Layout:
         return self.pp > 1 or n_microbatches > 1
 
     def reduces_in_backward(self, n_microbatches: int) -> bool:
-        return self.reduces == "backward" or (self.reduces == "auto" and not self.is_scheduled(n_microbatches))
+        return self.reduces == "backward" or (
+            self.reduces == "auto" and not self.is_scheduled(n_microbatches)
+        )
 
     def splits_sequence(self, model: ModelConfig) -> bool:
         if self.sequence_parallel is None:
@@ -175,8 +198,8 @@ class Layout:
     def expert_load(self, model: ModelConfig) -> float:
         """Return how much work the experts of the fullest rank have over the mean of ``ep`` ranks.
 
-        One of its experts has ``imbalance`` times the mean load, and all others share the rest; none takes more than
-        the capacity.
+        One of its experts has ``imbalance`` times the mean load, and all others share the rest;
+        none takes more than the capacity.
         """
         most = model.n_experts if model.capacity_factor is None else model.capacity_factor
         others = (model.n_experts - self.imbalance) / max(1, model.n_experts - 1)
@@ -184,7 +207,9 @@ class Layout:
         return (min(self.imbalance, most) + (n_here - 1) * min(others, most)) / n_here
 
     def place(self, rank: int) -> Coordinates:
-        return coordinates(rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+        return coordinates(
+            rank, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp
+        )
 
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
@@ -199,14 +224,15 @@ class Layout:
         if global_batch < 1 or global_batch % each:
             near = max(each, round(global_batch / each) * each)
             raise ValueError(
-                f"global_batch={global_batch} must be a multiple of data ranks × microbatch_size = {self.n_data} × "
-                f"{self.microbatch_size} = {each}, in sequences of all ranks together: the nearest is {near}"
+                f"global_batch={global_batch} must be a multiple of data ranks × microbatch_size ="
+                f" {self.n_data} × {self.microbatch_size} = {each}, in sequences of all ranks"
+                f" together: the nearest is {near}"
             )
         m = global_batch // each
         if m * self.n_stages > _MOST_FORWARDS:
             raise ValueError(
-                f"global_batch={global_batch} makes {m * self.n_stages:,} forwards of a pipeline, each of which is "
-                f"simulated: give a batch of at most {_MOST_FORWARDS:,} of them"
+                f"global_batch={global_batch} makes {m * self.n_stages:,} forwards of a pipeline,"
+                f" each of which is simulated: give a batch of at most {_MOST_FORWARDS:,} of them"
             )
         return m
 
@@ -220,40 +246,53 @@ class Layout:
             sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
             spelled = " × ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
-                f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} × "
-                f"{cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
+                f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} ×"
+                f" {cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
             )
         check_ep(model, self.ep, self.dp_shard)
         columns = gcd(model.dim, model.expert_hidden_dim)
         if self.ep > 1 and columns % (self.dp_shard // self.ep):
             raise ValueError(
-                f"dp_shard / ep = {self.dp_shard // self.ep} ranks hold the same experts and must divide their "
-                f"columns, dim={model.dim} and expert_dim={model.expert_hidden_dim}: change dp_shard or ep"
+                f"dp_shard / ep = {self.dp_shard // self.ep} ranks hold the same experts and must"
+                f" divide their columns, dim={model.dim} and expert_dim={model.expert_hidden_dim}:"
+                " change dp_shard or ep"
             )
         if model.n_experts and self.imbalance > model.n_experts / model.top_k:
             raise ValueError(
-                f"imbalance={self.imbalance} is more than n_experts / top_k = {model.n_experts / model.top_k:g}, where "
-                "every token goes to the fullest expert"
+                f"imbalance={self.imbalance} is more than n_experts / top_k ="
+                f" {model.n_experts / model.top_k:g}, where every token goes to the fullest expert"
             )
         divided = cut_by_tp(model)
         for name, size in divided.items():
             if size % self.tp:
                 works = _largest_divisor(self.tp, gcd(*divided.values()))
-                raise ValueError(f"tp={self.tp} must divide {name}={size}: the largest below that works is tp={works}")
+                raise ValueError(
+                    f"tp={self.tp} must divide {name}={size}: the largest below that works is"
+                    f" tp={works}"
+                )
         if self.n_stages > model.n_layers:
             raise ValueError(
-                f"{self.n_stages} stages need at least as many layers, and the model has {model.n_layers}: lower pp "
-                "or n_chunks"
+                f"{self.n_stages} stages need at least as many layers, and the model has"
+                f" {model.n_layers}: lower pp or n_chunks"
             )
 
     def with_(self, **changes: object) -> "Layout":
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "tp": self.tp, "shard": self.dp_shard, "replicate": self.dp_replicate}
+        sizes = {
+            "pp": self.pp,
+            "tp": self.tp,
+            "shard": self.dp_shard,
+            "replicate": self.dp_replicate,
+        }
         sizes["ep"] = self.ep
         mesh = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
-        order = f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "") if self.pp > 1 else ""
+        order = (
+            f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "")
+            if self.pp > 1
+            else ""
+        )
         return f"{mesh}{order} mb={self.microbatch_size} ac={self.ac}"
 
 

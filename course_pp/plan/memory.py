@@ -7,7 +7,8 @@
                  until its last microbatch
     optimizer    AdamW's two moments, and a float32 counter a parameter
     gathered     the most that FSDP2 gathers at once (``parallel.traffic_and_memory``)
-    activations  what the microbatches in flight keep for backward, a stage's output, which torch's pipeline holds as
+    activations  what the microbatches in flight keep for backward, a stage's output, which torch's
+    pipeline holds as
                  long, and what one recomputed layer keeps meanwhile
     buffers      rotary tables; receive buffers, one a boundary; before torch 2.15 one a microbatch and boundary, which
                  it makes beforehand (``Layout.receives_ahead``)
@@ -21,14 +22,14 @@ of e bytes and norms and routers that compute in w = max(4, e)::
     experts       instead, E of them: the router's input and scores (h + E) w; for each of a token's choices indices and
                   weights, what an expert of width f takes, keeps and returns, and the same in order: (3 h + 4 f) e
 
-all times T. Tensor parallelism divides all but the norms, the two inputs and experts; sequence parallelism the norms,
-too. The rank of a hot expert takes and keeps more of them (``Layout.imbalance``).
-Where products cast their weights (``Layout.casts_weights``, so mixed precision without FSDP2), what enters a
-checkpointed part is in float32, queries, keys, values, gate and up each keep a copy of their input, and each
-microbatch its copies of the matrices.
+all times T. Tensor parallelism divides all but the norms, the two inputs and experts; sequence
+parallelism the norms, too. The rank of a hot expert takes and keeps more of them
+(``Layout.imbalance``). Where products cast their weights (``Layout.casts_weights``, so mixed
+precision without FSDP2), what enters a checkpointed part is in float32, queries, keys, values, gate
+and up each keep a copy of their input, and each microbatch its copies of the matrices.
 
-The list is what torch's autograd saves; that it is complete is tested. Where attention keeps its scores, it is
-Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
+The list is what torch's autograd saves; that it is complete is tested. Where attention keeps its
+scores, it is Korthikanti et al. 2022, arXiv:2205.05198, equation 2: 5 a s more a token.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ _COUNTER = 4  # bytes of AdamW's ``step``
 
 
 def kept_by_layer(work: Work, ac: str, *, sparse: bool = False) -> float:
-    """Return the bytes that the forward of one layer, with experts if ``sparse``, keeps for one microbatch.
+    """Return the bytes that the forward of one layer, with experts if ``sparse``, keeps for one
+    microbatch.
 
     Args:
         ac: the checkpointing, as :class:`Layout` takes it; that of ``work.layout`` or another one.
@@ -58,7 +60,9 @@ def kept_by_layer(work: Work, ac: str, *, sparse: bool = False) -> float:
     kv = model.kv_heads * model.head_dim
     attention = ((3 * model.q_dim + 2 * kv) * e + w * model.n_heads) / tp if ac == "none" else 0.0
     if model.qk_norm and ac == "none":
-        attention += (_kept_by_norm(model.q_dim + kv, layout) + w * (model.n_heads + model.kv_heads)) / tp
+        attention += (
+            _kept_by_norm(model.q_dim + kv, layout) + w * (model.n_heads + model.kv_heads)
+        ) / tp
     if not layout.flash and ac == "none":
         attention += 2.5 * e * model.n_heads * work.seq_len / tp
     kept = tokens * (norms + attention + h * e + _kept_inside_ffn(work, sparse))
@@ -73,7 +77,9 @@ def _between(layout: Layout) -> int:
 
 def _kept_by_norm(width: int, layout: Layout) -> float:
     """Return the bytes that a norm keeps of its input, for one token."""
-    return width * (_between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed))
+    return width * (
+        _between(layout) if layout.fused_norms else 2 * max(4, layout.bytes_of.computed)
+    )
 
 
 def _kept_inside_ffn(work: Work, sparse: bool) -> float:
@@ -99,7 +105,11 @@ def _cast_by_layer(work: Work, ac: str, sparse: bool) -> float:
     if ac == "selective":
         return feed_forward * e + tokens * (copies + h * (4 - e))
     tables = 2 * model.head_dim * work.seq_len * e
-    return (model.n_attention_matrices / layout.tp + feed_forward) * e + tokens * (copies + 2 * h * e) + tables
+    return (
+        (model.n_attention_matrices / layout.tp + feed_forward) * e
+        + tokens * (copies + 2 * h * e)
+        + tables
+    )
 
 
 def _ffn_matrices(work: Work, sparse: bool) -> float:
@@ -144,10 +154,12 @@ def _n_logits(work: Work) -> float:
 
 
 def kept_again(work: Work, stage: StagePlan) -> float:
-    """Return the most bytes that a backward keeps in addition once it has recomputed a layer or its attention.
+    """Return the most bytes that a backward keeps in addition once it has recomputed a layer or its
+    attention.
 
-    By then it has freed what lies behind: final norm, head and loss, and later layers; with ``selective`` the layer's
-    feed-forward block or experts, too, which are larger than attention in every published model.
+    By then it has freed what lies behind: final norm, head and loss, and later layers; with
+    ``selective`` the layer's feed-forward block or experts, too, which are larger than attention in
+    every published model.
     """
     ac = work.layout.ac
     if ac == "none":
@@ -174,23 +186,28 @@ def _again_by_layer(work: Work, sparse: bool) -> float:
         again -= tokens * (_kept_by_norm(h, layout) * stream + _kept_inside_ffn(work, sparse))
         if layout.casts_weights:
             again -= _ffn_matrices(work, sparse) * e
-    elif layout.fused_norms or _between(layout) >= 4:  # the layer's input, kept already, is what its first norm keeps
+    elif layout.fused_norms or _between(layout) >= 4:
+        # the layer's input, kept already, is what its first norm keeps
         again -= tokens * h * _between(layout) * stream
     return again
 
 
-def memory_of_rank(work: Work, n_microbatches: int, rank: int, peaks: Sequence[float] | None) -> dict[str, int]:
+def memory_of_rank(
+    work: Work, n_microbatches: int, rank: int, peaks: Sequence[float] | None
+) -> dict[str, int]:
     """Return the bytes on a global rank at its fullest, by kind.
 
     Args:
-        peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's, one a stage that
-            follows; and whole gradients of all stages at once.
+        peaks: of :func:`peaks_in_flight`; None for a bound: of GPipe all microbatches, else 1F1B's,
+            one a stage that follows; and whole gradients of all stages at once.
     """
     layout = work.layout
     at = layout.place(rank)
     stages = layout.stages(work.model, at.pp)
     size = layout.bytes_of
-    n_elements = sum(s.total(lambda group: held_elements(group, layout.dp_shard, at.dp_shard)) for s in stages)
+    n_elements = sum(
+        s.total(lambda group: held_elements(group, layout.dp_shard, at.dp_shard)) for s in stages
+    )
     n_tensors = sum(s.total(len) for s in stages)
     held = {
         "parameters": n_elements * size.kept,
@@ -201,7 +218,9 @@ def memory_of_rank(work: Work, n_microbatches: int, rank: int, peaks: Sequence[f
     }
     if layout.n_data > 1:
         scheduled = layout.is_scheduled(n_microbatches)
-        elements = unsharded_elements(stages, layout.dp_shard, layout.frees_after_forward, pipelined=scheduled)
+        elements = unsharded_elements(
+            stages, layout.dp_shard, layout.frees_after_forward, pipelined=scheduled
+        )
         held["gathered"] = elements * size.computed
         if scheduled:
             order = () if peaks is None else layout.order(n_microbatches).actions[at.pp]
@@ -226,13 +245,17 @@ def peaks_in_flight(work: Work, timeline: Timeline) -> tuple[float, ...]:
         held = peak = 0.0
         for parts in (span.action.parts for span in row):
             held += sum(kept[part.stage] for part in parts if part.kind == "F")
-            peak = max(peak, held, *(held + again[part.stage] for part in parts if part.kind in "BI"))
+            peak = max(
+                peak, held, *(held + again[part.stage] for part in parts if part.kind in "BI")
+            )
             held -= sum(kept[part.stage] for part in parts if part.kind in "BW")
         peaks.append(peak)
     return tuple(peaks)
 
 
-def _unreduced(layout: Layout, at_shard: int, stages: Sequence[StagePlan], order: Sequence[Action | Overlap]) -> int:
+def _unreduced(
+    layout: Layout, at_shard: int, stages: Sequence[StagePlan], order: Sequence[Action | Overlap]
+) -> int:
     """Return the most bytes by which gradients, whole from a stage's first to last backward, exceed their shards."""
     size, more = layout.bytes_of, {}
     for stage in stages:
@@ -243,12 +266,17 @@ def _unreduced(layout: Layout, at_shard: int, stages: Sequence[StagePlan], order
         return sum(more.values())
     last = {stage: turn for turn, stage in enumerate(turns)}
     first = {stage: turns.index(stage) for stage in last}
-    return max(sum(more[s] for s in last if first[s] <= turn <= last[s]) for turn in set(first.values()))
+    return max(
+        sum(more[s] for s in last if first[s] <= turn <= last[s]) for turn in set(first.values())
+    )
 
 
-def _bound_in_flight(layout: Layout, kept: Sequence[float], n_microbatches: int, pp_rank: int) -> float:
+def _bound_in_flight(
+    layout: Layout, kept: Sequence[float], n_microbatches: int, pp_rank: int
+) -> float:
     n_chunks = len(kept)
-    # Narayanan et al. 2021, section 2.2: one a rank that follows; interleaved, the first rank holds a round more.
+    # Narayanan et al. 2021, section 2.2: one a rank that follows; interleaved, the first rank holds
+    # a round more.
     most = layout.pp - pp_rank if n_chunks == 1 else layout.pp * (n_chunks + 1) - 2 * pp_rank - 1
     if layout.schedule == "gpipe" and layout.pp > 1:
         most = n_microbatches
@@ -263,7 +291,8 @@ def _buffers(work: Work, n_microbatches: int, stages: Sequence[StagePlan]) -> in
     message = work.tokens * model.dim * layout.bytes_of.computed
     here = {stage.index for stage in stages}
     received = sum(
-        (not s.is_first and s.index - 1 not in here) + (not s.is_last and s.index + 1 not in here) for s in stages
+        (not s.is_first and s.index - 1 not in here) + (not s.is_last and s.index + 1 not in here)
+        for s in stages
     )
     return tables + received * message * (n_microbatches if layout.receives_ahead else 1)
 

@@ -22,7 +22,16 @@ from course_pp.plan.timing import (
 )
 from course_pp.schedule import Costs, Span, Timeline, simulate
 
-PARTS = ("compute", "recompute", "tensor", "expert exchange", "bubble", "point-to-point", "data", "optimizer")
+PARTS = (
+    "compute",
+    "recompute",
+    "tensor",
+    "expert exchange",
+    "bubble",
+    "point-to-point",
+    "data",
+    "optimizer",
+)
 USABLE_MEMORY = 0.92
 """Of a GPU's memory; the driver, the libraries' buffers and fragments take the rest."""
 
@@ -33,8 +42,10 @@ class Prediction:
 
     Attributes:
         step_s: seconds of a step.
-        parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to ``step_s``.
-        parts_by_rank: those of each pipeline rank. Where it ends earlier, the rest of the step is in its bubble.
+        parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to
+            ``step_s``.
+        parts_by_rank: those of each pipeline rank. Where it ends earlier, the rest of the step is
+            in its bubble.
         costs: of each stage and message, as the simulator took them, in seconds.
         timeline: the pipeline's, in seconds, up to its last backward.
     """
@@ -63,10 +74,11 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022, arXiv:2204.02311).
+        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022,
+        arXiv:2204.02311).
 
-        Attention is counted whole, as there. With ``flash`` half of it is skipped, so that beyond some ``12 * dim``
-        tokens, more than any model of :func:`model_names` takes, this can pass 1.
+        Attention is counted whole, as there. With ``flash`` half of it is skipped, so that beyond
+        some ``12 * dim`` tokens, more than any model of :func:`model_names` takes, this can pass 1.
         """
         return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
 
@@ -81,7 +93,10 @@ class Prediction:
     @cached_property
     def peak_memory(self) -> tuple[Mapping[str, int], ...]:
         """Bytes by pipeline rank and kind, of the first data- and tensor-parallel rank, which holds most."""
-        return tuple(self.memory(rank * self.layout.n_data * self.layout.tp) for rank in range(self.layout.pp))
+        return tuple(
+            self.memory(rank * self.layout.n_data * self.layout.tp)
+            for rank in range(self.layout.pp)
+        )
 
     @cached_property
     def total_memory(self) -> tuple[int, ...]:
@@ -112,13 +127,18 @@ class Prediction:
         faster = replace(gpu, peak=2 * gpu.peak, peak_32=2 * gpu.peak_of(4))
         doubled = {
             "peak": replace(cluster, gpu=faster),
-            "memory bandwidth": replace(cluster, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)),
+            "memory bandwidth": replace(
+                cluster, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)
+            ),
             "links inside nodes": replace(cluster, intra_bandwidth=2 * intra),
             "links between nodes": replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth),
         }
         asked = self.model, self.layout
         found = {
-            name: predict(*asked, other, self.global_batch, self.seq_len, self.constants).step_s / self.step_s
+            name: (
+                predict(*asked, other, self.global_batch, self.seq_len, self.constants).step_s
+                / self.step_s
+            )
             for name, other in doubled.items()
         }
         twice = predict(*asked, cluster, 2 * self.global_batch, self.seq_len, self.constants)
@@ -127,8 +147,9 @@ class Prediction:
     def __str__(self) -> str:
         most = max(self.total_memory)
         return (
-            f"{self.layout}: {self.step_s:.4g} s a step, {self.tflops_per_gpu:.4g} TFLOP/s a GPU, MFU {self.mfu:.1%}, "
-            f"{most / 1e9:.3g} of {self.cluster.gpu.memory / 1e9:.3g} GB, bound by {self.bound_by}"
+            f"{self.layout}: {self.step_s:.4g} s a step, {self.tflops_per_gpu:.4g} TFLOP/s a GPU,"
+            f" MFU {self.mfu:.1%}, {most / 1e9:.3g} of {self.cluster.gpu.memory / 1e9:.3g} GB,"
+            f" bound by {self.bound_by}"
         )
 
 
@@ -143,9 +164,10 @@ def predict(
 ) -> Prediction:
     """Predict one step of ``model`` laid out on a cluster.
 
-    The pipeline is simulated with each stage's own times. The first gather, the reductions and the optimizer are added
-    on the rank that ends last, minus what overlaps. As ``layout.reduces`` says, reductions run beside the last
-    backward; or each begins when the last backward of its stage ends, and the rank waits for it.
+    The pipeline is simulated with each stage's own times. The first gather, the reductions and the
+    optimizer are added on the rank that ends last, minus what overlaps. As ``layout.reduces`` says,
+    reductions run beside the last backward; or each begins when the last backward of its stage
+    ends, and the rank waits for it.
 
     Args:
         global_batch: sequences of all ranks together.
@@ -165,8 +187,8 @@ def predict(
     times = [stage_time(run, stage) for stage in stages]
     gathers = [data_parallel_times(run, [stage])[0] for stage in stages]
     hops = transfers(run)
-    # With ``reshard`` each backward waits for parameters that come too late. Each forward frees a group, so the next
-    # action gathers it; a backward leaves it gathered for the next forward.
+    # With ``reshard`` each backward waits for parameters that come too late. Each forward frees a
+    # group, so the next action gathers it; a backward leaves it gathered for the next forward.
     late = [0.0] * len(times)
     if layout.frees_after_forward:
         both = zip(gathers, times, strict=True)
@@ -181,7 +203,9 @@ def predict(
     by_rank = _parts(run, timeline, times, hops)
     parts = max(by_rank, key=lambda each: sum(each.values()))
     step_s = sum(parts.values())
-    by_rank = tuple({**each, "bubble": each["bubble"] + step_s - sum(each.values())} for each in by_rank)
+    by_rank = tuple(
+        {**each, "bubble": each["bubble"] + step_s - sum(each.values())} for each in by_rank
+    )
     return Prediction(
         model=model,
         layout=layout,
@@ -202,8 +226,8 @@ def check_seq_len(model: ModelConfig, seq_len: int) -> None:
         raise ValueError(f"seq_len={seq_len}: give at least 1 token")
     if seq_len > model.max_seq_len:
         raise ValueError(
-            f"seq_len={seq_len} is longer than the model's max_seq_len={model.max_seq_len}: give at most that many "
-            "tokens, or a model with a larger max_seq_len"
+            f"seq_len={seq_len} is longer than the model's max_seq_len={model.max_seq_len}: give at"
+            " most that many tokens, or a model with a larger max_seq_len"
         )
 
 
@@ -238,7 +262,9 @@ def _parts(
     return tuple(found)
 
 
-def _data(run: Run, held: list[StagePlan], times: list[StageTime], timeline: Timeline, rank: int) -> float:
+def _data(
+    run: Run, held: list[StagePlan], times: list[StageTime], timeline: Timeline, rank: int
+) -> float:
     """Return the seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
     layout = run.layout
     gathered, reduced = data_parallel_times(run, held)
@@ -249,7 +275,9 @@ def _data(run: Run, held: list[StagePlan], times: list[StageTime], timeline: Tim
         return waited + reduced
     if layout.reduces_in_backward(timeline.n_microbatches):
         # Where forward frees parameters, the links gather for the same backward.
-        return waited + _exposed(layout, reduced, max(0.0, last - gathered * layout.frees_after_forward))
+        return waited + _exposed(
+            layout, reduced, max(0.0, last - gathered * layout.frees_after_forward)
+        )
     each = {stage.index: data_parallel_times(run, [stage])[1] for stage in held}
     row = timeline.by_rank[rank]
     return waited + _reduced_at(row, each) - float(row[-1].end)
@@ -258,7 +286,9 @@ def _data(run: Run, held: list[StagePlan], times: list[StageTime], timeline: Tim
 def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
     """Return when a rank is done if it waits for each stage's reduction once the stage's last backward has ended."""
     ends = {part.stage: i for i, span in enumerate(row) for part in span.action.parts}
-    after = {i: sum(seconds[stage] for stage, at in ends.items() if at == i) for i in set(ends.values())}
+    after = {
+        i: sum(seconds[stage] for stage, at in ends.items() if at == i) for i in set(ends.values())
+    }
     clock = 0.0
     for i, span in enumerate(row):
         clock = max(clock, float(span.start)) + float(span.end - span.start) + after.get(i, 0.0)
@@ -275,9 +305,11 @@ _ROUNDING = 1e-9
 
 @checked
 def explain(first: Prediction, second: Prediction) -> str:
-    """Compare two predictions line by line: what was asked where it differs, where the time goes, what is held.
+    """Compare two predictions line by line: what was asked where it differs, where the time goes,
+    what is held.
 
-    Times are means over pipeline ranks, as :func:`causes` takes them. The last line is the reason in one sentence.
+    Times are means over pipeline ranks, as :func:`causes` takes them. The last line is the reason
+    in one sentence.
     """
     rows: list[tuple[str, ...]] = [("", str(first.layout), str(second.layout), "second − first")]
     rows += [(name, a, b) for name, a, b in _asked(first, second)]
@@ -289,13 +321,28 @@ def explain(first: Prediction, second: Prediction) -> str:
         for part in ours
         if max(ours[part], theirs[part]) > _ROUNDING * largest
     ]
-    rows.append(("MFU", f"{first.mfu:.1%}", f"{second.mfu:.1%}", f"{_less(first.mfu, second.mfu, 1.0):+.1%}"))
-    fullest = [max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (first, second)]
+    rows.append(
+        (
+            "MFU",
+            f"{first.mfu:.1%}",
+            f"{second.mfu:.1%}",
+            f"{_less(first.mfu, second.mfu, 1.0):+.1%}",
+        )
+    )
+    fullest = [
+        max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (first, second)
+    ]
     totals = [sum(kinds.values()) / 1e9 for kinds in fullest]
     rows.append(_row("memory, GB", totals[0], totals[1], max(totals)))
-    rows += [_row(f"  {kind}", n / 1e9, fullest[1][kind] / 1e9, max(totals)) for kind, n in fullest[0].items()]
+    rows += [
+        _row(f"  {kind}", n / 1e9, fullest[1][kind] / 1e9, max(totals))
+        for kind, n in fullest[0].items()
+    ]
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(4)]
-    lines = ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip() for row in rows]
+    lines = [
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]
     if not _less(first.step_s, second.step_s, largest):
         last = "Both take the same time."
     elif first.step_s < second.step_s:
@@ -308,12 +355,24 @@ def explain(first: Prediction, second: Prediction) -> str:
 @checked
 def reason(quicker: Prediction, slower: Prediction) -> str:
     """Return why one prediction is quicker than another, in a sentence."""
-    refuse_unless(quicker.step_s < slower.step_s, "reason", "quicker", quicker, "give the quicker first")
+    refuse_unless(
+        quicker.step_s < slower.step_s, "reason", "quicker", quicker, "give the quicker first"
+    )
     what = [f"{name.strip()} {a}, not {b}" for name, a, b in _asked(quicker, slower)]
     ours, theirs = str(quicker.layout), str(slower.layout)
     if ours != theirs:
         what.append(f"{ours} instead of {theirs}")
-    told = {"pp", "tp", "dp_shard", "dp_replicate", "ep", "schedule", "n_chunks", "microbatch_size", "ac"}
+    told = {
+        "pp",
+        "tp",
+        "dp_shard",
+        "dp_replicate",
+        "ep",
+        "schedule",
+        "n_chunks",
+        "microbatch_size",
+        "ac",
+    }
     unsaid = (each for each in _differing(quicker.layout, slower.layout) if each[0] not in told)
     what += [f"{name}={a}, not {b}" for name, a, b in unsaid]
     less = slower.step_s - quicker.step_s
@@ -322,9 +381,11 @@ def reason(quicker: Prediction, slower: Prediction) -> str:
 
 
 def causes(quicker: Prediction, slower: Prediction) -> list[tuple[float, str]]:
-    """Return what makes one prediction quicker: seconds that it saves, negative where it takes more, and their cause.
+    """Return what makes one prediction quicker: seconds that it saves, negative where it takes
+    more, and their cause.
 
-    Each is a mean over pipeline ranks. All named together are the difference of the steps, give or take a quarter.
+    Each is a mean over pipeline ranks. All named together are the difference of the steps, give or
+    take a quarter.
     """
     ours, theirs = _shares(quicker), _shares(slower)
     saved = {part: theirs[part] - ours[part] for part in ours}
@@ -351,8 +412,12 @@ def largest_terms(terms: Mapping[str, float]) -> list[tuple[float, str]]:
 
 def mainly(found: Sequence[tuple[float, str]], unit: str) -> str:
     """Return in words what :func:`largest_terms` found, of what is less."""
-    saved = _listed([f"{n:.3g} {unit} of {_IN_WORDS.get(what, what)}" for n, what in found if n > 0])
-    paid = _listed([f"{-n:.3g} {unit} more of {_IN_WORDS.get(what, what)}" for n, what in found if n < 0])
+    saved = _listed(
+        [f"{n:.3g} {unit} of {_IN_WORDS.get(what, what)}" for n, what in found if n > 0]
+    )
+    paid = _listed(
+        [f"{-n:.3g} {unit} more of {_IN_WORDS.get(what, what)}" for n, what in found if n < 0]
+    )
     return f"mainly {saved}, but {paid}" if paid else f"mainly {saved}"
 
 
@@ -374,8 +439,8 @@ _IN_WORDS = {
 def _shares(prediction: Prediction) -> dict[str, float]:
     """Return the seconds of a step by kind, as means over pipeline ranks.
 
-    A rank waits for the busiest as long as that one works longer: for uneven stages. The bubble is the rest, in which
-    the busiest rank waits too.
+    A rank waits for the busiest as long as that one works longer: for uneven stages. The bubble is
+    the rest, in which the busiest rank waits too.
     """
     ranks, busy = prediction.parts_by_rank, [float(each) for each in prediction.timeline.busy]
     mean = {part: sum(each[part] for each in ranks) / len(ranks) for part in PARTS}
@@ -395,8 +460,8 @@ def _uneven_ranks(prediction: Prediction) -> str:
             more.append(f"{a} {kind} to {b}")
     holding = f", with {_listed(more)}," if more else ""
     return (
-        f"pipeline rank {most}{holding} is busy for {max(busy):.3g} s, rank {least} for {min(busy):.3g} s, "
-        f"a rank on average for {sum(busy) / len(busy):.3g} s"
+        f"pipeline rank {most}{holding} is busy for {max(busy):.3g} s, rank {least} for"
+        f" {min(busy):.3g} s, a rank on average for {sum(busy) / len(busy):.3g} s"
     )
 
 
@@ -405,14 +470,18 @@ def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, st
     if first.model != second.model:
         yield "model", _model(first.model), _model(second.model)
     if first.cluster != second.cluster:
-        a, b = (f"{c.n_nodes}x{c.gpus_per_node}x{c.gpu.name}" for c in (first.cluster, second.cluster))
+        a, b = (
+            f"{c.n_nodes}x{c.gpus_per_node}x{c.gpu.name}" for c in (first.cluster, second.cluster)
+        )
         yield "cluster", a, b
         for name in ("intra_bandwidth", "inter_bandwidth", "latency"):
             x, y = getattr(first.cluster, name), getattr(second.cluster, name)
             if x != y:
                 yield f"  {name}", f"{x:.4g}", f"{y:.4g}"
         if first.cluster.gpu.name == second.cluster.gpu.name:
-            yield from ((f"  {n}", x, y) for n, x, y in _differing(first.cluster.gpu, second.cluster.gpu))
+            yield from (
+                (f"  {n}", x, y) for n, x, y in _differing(first.cluster.gpu, second.cluster.gpu)
+            )
     for name in ("global_batch", "seq_len"):
         x, y = getattr(first, name), getattr(second, name)
         if x != y:

@@ -24,7 +24,8 @@ class Constants:
 
 @dataclass(frozen=True)
 class Work:
-    """A model laid out on ranks: all that the memory of a rank depends on, whatever the ranks run on.
+    """A model laid out on ranks: all that the memory of a rank depends on, whatever the ranks run
+    on.
 
     Attributes:
         seq_len: tokens in a sequence.

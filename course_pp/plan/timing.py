@@ -2,21 +2,25 @@
 
     products    2 operations a parameter and token; attention 4 · dim a (query, key) pair. At ``matmul_efficiency`` of
                 the peak.
-    other work  norms, activations, softmax move bytes instead. A forward moves ``memory_passes`` times what
-                Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, counts as kept. Bytes grow with the width,
-                operations with its square: so narrow matrices look inefficient, and this is that curve.
+    other work  norms, activations, softmax move bytes instead. A forward moves ``memory_passes``
+    times what
+                Korthikanti et al. 2022, arXiv:2205.05198, section 4.1, counts as kept. Bytes grow
+                with the width, operations with its square: so narrow matrices look inefficient, and
+                this is that curve.
     experts     of a token's ``top_k``, or while their weights are read, whichever takes longer. The rank with the
                 fullest expert keeps all others waiting; the router multiplies in float32.
     casts       where products cast their weights, each microbatch reads and writes them once a forward, and as many
                 bytes of their gradients.
     exchange    a layer with experts sends each (token, choice) pair to its expert's rank and back, in forward and in
-                backward, and waits: two all-to-alls each, and one of the counts in forward. Of ``ep`` ranks those in
-                the node are reached over its links, the others at the same time over a GPU's share of the network.
+                backward, and waits: two all-to-alls each, and one of the counts in forward. Of
+                ``ep`` ranks those in the node are reached over its links, the others at the same
+                time over a GPU's share of the network.
     links       rings at ``link_efficiency`` of the bandwidth; a ring of n takes n − 1 messages one after another, each
                 the cluster's latency.
 
-Backward does the products twice, and moves twice the bytes. Two constants are fitted, on table 1 of Narayanan et al.
-2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; ``link_efficiency`` is set.
+Backward does the products twice, and moves twice the bytes. Two constants are fitted, on table 1 of
+Narayanan et al. 2021, arXiv:2104.04473, by ``benchmarks/plan_calibration.py``; ``link_efficiency``
+is set.
 """
 
 from dataclasses import astuple, dataclass
@@ -29,7 +33,8 @@ from course_pp.plan.run import Run, Work
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one stage and microbatch, as of :class:`course_pp.schedule.Costs`; recomputation is in ``input_grad``.
+    """Seconds of one stage and microbatch, as of :class:`course_pp.schedule.Costs`; recomputation
+    is in ``input_grad``.
 
     Attributes:
         tensor: the part of all three that waits for tensor-parallel sums.
@@ -54,10 +59,11 @@ class StageTime:
 
 
 def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
-    """Return the operations that one step's products need, forward and backward, nothing recomputed.
+    """Return the operations that one step's products need, forward and backward, nothing
+    recomputed.
 
-    Attention is counted whole, as published utilisations count it, also where a kernel skips the masked half. Of
-    experts those count that a token goes to.
+    Attention is counted whole, as published utilisations count it, also where a kernel skips the
+    masked half. Of experts those count that a token goes to.
     """
     tokens = global_batch * seq_len
     matrices = sum(model.layer_matrices) + model.vocab_size * model.dim
@@ -66,7 +72,8 @@ def model_flops(model: ModelConfig, global_batch: int, seq_len: int) -> float:
 
 
 def recomputed_by_selective(model: ModelConfig) -> int:
-    """Return the parameters of the products that ``ac="selective"`` repeats beside attention: queries, keys, values.
+    """Return the parameters of the products that ``ac="selective"`` repeats beside attention:
+    queries, keys, values.
 
     The product that ends a recomputed part is not repeated: only its input is needed.
     """
@@ -102,7 +109,9 @@ def _layer_time(run: Run, *, sparse: bool) -> StageTime:
         matrices = 2.0 * tokens * model.n_attention_matrices / tp / speed
         matrices += _experts_time(run)
         n_matrices = model.n_attention_matrices / tp + model.n_experts * model.dim
-        n_matrices += (model.n_experts / layout.ep + model.n_shared_experts) * model.n_expert_parameters
+        n_matrices += (
+            model.n_experts / layout.ep + model.n_shared_experts
+        ) * model.n_expert_parameters
     else:
         matrices = 2.0 * tokens * model.n_layer_matrices / tp / speed
         n_matrices = model.n_layer_matrices / tp
@@ -168,9 +177,9 @@ def _cast(run: Run, n_elements: float) -> float:
 def _tensor_sums(run: Run, sparse: bool) -> tuple[float, float]:
     """Return the seconds of the sums over tensor-parallel ranks in one layer: forward, backward.
 
-    There are two each, of two halves. Experts get whole tokens and need no sum, only a gather if norms see parts. If
-    products cast their inputs, sums before the cast are wider: those of backward, and with sequence parallelism one
-    half of each, forward and backward.
+    There are two each, of two halves. Experts get whole tokens and need no sum, only a gather if
+    norms see parts. If products cast their inputs, sums before the cast are wider: those of
+    backward, and with sequence parallelism one half of each, forward and backward.
     """
     model, layout, cluster = run.model, run.layout, run.cluster
     size, tp = layout.bytes_of, layout.tp
@@ -182,7 +191,8 @@ def _tensor_sums(run: Run, sparse: bool) -> tuple[float, float]:
     share = 1.0 if not sparse else 0.75 if layout.splits_sequence(model) else 0.5
     n_elements = 2 * run.tokens * model.dim
     forward, backward = (
-        share * (2 * _ring(run, tp, n_elements * width, cluster.bandwidth(tp)) + waits) for width in widths
+        share * (2 * _ring(run, tp, n_elements * width, cluster.bandwidth(tp)) + waits)
+        for width in widths
     )
     return forward, backward
 
@@ -237,7 +247,10 @@ def data_parallel_times(run: Run, stages: list[StagePlan]) -> tuple[float, float
 
 def _gathered(stages: list[StagePlan], dp_shard: int, ep: int) -> int:
     """Return the elements, with padding, of the groups that ``dp_shard / ep`` ranks share."""
-    return sum(s.total(lambda group: gathered_elements(group, dp_shard) if group.ep == ep else 0) for s in stages)
+    return sum(
+        s.total(lambda group: gathered_elements(group, dp_shard) if group.ep == ep else 0)
+        for s in stages
+    )
 
 
 def optimizer_time(run: Run, stages: list[StagePlan]) -> float:

@@ -85,7 +85,8 @@ class Agreement:
         declared: the values that this rank's stages read and write beyond their neighbours'.
         weights: weights that lie in several places, on all ranks.
         planned: which versions the actions use, if stages update their own weights.
-        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards nothing itself.
+        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards
+            nothing itself.
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
@@ -135,9 +136,11 @@ class _Told:
 
 
 def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
-    """Check this rank's options and compare them with the others'; refuse on every rank what is wrong on any.
+    """Check this rank's options and compare them with the others'; refuse on every rank what is
+    wrong on any.
 
-    ``feeds_tokens_back`` says whether a schedule's feedback is carried out, which a pipeline does not do.
+    ``feeds_tokens_back`` says whether a schedule's feedback is carried out, which a pipeline does
+    not do.
     """
     ranks = ranks_of(options.group)
     mine, device = _Told(), torch.device("cpu")
@@ -154,7 +157,9 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
             or _problem_of_stages(modules, here, options)
             or _problem_of_versions(modules, options)
         )
-        device = device_of(modules.values()) if options.device is None else torch.device(options.device)
+        device = (
+            device_of(modules.values()) if options.device is None else torch.device(options.device)
+        )
         mine.facts = _facts(options, device)
         if mine.problem is None:
             _look_into(modules, options, mine)
@@ -168,8 +173,8 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     found = edges_from(declared)
     if schedule.edges and {*schedule.edges} != {*found}:
         raise ValueError(
-            f"{schedule!r} has edges {schedule.edges}, but the stages' reads and writes make {found}: leave out the "
-            "schedule's, or give the stages these"
+            f"{schedule!r} has edges {schedule.edges}, but the stages' reads and writes make"
+            f" {found}: leave out the schedule's, or give the stages these"
         )
     schedule = schedule if schedule.edges else schedule.with_edges(*found)
     if options.cluster is not None and (problem := options.cluster.problem_with(schedule)):
@@ -182,15 +187,27 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
         raise ValueError(problem)
     groups = _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
-        options, ranks.rank, modules, device, schedule, mine.declared, weights, planned, groups, everyone[0].series
+        options,
+        ranks.rank,
+        modules,
+        device,
+        schedule,
+        mine.declared,
+        weights,
+        planned,
+        groups,
+        everyone[0].series,
     )
 
 
-def _data_groups(ranks: Ranks, modules: Modules, sizes: Sequence[int]) -> Sequence[dist.ProcessGroup]:
-    """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline, given each rank's number.
+def _data_groups(
+    ranks: Ranks, modules: Modules, sizes: Sequence[int]
+) -> Sequence[dist.ProcessGroup]:
+    """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline, given each
+    rank's number.
 
-    A rank of which it shards nothing knows none, and may have the loss. One that does finds the other pipelines' ranks
-    in the same place, and these make a group.
+    A rank of which it shards nothing knows none, and may have the loss. One that does finds the
+    other pipelines' ranks in the same place, and these make a group.
     """
     groups = ShardedStages(modules.values()).data_groups
     knows = sizes.index(max(sizes))
@@ -208,13 +225,15 @@ def _data_groups(ranks: Ranks, modules: Modules, sizes: Sequence[int]) -> Sequen
     return [made] if ranks.rank in mates else groups
 
 
-_MADE: WeakValueDictionary[Any, dist.ProcessGroup] = WeakValueDictionary()  # until the process group is destroyed
+# until the process group is destroyed
+_MADE: WeakValueDictionary[Any, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup:
     """Return the group of this rank's mates, made once for all pipelines that have the same.
 
-    Torch names a group after the number of those there, so whoever has no mates makes one too, for itself.
+    Torch names a group after the number of those there, so whoever has no mates makes one too, for
+    itself.
     """
     mine = mates.get(ranks.rank, [dist.get_rank()])
     key = dist.group.WORLD, ranks.group, ranks.rank, str(mates)
@@ -228,9 +247,13 @@ def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """Return those that agree; raise ValueError on a rank that is none of them."""
     check_arguments(Options, {"group": group}, "Pipeline")
-    ranks = Ranks(group, limit_s=300.0)  # one may take minutes longer than another to build its stages
+    # one may take minutes longer than another to build its stages
+    ranks = Ranks(group, limit_s=300.0)
     if ranks.rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks only")
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the pipeline's group: call it on the group's ranks"
+            " only"
+        )
     return ranks
 
 
@@ -244,10 +267,14 @@ def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
 def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool) -> str | None:
     schedule = options.schedule
     if schedule.feedback and not feeds_tokens_back:
-        return f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call generate"
+        return (
+            f"{schedule!r} feeds tokens back to its first stage, which a Pipeline does not: call"
+            " generate"
+        )
     if schedule.n_ranks != n_ranks:
         return (
-            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start {schedule.n_ranks}"
+            f"{schedule!r} on a group of {n_ranks} ranks: build it with n_ranks={n_ranks}, or start"
+            f" {schedule.n_ranks}"
         )
     if problems := check(schedule):
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
@@ -257,9 +284,14 @@ def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool
 
 def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) -> str | None:
     if list(modules) != list(here):
-        given = f"one {type(modules[-1]).__name__}" if list(modules) == [-1] else f"stages {list(modules)}"
+        given = (
+            f"one {type(modules[-1]).__name__}"
+            if list(modules) == [-1]
+            else f"stages {list(modules)}"
+        )
         return (
-            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage: module}} for each of them"
+            f"given {given}, but the schedule places stages {list(here)} here: pass {{stage:"
+            " module} for each of them"
         )
     home: dict[nn.Parameter, int] = {}
     for stage, module in modules.items():
@@ -273,11 +305,20 @@ def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) 
             # Its gradient is summed once, over its own mesh.
             what = f"{name!r} of stage {stage} is a DTensor (fully_shard, parallelize_module)"
             if len(options.schedule.placement[stage]) > 1:
-                return f"{what}, and the stage is replicated: replicate it with fully_shard on a 2-D mesh instead"
+                return (
+                    f"{what}, and the stage is replicated: replicate it with fully_shard on a 2-D"
+                    " mesh instead"
+                )
             if any(tie.get(stage) == name for tie in options.tied or ()):
-                return f"{what} and tied: leave it whole, or use course_pp.parallel, which ties sharded weights"
+                return (
+                    f"{what} and tied: leave it whole, or use course_pp.parallel, which ties"
+                    " sharded weights"
+                )
             if home.setdefault(parameter, stage) != stage:
-                return f"{what} and is in stage {home[parameter]} too: shard each stage's own parameters"
+                return (
+                    f"{what} and is in stage {home[parameter]} too: shard each stage's own"
+                    " parameters"
+                )
     return None
 
 
@@ -287,47 +328,80 @@ def _problem_of_versions(modules: Modules, options: Options) -> str | None:
         if versions is None and optimizers is None:
             return None
         return (
-            f"versions={versions!r} with {schedule!r}, which flushes: leave versions and optimizers out and step your "
-            "optimizer between steps, or build('pipedream', …)"
+            f"versions={versions!r} with {schedule!r}, which flushes: leave versions and optimizers"
+            " out and step your optimizer between steps, or build('pipedream', …)"
         )
     if versions is None or optimizers is None:
         return (
-            f"{schedule!r} updates weights within the step (U): pass optimizers={{stage: optimizer}} and versions="
-            "'stash' (or 'vertical', '2bw', 'none'), or run a synchronous schedule"
+            f"{schedule!r} updates weights within the step (U): pass optimizers={{stage:"
+            " optimizer} and versions='stash' (or 'vertical', '2bw', 'none'), or run a"
+            " synchronous schedule"
         )
     ledger(schedule, versions)  # raises where it has not the versions it needs
     if options.scaler is not None and options.scaler.is_enabled():
-        return f"scaler with versions={versions!r}: no stage sees that another's gradient overflows; leave it out"
+        return (
+            f"scaler with versions={versions!r}: no stage sees that another's gradient overflows;"
+            " leave it out"
+        )
     if options.tied:
         ties = [dict(tie) for tie in options.tied]
-        return f"tied={ties} with versions={versions!r}: each end would update by itself; untie them"
+        return (
+            f"tied={ties} with versions={versions!r}: each end would update by itself; untie them"
+        )
     if options.recompute and versions == "none":
-        return "recompute=True with versions='none': the forward would be computed again with other weights"
+        return (
+            "recompute=True with versions='none': the forward would be computed again with other"
+            " weights"
+        )
     trained = [stage for stage, module in modules.items() if trained_parameters(module)]
     if sorted(optimizers) != trained:
-        return f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here: give one for each"
-    return next(filter(None, (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in trained)), None)
+        return (
+            f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here:"
+            " give one for each"
+        )
+    return next(
+        filter(
+            None, (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in trained)
+        ),
+        None,
+    )
 
 
-def _problem_of_optimizer(stage: int, optimizer: torch.optim.Optimizer, modules: Modules) -> str | None:
+def _problem_of_optimizer(
+    stage: int, optimizer: torch.optim.Optimizer, modules: Modules
+) -> str | None:
     own, module = trained_parameters(modules[stage]), modules[stage]
     assert module is not None  # it is trained
     sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)
     if sharded is not None:
-        return f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it whole"
+        return (
+            f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it"
+            " whole"
+        )
     if problem := problem_of_hooks(stage, own):
         return problem
-    elsewhere = {id(p): s for s, m in modules.items() if m is not None and s != stage for p in m.parameters()}
+    elsewhere = {
+        id(p): s for s, m in modules.items() if m is not None and s != stage for p in m.parameters()
+    }
     for name, parameter in own.items():
         if id(parameter) in elsewhere:
             other = elsewhere[id(parameter)]
-            return f"{name!r} of stage {stage} is in stage {other} too: each would update by itself; untie them"
+            return (
+                f"{name!r} of stage {stage} is in stage {other} too: each would update by itself;"
+                " untie them"
+            )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
     if lost is not None:
-        return f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all that it trains"
+        return (
+            f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all"
+            " that it trains"
+        )
     if held - set(map(id, module.parameters())):
-        return f"optimizers[{stage}] holds a parameter that is not stage {stage}'s: give each stage its own"
+        return (
+            f"optimizers[{stage}] holds a parameter that is not stage {stage}'s: give each stage"
+            " its own"
+        )
     return None
 
 
@@ -343,7 +417,8 @@ def _facts(options: Options, device: torch.device) -> dict[str, Any]:
         "transport": options.transport,
         "device": device.type,
         "cluster": repr(options.cluster),
-        "host": "" if options.cluster is None else host_identity(),  # an emulated rank trusts the others' clocks
+        # an emulated rank trusts the others' clocks
+        "host": "" if options.cluster is None else host_identity(),
     }
 
 
@@ -366,7 +441,9 @@ def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
     for stage, module in modules.items() if options.trains else ():
         if module is not None and mine.problem is None:
             mine.problem = problem_of_broken_ties(stage, module)
-    mine.looks = looks_of(modules if options.trains and (options.tied is None or options.tied) else {})
+    mine.looks = looks_of(
+        modules if options.trains and (options.tied is None or options.tied) else {}
+    )
     mine.of_cut = ties_of_cut(modules) if options.trains else None
 
 
@@ -392,17 +469,20 @@ def _compared(
     for rank, told in enumerate(everyone):
         for stage, ours in told.parameters.items():
             theirs = parameters.setdefault(stage, ours)
-            name = next((name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None)
+            name = next(
+                (name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None
+            )
             if name is not None:
                 raise ValueError(
-                    f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another replica as "
-                    f"{theirs.get(name)}: give all replicas of a stage the same parameters, with equal values"
+                    f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another"
+                    f" replica as {theirs.get(name)}: give all replicas of a stage the same"
+                    " parameters, with equal values"
                 )
         for stage, values in told.declared.items():
             if declared.setdefault(stage, values) != values:
                 raise ValueError(
-                    f"rank {rank} has stage {stage} as {values}, another replica as {declared[stage]}: "
-                    "give all replicas of a stage the same reads and writes"
+                    f"rank {rank} has stage {stage} as {values}, another replica as"
+                    f" {declared[stage]}: give all replicas of a stage the same reads and writes"
                 )
     return declared, parameters
 
@@ -416,7 +496,9 @@ def _of_cut(everyone: Sequence[_Told]) -> Sequence[Mapping[int, str]] | None:
 
 
 def _shared_weights(
-    schedule: Schedule, parameters: Mapping[int, Mapping[str, Fact]], tied: Sequence[Mapping[int, str]]
+    schedule: Schedule,
+    parameters: Mapping[int, Mapping[str, Fact]],
+    tied: Sequence[Mapping[int, str]],
 ) -> tuple[Weight, ...]:
     """Return every weight that is in more than one place: tied between stages, or in the replicas of one stage."""
     seen: set[tuple[int, str]] = set()
@@ -424,7 +506,10 @@ def _shared_weights(
         _refuse_bad_tie(tie, parameters)
         if again := seen & tie.items():
             stage, name = min(again)
-            raise ValueError(f"{name!r} of stage {stage} is in two ties: write one tie with all stages that share it")
+            raise ValueError(
+                f"{name!r} of stage {stage} is in two ties: write one tie with all stages that"
+                " share it"
+            )
         seen |= tie.items()
     keys: list[Mapping[int, str]] = list(tied)
     keys += [
@@ -435,24 +520,35 @@ def _shared_weights(
         if (stage, name) not in seen
     ]
     return tuple(
-        tuple(sorted(Place(rank, stage, name) for stage, name in key.items() for rank in schedule.placement[stage]))
+        tuple(
+            sorted(
+                Place(rank, stage, name)
+                for stage, name in key.items()
+                for rank in schedule.placement[stage]
+            )
+        )
         for key in keys
     )
 
 
 def _refuse_bad_tie(tie: Mapping[int, str], parameters: Mapping[int, Mapping[str, Fact]]) -> None:
     if len(tie) < 2:
-        raise ValueError(f"tied weight {dict(tie)} is in {len(tie)} stage: give a name for each of at least two stages")
+        raise ValueError(
+            f"tied weight {dict(tie)} is in {len(tie)} stage: give a name for each of at least two"
+            " stages"
+        )
     for stage, name in tie.items():
         if name not in parameters.get(stage, ()):
             raise ValueError(
                 f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has "
                 f"{', '.join(parameters.get(stage, ())) or 'none'}"
             )
-    (first, kind), *others = ((stage, parameters[stage][name].kind) for stage, name in sorted(tie.items()))
+    (first, kind), *others = (
+        (stage, parameters[stage][name].kind) for stage, name in sorted(tie.items())
+    )
     for stage, other in others:
         if other != kind:
             raise ValueError(
-                f"tied weight {dict(tie)} is {kind} in stage {first}, but {other} in stage {stage}: give it one shape "
-                "and dtype, and train or freeze it in all its stages"
+                f"tied weight {dict(tie)} is {kind} in stage {first}, but {other} in stage {stage}:"
+                " give it one shape and dtype, and train or freeze it in all its stages"
             )

@@ -21,13 +21,14 @@ def joined(one: Form, other: Form) -> Form:
     (kind, rows), (other_kind, other_rows) = one, other
     if kind and other_kind and kind != other_kind:
         raise ValueError(
-            "one rank was given a whole batch, another ready-made microbatches: give all ranks arg_mbs, kwarg_mbs and "
-            "target_mbs, as far as they need them, or none of these"
+            "one rank was given a whole batch, another ready-made microbatches: give all ranks"
+            " arg_mbs, kwarg_mbs and target_mbs, as far as they need them, or none of these"
         )
     if rows and other_rows and rows != other_rows:
         raise ValueError(
-            f"one rank has cut tensors of {rows} rows, another of {other_rows}: give all of them the same batch, and "
-            "say kwargs_chunk_spec={name: 'same'} of keyword arguments that are no rows of it"
+            f"one rank has cut tensors of {rows} rows, another of {other_rows}: give all of them"
+            " the same batch, and say kwargs_chunk_spec={name: 'same'} of keyword arguments that"
+            " are no rows of it"
         )
     return kind or other_kind, rows or other_rows
 
@@ -51,7 +52,8 @@ def cut(
     kwargs_chunk_spec: ChunkSpec | None,
     **lists: Any,
 ) -> Cut:
-    """Return the ``n`` microbatches of a rank; ``is_first`` if it needs inputs, ``is_last`` if it needs targets.
+    """Return the ``n`` microbatches of a rank; ``is_first`` if it needs inputs, ``is_last`` if it
+    needs targets.
 
     The others are what :meth:`course_pp.runtime.Pipeline.step` takes.
     """
@@ -61,13 +63,22 @@ def cut(
     if are_ready(n, named, **lists):
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
             if is_needed and lists[name] is None:
-                raise ValueError(f"{name} is missing on a rank that needs it: give a list of {n} microbatches")
+                raise ValueError(
+                    f"{name} is missing on a rank that needs it: give a list of {n} microbatches"
+                )
         # Plain tuples: a stage takes a named tuple as one argument.
         values = [tuple(arguments) for arguments in lists["arg_mbs"]] if is_first else ()
-        return Cut(values, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0))
+        return Cut(
+            values, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0)
+        )
     if is_first and value is None and "inputs" in kwargs:
-        raise ValueError("inputs= is no argument of a step: give the first stage's arguments by position")
-    parts = split("inputs", value, n) if is_first else (), split("target", target, n) if is_last else ()
+        raise ValueError(
+            "inputs= is no argument of a step: give the first stage's arguments by position"
+        )
+    parts = (
+        split("inputs", value, n) if is_first else (),
+        split("target", target, n) if is_last else (),
+    )
     rows = len(plain_tensors(value)[0]) if is_first else 0
     if not kwargs and not kwargs_chunk_spec:
         return Cut(*parts, (), ("whole" if named else "", rows))
@@ -79,31 +90,44 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     """Cut the tensors of ``batch``, alone or in tuples and dicts, along their first dimension, as evenly as can be."""
     if name == "target" and batch is None:
         raise ValueError(
-            "target is missing where the last stage is: give target=, a batch (arguments by position are all the "
-            f"first stage's), or {n} microbatches as arg_mbs=[(x,), …] and target_mbs=[y, …]"
+            "target is missing where the last stage is: give target=, a batch (arguments by"
+            f" position are all the first stage's), or {n} microbatches as arg_mbs=[(x,), …] and"
+            " target_mbs=[y, …]"
         )
     # Both, as one alone would not go with a whole batch.
     ready = "arg_mbs=[(x,), …] and, in a step, target_mbs=[y, …]"
     if isinstance(batch, list):
-        raise ValueError(f"{name} is a list: give a batch in one piece, or {n} ready-made microbatches as {ready}")
+        raise ValueError(
+            f"{name} is a list: give a batch in one piece, or {n} ready-made microbatches as"
+            f" {ready}"
+        )
     try:
         tensors = plain_tensors(batch)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     if not tensors:
-        given = repr(batch) if batch is None or isinstance(batch, tuple | dict) else f"a {type(batch).__name__}"
-        raise ValueError(f"{name} is {given} on a rank that needs it: give a batch, or {n} microbatches as {ready}")
+        given = (
+            repr(batch)
+            if batch is None or isinstance(batch, tuple | dict)
+            else f"a {type(batch).__name__}"
+        )
+        raise ValueError(
+            f"{name} is {given} on a rank that needs it: give a batch, or {n} microbatches as"
+            f" {ready}"
+        )
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < n:
         raise ValueError(
-            f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into {n} microbatches: "
-            f"give tensors of the same first dimension, at least {n}, or {n} microbatches as {ready}"
+            f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into"
+            f" {n} microbatches: give tensors of the same first dimension, at least {n}, or {n}"
+            f" microbatches as {ready}"
         )
     return cut_rows(batch, tensors, n, map_plain)
 
 
 class Counted(NamedTuple):
-    """The targets of a step, and over how many tokens or samples the loss of each microbatch is a mean.
+    """The targets of a step, and over how many tokens or samples the loss of each microbatch is a
+    mean.
 
     Attributes:
         loss: the caller's, or the same mean as a loss that counts samples.
@@ -120,8 +144,9 @@ def count_targets(loss_fn: LossFn | TokenLoss, targets: Sequence[Any]) -> Counte
     counts: list[Any] = [loss.count(target) for target in targets]
     if loss is not loss_fn and 0 in counts:
         raise ValueError(
-            f"the targets of microbatch {counts.index(0)} have no samples, and a mean over none is no number: give "
-            "each microbatch at least one, or a loss that counts what it averages over (TokenLoss)"
+            f"the targets of microbatch {counts.index(0)} have no samples, and a mean over none is"
+            " no number: give each microbatch at least one, or a loss that counts what it averages"
+            " over (TokenLoss)"
         )
     return Counted(loss, targets, counts)
 
@@ -132,17 +157,20 @@ def loss_shares(
     groups: Sequence[dist.ProcessGroup] = (),
     device: torch.device | None = None,
 ) -> tuple[Callable[[int, Any], Share], Tensor]:
-    """Return a function of i and the output, microbatch i's share of the batch's loss; and the microbatches' weights.
+    """Return a function of i and the output, microbatch i's share of the batch's loss; and the
+    microbatches' weights.
 
     The shares add up to the loss. A collective of ``groups`` unless ``divisor`` is given.
 
     Args:
-        divisor: how many tokens (or samples) to average over; None counts those of all targets on all ranks of
-            ``groups``, over which gradients are averaged.
+        divisor: how many tokens (or samples) to average over; None counts those of all targets on
+            all ranks of ``groups``, over which gradients are averaged.
     """
     loss, targets, counts = given
     over = divisor_of(counts, divisor, groups, device)
-    return lambda i, output: share_of(loss, output, targets[i], over), weights_of(counts, over, device)
+    return lambda i, output: share_of(loss, output, targets[i], over), weights_of(
+        counts, over, device
+    )
 
 
 def weights_of_means(given: Counted) -> Tensor:
@@ -150,21 +178,28 @@ def weights_of_means(given: Counted) -> Tensor:
     return weights_of(given.counts, max(1.0, float(sum(given.counts))))
 
 
-def own_means(given: Counted, divisor: float | None, groups: Sequence[Sequence[int]]) -> Callable[[int, Any], Share]:
-    """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update takes.
+def own_means(
+    given: Counted, divisor: float | None, groups: Sequence[Sequence[int]]
+) -> Callable[[int, Any], Share]:
+    """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update
+    takes.
 
-    Microbatches of a group enter one update as the mean of their means, so they must be of equal size.
+    Microbatches of a group enter one update as the mean of their means, so they must be of equal
+    size.
     """
     if divisor is not None:
-        raise ValueError(f"divisor is {divisor}: with versions= each update takes a mean of its own; leave it out")
+        raise ValueError(
+            f"divisor is {divisor}: with versions= each update takes a mean of its own; leave"
+            " it out"
+        )
     loss, targets, _ = given
     counts = [max(float(count), 1.0) for count in given.counts]
     for group in groups:
         unequal = next((i for i in group if counts[i] != counts[group[0]]), None)
         if unequal is not None:
             raise ValueError(
-                f"one update takes microbatches {group[0]} and {unequal}, of {counts[group[0]]:g} and "
-                f"{counts[unequal]:g} samples or tokens: give microbatches of equal size"
+                f"one update takes microbatches {group[0]} and {unequal}, of {counts[group[0]]:g}"
+                f" and {counts[unequal]:g} samples or tokens: give microbatches of equal size"
             )
     return lambda i, output: share_of(loss, output, targets[i], counts[i])
 

@@ -1,7 +1,7 @@
 """Clocks that can be compared: of the host and of a GPU, of two processes, of two hosts.
 
-All processes of a host share ``time.monotonic_ns``, which counts from its boot. What the clocks of two hosts differ by
-is measured with messages.
+All processes of a host share ``time.monotonic_ns``, which counts from its boot. What the clocks of
+two hosts differ by is measured with messages.
 """
 
 import os
@@ -41,11 +41,17 @@ class HostClock:
 class DeviceClock:
     """The clock of a CUDA device; a mark is an event on the current stream, and waits for nothing.
 
-    Marks are resolved against a reference event, which an idle device reaches as soon as it is recorded, that is
-    between two readings of the host's clock around it. The device is not synchronised before.
+    Marks are resolved against a reference event, which an idle device reaches as soon as it is
+    recorded, that is between two readings of the host's clock around it. The device is not
+    synchronised before.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda, host: Callable[[], int] = time.monotonic_ns):
+    def __init__(
+        self,
+        device: torch.device,
+        cuda: Any = torch.cuda,
+        host: Callable[[], int] = time.monotonic_ns,
+    ):
         self._device, self._cuda, self._host = device, cuda, host
 
     def mark(self) -> Any:
@@ -87,8 +93,8 @@ class Alignment:
 def host_identity() -> str:
     """Return a name that two processes share only if they read the same CLOCK_MONOTONIC.
 
-    The host's name tells copies of a virtual machine apart, and a time namespace shifts the clocks of the processes
-    within. Where there is no boot id, the network card's address stands for it.
+    The host's name tells copies of a virtual machine apart, and a time namespace shifts the clocks
+    of the processes within. Where there is no boot id, the network card's address stands for it.
     """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"{uuid.getnode():x}"
     namespace = os.readlink(_TIME_NAMESPACE) if _TIME_NAMESPACE.exists() else ""
@@ -100,14 +106,16 @@ def align(
     clock: Callable[[], int] = time.monotonic_ns,
     host: str | None = None,
 ) -> Alignment:
-    """Compare this rank's clock with that of rank 0 of ``group``. Every rank of the group must call it.
+    """Compare this rank's clock with that of rank 0 of ``group``. Every rank of the group must call
+    it.
 
-    Ranks that share a host share its clock: no message is sent for those on rank 0's host, and on each other host
-    the first rank measures for all (Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 1989;
-    the formula is that of NTP, RFC 5905, section 8). A message leaves at t0, is there at t1 by rank 0's clock, its
-    reply leaves at t2 and is back at t3. With equal delays both ways the clock is ahead by
-    ``((t0 - t1) + (t3 - t2)) / 2``, and whatever the delays, that is wrong by at most half the time both messages
-    took. The quickest of several rounds has the smallest error, and is taken.
+    Ranks that share a host share its clock: no message is sent for those on rank 0's host, and on
+    each other host the first rank measures for all (Cristian, "Probabilistic clock
+    synchronization", Distributed Computing 3, 1989; the formula is that of NTP, RFC 5905, section
+    8). A message leaves at t0, is there at t1 by rank 0's clock, its reply leaves at t2 and is back
+    at t3. With equal delays both ways the clock is ahead by ``((t0 - t1) + (t3 - t2)) / 2``, and
+    whatever the delays, that is wrong by at most half the time both messages took. The quickest of
+    several rounds has the smallest error, and is taken.
 
     Args:
         host: ranks with the same name share a clock; :func:`host_identity` unless given.
@@ -126,7 +134,9 @@ def align(
         for other in measuring:
             _answer(other, group, clock)
     elif rank in measuring:
-        mine = min((_ask(group, clock) for _ in range(_ROUNDS)), key=lambda alignment: alignment.error_ns)
+        mine = min(
+            (_ask(group, clock) for _ in range(_ROUNDS)), key=lambda alignment: alignment.error_ns
+        )
     return ranks.gather(mine)[first_on_host[rank]]
 
 

@@ -41,12 +41,14 @@ class Batch:
 
     Attributes:
         inputs: each microbatch, where the first stage is; else empty.
-        kwargs: of each microbatch the keyword arguments of this rank's stages; empty if there are none.
+        kwargs: of each microbatch the keyword arguments of this rank's stages; empty if there are
+            none.
         loss: where the last stage is: a microbatch's share of the loss, from its number and output.
         weights: where the last stage is: of each microbatch in the batch, (n,) float64.
-        means: where the last stage is, if ``shares`` are microbatches' own means: the weight of each in the
-            mean loss of the batch, (n,) float64.
-        products: what actions have left for other actions, whether they are on this rank or on others.
+        means: where the last stage is, if ``shares`` are microbatches' own means: the weight of
+            each in the mean loss of the batch, (n,) float64.
+        products: what actions have left for other actions, whether they are on this rank or on
+            others.
         shares: the losses so far, by microbatch.
         outputs: those of the last stage, where no loss is made of them.
         held: what a recorder counts of values that wait here for a stage.
@@ -68,15 +70,18 @@ _Call = Callable[[Batch], None]
 
 
 class Executor:
-    """Carries out one rank's part of ``plans``, worked out once as a flat list of calls for each action.
+    """Carries out one rank's part of ``plans``, worked out once as a flat list of calls for each
+    action.
 
     Args:
         schedule: that of the agreement, or its forwards alone.
         weights: of the stages that update their own.
 
     Attributes:
-        current: the action in progress; None before the first; ``"the end of the step"`` after the last.
-        failed: how the last step failed; None while all is well. An executor that failed cannot go on.
+        current: the action in progress; None before the first; ``"the end of the step"`` after the
+            last.
+        failed: how the last step failed; None while all is well. An executor that failed cannot go
+            on.
     """
 
     def __init__(
@@ -92,7 +97,12 @@ class Executor:
         self.plan = plan = plans[rank]
         self.current: Action | Overlap | str | None = None
         self.failed: Origin | None = None
-        self._schedule, self._stages, self._weights, self._device = schedule, stages, weights, device
+        self._schedule, self._stages, self._weights, self._device = (
+            schedule,
+            stages,
+            weights,
+            device,
+        )
         self._recorder, self._meter = options.recorder, options.meter
         if self._recorder is not None:
             self._recorder.run_on(device)
@@ -106,7 +116,9 @@ class Executor:
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
         here = [part for step in plan.steps for part in step.action.parts if part.kind == "F"]
-        written = (write for part in here for write in writes_of(schedule, part.stage, part.microbatch))
+        written = (
+            write for part in here for write in writes_of(schedule, part.stage, part.microbatch)
+        )
         self._read_here = {write.value for write in written if write.is_read_here}
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
@@ -138,7 +150,9 @@ class Executor:
         if self._emulator is not None:
             self._emulator.begin()
         if batch.weights is not None:
-            self.mailbox.weights.update(enumerate(batch.weights.view(torch.uint8).view(len(batch.weights), -1)))
+            self.mailbox.weights.update(
+                enumerate(batch.weights.view(torch.uint8).view(len(batch.weights), -1))
+            )
         for action, calls in self._turns:
             self.current = action
             for call in calls:
@@ -172,7 +186,11 @@ class Executor:
             stage.clear()
 
     def _origin(self, what: str) -> Origin:
-        return Origin(self.plan.rank, "before the first action" if self.current is None else self.current, what)
+        return Origin(
+            self.plan.rank,
+            "before the first action" if self.current is None else self.current,
+            what,
+        )
 
     def _calls_of(self, step: Step) -> tuple[_Call, ...]:
         """Return all that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
@@ -210,7 +228,12 @@ class Executor:
         return [timed]
 
     def _receive(self, message: Message) -> _Call:
-        content, take, emulator, recorder = message.content, self.mailbox.take, self._emulator, self._recorder
+        content, take, emulator, recorder = (
+            message.content,
+            self.mailbox.take,
+            self._emulator,
+            self._recorder,
+        )
         if emulator is not None:
 
             def receive_stamped(batch: Batch) -> None:
@@ -236,20 +259,34 @@ class Executor:
         def send(batch: Batch) -> None:
             # Bound to no name here, which would keep an output alive until the next is sent.
             take = batch.products.__getitem__ if is_needed_again else batch.products.pop
-            mailbox.send(message, take(content) if emulator is None else emulator.stamped(take(content)))
+            mailbox.send(
+                message, take(content) if emulator is None else emulator.stamped(take(content))
+            )
 
         return send
 
     def _forward(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
         worker, trains, split = self._stages[stage], self.trains, (stage, microbatch) in self._split
-        before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
+        before, product = (
+            Product("activation", stage - 1, microbatch),
+            Product("activation", stage, microbatch),
+        )
         is_last, leaves = stage == self._last, product in self._leaving
-        reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
-        read_again, done = [each.value for each in reads if not each.is_last], [r.value for r in reads if r.is_last]
+        reads, writes = (
+            reads_of(self._schedule, stage, microbatch),
+            writes_of(self._schedule, stage, microbatch),
+        )
+        read_again, done = (
+            [each.value for each in reads if not each.is_last],
+            [r.value for r in reads if r.is_last],
+        )
         read_later = [write.value for write in writes if write.is_read_here]
         # Another value may be the output itself, which the next stage may change in place.
-        kept = {write.value: _as_if_copied if write.is_read_here or not leaves else _as_if_received for write in writes}
+        kept = {
+            write.value: _as_if_copied if write.is_read_here or not leaves else _as_if_received
+            for write in writes
+        }
 
         def forward(batch: Batch) -> None:
             value = batch.products.pop(before) if stage else batch.inputs[microbatch]
@@ -286,7 +323,9 @@ class Executor:
             return
         for value in values:
             if value not in batch.held:
-                batch.held[value] = [meter.hold(tensor) for tensor in plain_tensors(batch.products[value])]
+                batch.held[value] = [
+                    meter.hold(tensor) for tensor in plain_tensors(batch.products[value])
+                ]
 
     def _backward(self, action: Action) -> _Call:
         of_input, of_weights = self._backward_input(action), self._backward_weight(action)
@@ -300,8 +339,14 @@ class Executor:
     def _backward_input(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
         worker, is_last, mailbox = self._stages[stage], stage == self._last, self.mailbox
-        after, product = Product("gradient", stage + 1, microbatch), Product("gradient", stage, microbatch)
-        reads, writes = reads_of(self._schedule, stage, microbatch), writes_of(self._schedule, stage, microbatch)
+        after, product = (
+            Product("gradient", stage + 1, microbatch),
+            Product("gradient", stage, microbatch),
+        )
+        reads, writes = (
+            reads_of(self._schedule, stage, microbatch),
+            writes_of(self._schedule, stage, microbatch),
+        )
 
         def weight() -> Tensor:
             return mailbox.weights[microbatch].clone().view(torch.float64)[0]
@@ -309,18 +354,26 @@ class Executor:
         def backward_input(batch: Batch) -> None:
             products = batch.products
             of_output = None if is_last else products.pop(after)
-            of_values = [_added_up([products.pop(each) for each in write.gradients]) for write in writes]
+            of_values = [
+                _added_up([products.pop(each) for each in write.gradients]) for write in writes
+            ]
             of_input, *of_read = worker.backward_input(microbatch, of_output, of_values, weight)
             if stage:
                 products[product] = of_input
             for read, gradients in zip(reads, of_read, strict=True):
                 earlier = products.get(read.gradient)
-                products[read.gradient] = gradients if earlier is None else _added_up([earlier, gradients])
+                products[read.gradient] = (
+                    gradients if earlier is None else _added_up([earlier, gradients])
+                )
 
         return backward_input
 
     def _backward_weight(self, action: Action) -> _Call:
-        microbatch, worker, weights = action.microbatch, self._stages[action.stage], self._weights.get(action.stage)
+        microbatch, worker, weights = (
+            action.microbatch,
+            self._stages[action.stage],
+            self._weights.get(action.stage),
+        )
         product = Product("weight gradient", action.stage, microbatch)
         leaves = product in self._leaving
 
@@ -333,7 +386,10 @@ class Executor:
 
     def _update(self, action: Action) -> _Call:
         """Update with what waits here, and what the other replicas have sent, in the order of microbatches."""
-        weights, replicas = self._weights.get(action.stage), len(self._schedule.placement[action.stage])
+        weights, replicas = (
+            self._weights.get(action.stage),
+            len(self._schedule.placement[action.stage]),
+        )
         mates = round_of(action.microbatch, replicas, self._schedule.n_microbatches)
         products = [Product("weight gradient", action.stage, mate) for mate in mates]
 
@@ -356,7 +412,11 @@ def _taken(products: dict[Content, Any], read: Read) -> Any:
 
 def _added_up(several: Sequence[Gradients]) -> Gradients:
     """Return the sum of the gradients of one value from several readers, in their order."""
-    return several[0] if len(several) == 1 else tuple(add_up(terms) for terms in zip(*several, strict=True))
+    return (
+        several[0]
+        if len(several) == 1
+        else tuple(add_up(terms) for terms in zip(*several, strict=True))
+    )
 
 
 def _as_if_received(tensor: Tensor) -> Tensor:
@@ -371,4 +431,9 @@ def _as_if_copied(tensor: Tensor) -> Tensor:
 
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
     """Return the messages of that content, by the rank at the other end."""
-    return {peer: message for peer, row in channels.items() for message in row if message.content == content}
+    return {
+        peer: message
+        for peer, row in channels.items()
+        for message in row
+        if message.content == content
+    }

@@ -1,6 +1,7 @@
 """Text from a pipeline: prompts take turns, so that every rank has one to work on.
 
-A token goes from the last stage back to the first, which meanwhile works on other prompts, in the order that
+A token goes from the last stage back to the first, which meanwhile works on other prompts, in the
+order that
 :func:`course_pp.schedule.generation` gives.
 """
 
@@ -48,20 +49,24 @@ def generate(
     Give at least as many prompts as there are stages: one alone keeps one rank busy at a time.
 
     Args:
-        stages: as for :class:`Pipeline`. The first is called with token ids (1, seq); the last returns logits
-            (1, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a dict.
+        stages: as for :class:`Pipeline`. The first is called with token ids (1, seq); the last
+            returns logits (1, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a
+            dict.
         prompts: token ids, the same on every rank; their lengths may differ.
-        choose: from logits (1, vocabulary) to a token id (1,), on the last stage's rank; the most likely unless given.
+        choose: from logits (1, vocabulary) to a token id (1,), on the last stage's rank; the most
+            likely unless given.
         end: after this token a prompt is done.
-        cache: keep keys and values in each stage, so that a token costs one position. Every stage then needs a method
-            ``new_cache()`` and takes its result as ``cache=``, like those of :mod:`course_pp.model`. If False, the
-            whole text goes through all stages for each token, and any stages will do, such as those that
+        cache: keep keys and values in each stage, so that a token costs one position. Every stage
+            then needs a method ``new_cache()`` and takes its result as ``cache=``, like those of
+            :mod:`course_pp.model`. If False, the whole text goes through all stages for each token,
+            and any stages will do, such as those that
             :func:`course_pp.parallel.auto_split` makes.
 
     The others are as for :class:`Pipeline`, and so is what is raised, on every rank.
 
     Returns:
-        The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode they are in.
+        The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode
+        they are in.
     """
     ranks = ranks_of(group)
     problem, here = None, [ranks.rank]
@@ -70,7 +75,10 @@ def generate(
         refuse_below(1, "generate", n_tokens=n_tokens)
         refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
         for number, prompt in enumerate(prompts):
-            remedy = f"prompt {number} has no tokens: begin it with one, such as a mark for the beginning"
+            remedy = (
+                f"prompt {number} has no tokens: begin it with one, such as a mark for the"
+                " beginning"
+            )
             refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         here = sorted(stages) if isinstance(stages, Mapping) else here
@@ -82,7 +90,9 @@ def generate(
     ranks.refuse(problem)
     ranks.require_equal({"n_tokens": n_tokens, "end": end, "cache": cache, "prompts": prompts})
     placed = rank_by_stage(ranks.gather(here))
-    order = generation(ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)])
+    order = generation(
+        ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)]
+    )
     text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end)
     options = Options(
         order,
@@ -100,7 +110,9 @@ def generate(
 
     def step() -> Tensor:
         with ShardedStages(agreement.modules.values()).reduced_once(trains=False), torch.no_grad():
-            executor.run(Batch([torch.tensor([prompt], device=agreement.device) for prompt in prompts], None))
+            executor.run(
+                Batch([torch.tensor([prompt], device=agreement.device) for prompt in prompts], None)
+            )
         return executor.tell_everyone(text.written.to(agreement.device), torch.add)
 
     return text.up_to_the_end(executor.perform(step))
@@ -109,7 +121,9 @@ def generate(
 class _Text:
     """The text that is generated: each prompt's new tokens plus one, where this rank has chosen them; else 0."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n_tokens: int, choose: Any, end: int | None) -> None:
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], n_tokens: int, choose: Any, end: int | None
+    ) -> None:
         self.written = torch.zeros(len(prompts), n_tokens, dtype=torch.int64)
         self._choose, self._end = choose, end
 
@@ -117,7 +131,9 @@ class _Text:
         """Choose the next token of a prompt; return it, (1, 1), or None when the prompt is done."""
         token = self._choose(logits)
         if not isinstance(token, Tensor) or token.shape != (1,) or token.is_floating_point():
-            raise ValueError(f"choose returned {token!r} for logits (1, vocabulary): return one token id, (1,)")
+            raise ValueError(
+                f"choose returned {token!r} for logits (1, vocabulary): return one token id, (1,)"
+            )
         self.written[prompt, at] = int(token) + 1
         return None if int(token) == self._end else token[:, None].to(torch.int64)
 
@@ -136,13 +152,13 @@ def _problem_of_stages(stages: Stages, cache: bool) -> str | None:
         declared = declared_by(stage, module)
         if names := (*declared.reads, *declared.writes):
             return (
-                f"stage {stage} reads or writes {names[0]!r} beyond its neighbours, which generate does not carry: "
-                "pass it along, or take whole sequences with evaluate"
+                f"stage {stage} reads or writes {names[0]!r} beyond its neighbours, which generate"
+                " does not carry: pass it along, or take whole sequences with evaluate"
             )
         if cache and module is not None and not callable(getattr(module, "new_cache", None)):
             return (
-                f"stage {stage} is a {type(module).__name__} without new_cache(): pass cache=False, or a module whose "
-                "forward takes cache= (see generate)"
+                f"stage {stage} is a {type(module).__name__} without new_cache(): pass cache=False,"
+                " or a module whose forward takes cache= (see generate)"
             )
     return None
 
@@ -154,15 +170,25 @@ class _Generating(Executor):
         self._text, self._has_caches = text, has_caches
         # Of the stages here, by stage and prompt, until the prompt is done.
         self._caches: dict[tuple[int, int], Any] = {}
-        stages = {s: Stage(s, module, agreement.device, False, None) for s, module in agreement.modules.items()}
+        stages = {
+            s: Stage(s, module, agreement.device, False, None)
+            for s, module in agreement.modules.items()
+        }
         plans = plan_messages(agreement.schedule)
-        super().__init__(agreement, agreement.schedule, plans, open_wire(agreement, plans), stages, {})
+        super().__init__(
+            agreement, agreement.schedule, plans, open_wire(agreement, plans), stages, {}
+        )
 
     def _forward(self, action: Action) -> _Call:
         stage, microbatch, n_prompts = action.stage, action.microbatch, self._schedule.feedback
         at, prompt = divmod(microbatch, n_prompts)
-        before, product = Product("activation", stage - 1, microbatch), Product("activation", stage, microbatch)
-        token_before, token = (Product("token", self._last, i) for i in (microbatch - n_prompts, microbatch))
+        before, product = (
+            Product("activation", stage - 1, microbatch),
+            Product("activation", stage, microbatch),
+        )
+        token_before, token = (
+            Product("token", self._last, i) for i in (microbatch - n_prompts, microbatch)
+        )
         goes_on = microbatch + n_prompts < self._schedule.n_microbatches
 
         def forward(batch: Batch) -> None:
@@ -170,8 +196,11 @@ class _Generating(Executor):
                 value = batch.products.pop(before)
             else:
                 value = batch.inputs[prompt] if at == 0 else batch.products.pop(token_before)
-                if at and value is not None and not self._has_caches:  # all tokens so far, not the new one alone
-                    value = torch.cat((batch.outputs.get(prompt, batch.inputs[prompt]), value), dim=1)
+                # all tokens so far, not the new one alone
+                if at and value is not None and not self._has_caches:
+                    value = torch.cat(
+                        (batch.outputs.get(prompt, batch.inputs[prompt]), value), dim=1
+                    )
                     batch.outputs[prompt] = value
             made = None if value is None else self._called(stage, prompt, value)
             if stage == self._last and made is not None:
@@ -202,8 +231,14 @@ def _last_logits(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) and output:
         logits = output[0]
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        made = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__}"
+        made = (
+            f"shape {tuple(logits.shape)}"
+            if isinstance(logits, Tensor)
+            else f"a {type(output).__name__}"
+        )
         if isinstance(output, Mapping):
             made = f"{[*output]}"
-        raise ValueError(f"the last stage returned {made}, no logits (batch, seq, vocabulary): give it the head")
+        raise ValueError(
+            f"the last stage returned {made}, no logits (batch, seq, vocabulary): give it the head"
+        )
     return logits[:, -1]

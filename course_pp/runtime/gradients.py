@@ -1,10 +1,13 @@
-"""What becomes of gradients when a rank's actions are done: they are summed over all places of a weight.
+"""What becomes of gradients when a rank's actions are done: they are summed over all places of a
+weight.
 
-The places of a weight that is tied between stages, or in the replicas of one stage, exchange their gradients.
+The places of a weight that is tied between stages, or in the replicas of one stage, exchange their
+gradients.
 
-FSDP2 (``fully_shard``) reduces a group's gradients, and frees its parameters, as soon as a backward has passed it.
-Under a pipeline that is once a microbatch, and before the weight gradients that were put off to ``W``, which would be
-lost without a word. So gradients stay whole on each rank during a step, and are reduced after its last action.
+FSDP2 (``fully_shard``) reduces a group's gradients, and frees its parameters, as soon as a backward
+has passed it. Under a pipeline that is once a microbatch, and before the weight gradients that were
+put off to ``W``, which would be lost without a word. So gradients stay whole on each rank during a
+step, and are reduced after its last action.
 """
 
 import math
@@ -48,12 +51,17 @@ Weight = tuple[Place, ...]
 class SharedWeights:
     """This rank's part in summing the gradients of ``weights``, all that are in several places.
 
-    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit by bit.
+    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit
+    by bit.
     """
 
-    def __init__(self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]) -> None:
+    def __init__(
+        self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]
+    ) -> None:
         self._rank = rank
-        self._weights = [weight for weight in weights if any(place.rank == rank for place in weight)]
+        self._weights = [
+            weight for weight in weights if any(place.rank == rank for place in weight)
+        ]
         self._modules = modules
         self._parameters: dict[Place, nn.Parameter] = {}
 
@@ -61,49 +69,67 @@ class SharedWeights:
     def apart(self) -> Iterator[None]:
         """Let gradients start from nothing inside. Earlier ones are sums already, and are added back afterwards."""
         mine = (place for weight in self._weights for place in weight if place.rank == self._rank)
-        self._parameters = copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
+        self._parameters = copies_in(
+            self._modules, ((place, place.stage, place.name) for place in mine)
+        )
         with set_apart(self._parameters.values()):
             yield
 
     def for_rank(self, other: int) -> list[Tensor | None]:
         """Return this rank's gradient of each weight that ``other`` holds too."""
-        return [self._own(weight) for weight in self._weights if any(place.rank == other for place in weight)]
+        return [
+            self._own(weight)
+            for weight in self._weights
+            if any(place.rank == other for place in weight)
+        ]
 
     def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
         """Set every gradient to the sum over all places, given what the other ranks have sent."""
         rows = {rank: iter(row) for rank, row in received.items()}
         for weight in self._weights:
             ranks = sorted({place.rank for place in weight})
-            total = add_up([self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks])
+            total = add_up(
+                [self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks]
+            )
             for place in weight:
                 if (parameter := self._parameters.get(place)) is not None:
                     parameter.grad = None if total is None else total.clone()
-                    if total is not None:  # of which nothing may have come from this rank's own backwards
+                    # of which nothing may have come from this rank's own backwards
+                    if total is not None:
                         call_hooks(parameter)
 
     def _own(self, weight: Weight) -> Tensor | None:
-        return add_up([self._parameters[place].grad for place in weight if place in self._parameters])
+        return add_up(
+            [self._parameters[place].grad for place in weight if place in self._parameters]
+        )
 
 
 class ShardedStages:
     """What FSDP2 has wrapped in this rank's stages, some of which may be None; there need not be any."""
 
     def __init__(self, modules: Iterable[nn.Module | None]) -> None:
-        self._roots = [root for module in modules if module is not None for root in _outermost(module)]
+        self._roots = [
+            root for module in modules if module is not None for root in _outermost(module)
+        ]
 
     @cached_property
     def data_groups(self) -> Sequence[dist.ProcessGroup]:
         """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
         found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
-        return max(found, key=lambda groups: math.prod(group.size() for group in groups), default=[])
+        return max(
+            found, key=lambda groups: math.prod(group.size() for group in groups), default=[]
+        )
 
     @contextmanager
     def reduced_once(self, trains: bool) -> Iterator[None]:
         """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises.
 
-        Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step stay so.
+        Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step
+        stay so.
         """
-        as_set = [(part, all_reduces(part)) for root in self._roots for part in _sharded_parts(root)]
+        as_set = [
+            (part, all_reduces(part)) for root in self._roots for part in _sharded_parts(root)
+        ]
         for root in self._roots:
             _sync(root, False)
             finalize_by_hand(root, True)

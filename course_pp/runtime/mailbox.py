@@ -1,19 +1,25 @@
-"""One rank's messages of a step: values in, values out, over a :class:`~course_pp.runtime.wire.Wire`.
+"""One rank's messages of a step: values in, values out, over a
+:class:`~course_pp.runtime.wire.Wire`.
 
-Every message has the size that the receiver expects, and a trailer. The first byte of the trailer says how to read it:
+Every message has the size that the receiver expects, and a trailer. The first byte of the trailer
+says how to read it:
 
-========  ==============================================================================================
+========
+==============================================================================================
 SAME      the value, with the shapes and dtypes of the last step
 CHANGED   nothing yet: the value follows in a second message with its spec, whose sizes are in the trailer
 FAILED    no value: the sender's step has failed, and the text says how it began
-========  ==============================================================================================
+========
+==============================================================================================
 
-With a gradient, the last bytes of the trailer are the weight of its microbatch in the batch, which the last stage knows
-and :func:`course_pp.step.loss.attach_loss` needs.
+With a gradient, the last bytes of the trailer are the weight of its microbatch in the batch, which
+the last stage knows and :func:`course_pp.step.loss.attach_loss` needs.
 
-So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails tells everyone who
-waits for it in the very message they wait for. Receives are posted ahead, so that messages arrive while the rank
-computes: two on each channel, and more as long as they are small, however many microbatches there are.
+So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails
+tells everyone who waits for it in the very message they wait for. Receives are posted ahead, so
+that messages arrive while the rank
+computes: two on each channel, and more as long as they are small, however many microbatches there
+    are.
 """
 
 import pickle
@@ -56,7 +62,9 @@ class Origin:
     def __str__(self) -> str:
         at = self.at
         if not isinstance(at, str):
-            at = " and ".join(f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts)
+            at = " and ".join(
+                f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts
+            )
         return f"rank {self.rank}, {at}: {self.what}"
 
     def encode(self) -> str:
@@ -143,11 +151,17 @@ class Mailbox:
     """Sends and takes the messages of this rank's plan, step after step; values lie on ``device``.
 
     Attributes:
-        weights: of microbatches in the batch, as the bytes of a float64: from the last stage, or with gradients.
+        weights: of microbatches in the batch, as the bytes of a float64: from the last stage, or
+            with gradients.
     """
 
     def __init__(
-        self, plan: RankPlan, wire: Wire, device: torch.device, timeout: timedelta, meter: Meter | None
+        self,
+        plan: RankPlan,
+        wire: Wire,
+        device: torch.device,
+        timeout: timedelta,
+        meter: Meter | None,
     ) -> None:
         self._rank, self._device, self._timeout, self._meter = plan.rank, device, timeout, meter
         self._wire = wire
@@ -176,7 +190,8 @@ class Mailbox:
             channel.next += 1
 
     def take(self, message: Message) -> Any:
-        """Wait for a value. Its floating-point tensors are leaves that require grad if they did where they were made.
+        """Wait for a value. Its floating-point tensors are leaves that require grad if they did
+        where they were made.
 
         Raises:
             PeerFailed: if the sender's step has failed.
@@ -184,7 +199,8 @@ class Mailbox:
         """
         source, number = message.source, message.number
         channel = self._incoming[source]
-        # Posting takes about as long as a small message: when there is time for it is before a wait, and not every one.
+        # Posting takes about as long as a small message: when there is time for it is before a
+        # wait, and not every one.
         if 2 * len(channel.posted) <= channel.full:
             self._post(source, channel)
         buffer = notice = self._wait(channel.posted.popleft(), message)
@@ -196,7 +212,9 @@ class Mailbox:
             raise PeerFailed(Origin.decode(_read_text(buffer)))
         if kind == _CHANGED:
             value_bytes, spec_bytes = map(int, _read_text(buffer).split())
-            buffer = self._wait(self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message)
+            buffer = self._wait(
+                self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message
+            )
             spec = channel.expected[number] = pickle.loads(bytes(buffer[value_bytes:].tolist()))
         channel.next += 1
         if not channel.posted:
@@ -219,10 +237,12 @@ class Mailbox:
             self.arrived([channel.row[number] for number in sorted(channel.in_flight)])
 
     def fail(self, origin: Origin, lost: bool) -> None:
-        """Tell every rank that still expects something from here how the failure began, and hear them out.
+        """Tell every rank that still expects something from here how the failure began, and hear
+        them out.
 
-        They will fail too and say so. Then nothing is left on its way, and the process group can serve others: gloo
-        closes the connections of a process that gives up waiting. If a message was lost, not everyone will be heard.
+        They will fail too and say so. Then nothing is left on its way, and the process group can
+        serve others: gloo closes the connections of a process that gives up waiting. If a message
+        was lost, not everyone will be heard.
         """
         news = []
         for target, channel in self._outgoing.items():
@@ -253,7 +273,10 @@ class Mailbox:
                 notice[-_WEIGHT:] = weight
             known = (other for other in channel.expected if other.spec.is_same(spec))
             channel.expected[number] = next(known, None) or _Format(spec)
-            channel.in_flight[number] = [self._isend(notice, message, 0), self._isend(whole, message, 1)]
+            channel.in_flight[number] = [
+                self._isend(notice, message, 0),
+                self._isend(whole, message, 1),
+            ]
             return
         packet = style.free.pop() if style.free else _Packet(style.spec, self._wire.device)
         for place, each in zip(packet.places, tensors, strict=True):
@@ -268,7 +291,9 @@ class Mailbox:
         try:
             work = self._wire.isend(buffer, message.target, 2 * message.number + part)
         except RuntimeError as error:
-            raise MessageLost(f"{message} cannot be sent to rank {message.target}: {_first_line(error)}") from error
+            raise MessageLost(
+                f"{message} cannot be sent to rank {message.target}: {_first_line(error)}"
+            ) from error
         return _Sent(buffer, work, self._hold(buffer))
 
     def _changed(self, expected: Spec, spec: Spec, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -299,16 +324,22 @@ class Mailbox:
         try:
             return _Sent(buffer, self._wire.irecv(buffer, source, number), self._hold(buffer))
         except RuntimeError as error:
-            raise MessageLost(f"rank {source} cannot be heard any more: {_first_line(error)}") from error
+            raise MessageLost(
+                f"rank {source} cannot be heard any more: {_first_line(error)}"
+            ) from error
 
     def _wait(self, sent: _Sent, message: Message) -> Tensor:
         try:
             sent.work.wait(self._timeout)
         except RuntimeError as error:
-            what = f"{message} from rank {message.source}" if message.target == self._rank else f"sending {message}"
+            what = (
+                f"{message} from rank {message.source}"
+                if message.target == self._rank
+                else f"sending {message}"
+            )
             raise MessageLost(
-                f"waited for {what}, at most {self._timeout.total_seconds():g} s: {_first_line(error)} "
-                "(does every rank call step as often?)"
+                f"waited for {what}, at most {self._timeout.total_seconds():g} s:"
+                f" {_first_line(error)} (does every rank call step as often?)"
             ) from error
         finally:
             if sent.hold is not None:
@@ -325,7 +356,9 @@ class Mailbox:
 def _weighed(message: Message) -> int | None:
     """Return the microbatch whose weight a message carries."""
     content = message.content
-    return content.microbatch if isinstance(content, Product) and content.what == "gradient" else None
+    return (
+        content.microbatch if isinstance(content, Product) and content.what == "gradient" else None
+    )
 
 
 def _write_text(buffer: Tensor, text: str) -> None:

@@ -29,8 +29,9 @@ class RankMemory:
     """What rank ``rank`` kept for backward.
 
     Attributes:
-        curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for ``total`` the (seconds,
-            bytes) at each change, first at 0. A storage that is kept as two kinds at once counts once in the total.
+        curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for
+            ``total`` the (seconds, bytes) at each change, first at 0. A storage that is kept as two
+            kinds at once counts once in the total.
     """
 
     rank: int
@@ -64,7 +65,9 @@ class Hold:
 
     __slots__ = ("_entries", "_meter", "_storages")
 
-    def __init__(self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(
+        self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage]
+    ) -> None:
         self._meter, self._storages = meter, storages
         # A storage keeps its Python object, and so its id, for as long as it lives.
         self._entries = tuple((kind, id(storage), storage.nbytes()) for storage in storages)
@@ -87,8 +90,11 @@ class _Saved:
 
     __slots__ = ("hold", "stage_and_microbatch", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold, stage_and_microbatch: tuple[int, int]) -> None:
-        # An output that a graph node saves has the node as its grad_fn: kept as it is, neither would ever be freed.
+    def __init__(
+        self, tensor: torch.Tensor, hold: Hold, stage_and_microbatch: tuple[int, int]
+    ) -> None:
+        # An output that a graph node saves has the node as its grad_fn: kept as it is, neither
+        # would ever be freed.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = version_of(tensor)
         self.hold = hold
@@ -96,18 +102,19 @@ class _Saved:
 
 
 class Meter:
-    """Counts the bytes that this rank keeps for backward. A storage counts once, however many tensors share it.
+    """Counts the bytes that this rank keeps for backward. A storage counts once, however many
+    tensors share it.
 
-    It sees tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`; not what lives only
-    during an action, nor what a checkpointed part of a stage saves while backward runs it again. Sparse tensors have
-    no single storage and count nothing. Times are the host's, in nanoseconds, on a GPU too: memory is taken when the
-    host asks for it.
+    It sees tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`; not
+    what lives only during an action, nor what a checkpointed part of a stage saves while backward
+    runs it again. Sparse tensors have no single storage and count nothing. Times are the host's, in
+    nanoseconds, on a GPU too: memory is taken when the host asks for it.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
-        # Autograd lets go in threads of its own and garbage collection anywhere, so events are only appended (a deque
-        # is safe for that) and counted later.
+        # Autograd lets go in threads of its own and garbage collection anywhere, so events are only
+        # appended (a deque is safe for that) and counted later.
         self._events: deque[_Event] = deque()
         self._ignored: WeakSet[torch.UntypedStorage] = WeakSet()
         self._holders: Counter[tuple[str, int]] = Counter()
@@ -119,17 +126,23 @@ class Meter:
     def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Count what autograd saves in the body, a forward, until it lets go.
 
-        With hooks autograd no longer checks that saved tensors were not changed in place since; the meter does.
+        With hooks autograd no longer checks that saved tensors were not changed in place since; the
+        meter does.
         """
-        return saved_tensors_hooks(lambda tensor: _Saved(tensor, self.hold(tensor), (stage, microbatch)), _unpack)
+        return saved_tensors_hooks(
+            lambda tensor: _Saved(tensor, self.hold(tensor), (stage, microbatch)), _unpack
+        )
 
     def hold(self, tensor: torch.Tensor, kind: Kind = "activation") -> Hold:
         """Count and keep ``tensor``'s storage until the result is released or collected.
 
-        It is an ``"activation"`` as a stage's input, a ``"buffer"`` for a message posted or in flight, ``"queued"`` as
-        an output gradient that waits for ``W``, a ``"version"`` as weights kept besides the newest.
+        It is an ``"activation"`` as a stage's input, a ``"buffer"`` for a message posted or in
+        flight, ``"queued"`` as an output gradient that waits for ``W``, a ``"version"`` as weights
+        kept besides the newest.
         """
-        return Hold(self, kind, [storage for storage in _storages(tensor) if storage not in self._ignored])
+        return Hold(
+            self, kind, [storage for storage in _storages(tensor) if storage not in self._ignored]
+        )
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count the storages that ``tensors`` have now: parameters, buffers, the batch. Keeps none alive."""
@@ -179,9 +192,9 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     if version != saved.version:
         stage, microbatch = saved.stage_and_microbatch
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in stage {stage} needs "
-            f"was changed in place after its forward: it was saved at version {saved.version} and is at version "
-            f"{version}; change a clone of it instead"
+            f"a tensor of shape {tuple(tensor.shape)} that backward of microbatch {microbatch} in"
+            f" stage {stage} needs was changed in place after its forward: it was saved at version"
+            f" {saved.version} and is at version {version}; change a clone of it instead"
         )
     return tensor
 
@@ -191,5 +204,10 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         parts = (getattr(tensor, name) for name in flatten()[0])
-        return [storage for part in parts if isinstance(part, torch.Tensor) for storage in _storages(part)]
+        return [
+            storage
+            for part in parts
+            if isinstance(part, torch.Tensor)
+            for storage in _storages(part)
+        ]
     return [tensor.untyped_storage()] if tensor.layout == torch.strided else []

@@ -1,15 +1,17 @@
 """Where a rank sends and receives: the messages between the actions of a schedule.
 
-All messages from one rank to another form a *channel*. The receiver takes them in the order in which its own actions
-need them; the sender sends them in that same order, holding back one that is ready before its turn. So both ends agree
-on the order without a message, and need no tags (NCCL has none). That adds no deadlock: a message waits only for others
-that the receiver needs first anyway, for actions that the schedule itself puts earlier.
+All messages from one rank to another form a *channel*. The receiver takes them in the order in
+which its own actions need them; the sender sends them in that same order, holding back one that is
+ready before its turn. So both ends agree on the order without a message, and need no tags (NCCL has
+none). That adds no deadlock: a message waits only for others that the receiver needs first anyway,
+for actions that the schedule itself puts earlier.
 
-A step ends with every rank reporting to one of them, the root, and the root answering: a rank that returns knows that
-all the others are through.
+A step ends with every rank reporting to one of them, the root, and the root answering: a rank that
+returns knows that all the others are through.
 
-A value that stages beyond the neighbour read travels once to each rank that reads it. The rank's first reader receives
-it, goes backward last, and sends the sum of their gradients. The writer adds up what it gets from each rank.
+A value that stages beyond the neighbour read travels once to each rank that reads it. The rank's
+first reader receives it, goes backward last, and sends the sum of their gradients. The writer adds
+up what it gets from each rank.
 """
 
 from collections import defaultdict
@@ -33,7 +35,11 @@ class Message:
     content: Content
 
     def __str__(self) -> str:
-        return str(self.content) if isinstance(self.content, Product) else f"the {self.content} of rank {self.source}"
+        return (
+            str(self.content)
+            if isinstance(self.content, Product)
+            else f"the {self.content} of rank {self.source}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,8 @@ class Step:
     Attributes:
         receives: what must be there before the action starts.
         sends: what can be sent once it is done.
-        arrived: earlier sends whose buffers can be freed: what this action receives was made after they were taken.
+        arrived: earlier sends whose buffers can be freed: what this action receives was made after
+            they were taken.
     """
 
     action: Action | Overlap
@@ -62,7 +69,9 @@ class RankPlan:
     outgoing: Mapping[int, tuple[Message, ...]]
 
 
-def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tuple[RankPlan, ...]:
+def plan_messages(
+    schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()
+) -> tuple[RankPlan, ...]:
     """Return the plan of each rank; ``pairs`` exchange the gradients of shared weights after their last action."""
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
@@ -88,7 +97,9 @@ def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> 
                 receives[rank, index].append(message)
                 sends[maker].append(message)
     arrived = _arrived(schedule, makers, receives)
-    for source, target in sorted({(a, b) for pair in pairs for a, b in (pair, pair[::-1]) if a != b}):
+    for source, target in sorted(
+        {(a, b) for pair in pairs for a, b in (pair, pair[::-1]) if a != b}
+    ):
         add(source, target, "shared gradients")
     root = schedule.rank_of(0, 0)
     others = [rank for rank in range(schedule.n_ranks) if rank != root]
@@ -100,7 +111,9 @@ def plan_messages(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> 
         RankPlan(
             rank,
             tuple(
-                Step(action, tuple(receives[rank, i]), tuple(sends[rank, i]), tuple(arrived[rank, i]))
+                Step(
+                    action, tuple(receives[rank, i]), tuple(sends[rank, i]), tuple(arrived[rank, i])
+                )
                 for i, action in enumerate(row)
             ),
             {source: tuple(row) for (source, target), row in channels.items() if target == rank},
@@ -118,7 +131,9 @@ def _comes_with_another(schedule: Schedule, dependencies: Dependencies, number: 
     microbatch = dependencies.describe(number).microbatch
     rank = schedule.rank_of(lane.reader, microbatch)
     readers = schedule.edges[lane.edge].readers
-    return any(reader < lane.reader and schedule.rank_of(reader, microbatch) == rank for reader in readers)
+    return any(
+        reader < lane.reader and schedule.rank_of(reader, microbatch) == rank for reader in readers
+    )
 
 
 def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
@@ -129,12 +144,14 @@ def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 
 
 def _arrived(
-    schedule: Schedule, makers: Mapping[Product, tuple[int, int]], receives: Mapping[tuple[int, int], list[Message]]
+    schedule: Schedule,
+    makers: Mapping[Product, tuple[int, int]],
+    receives: Mapping[tuple[int, int], list[Message]],
 ) -> Mapping[tuple[int, int], list[Message]]:
     """Return for each action the messages that its rank has sent and that it now knows to be taken.
 
-    By vector clocks (Fidge 1988, Mattern 1989): ``begun[rank][other]`` is how many actions of ``other`` had begun, and
-    so had their inputs, before what ``rank`` has seen so far was made.
+    By vector clocks (Fidge 1988, Mattern 1989): ``begun[rank][other]`` is how many actions of
+    ``other`` had begun, and so had their inputs, before what ``rank`` has seen so far was made.
     """
     n_ranks = schedule.n_ranks
     begun = [[0] * n_ranks for _ in range(n_ranks)]
@@ -152,10 +169,19 @@ def _arrived(
         for rank, row in enumerate(schedule.actions):
             while place[rank] < len(row):
                 here = (rank, place[rank])
-                sources = [makers[m.content] for m in receives.get(here, ()) if isinstance(m.content, Product)]
+                sources = [
+                    makers[m.content]
+                    for m in receives.get(here, ())
+                    if isinstance(m.content, Product)
+                ]
                 if any(source not in seen for source in sources):
                     break
-                clock = [max(times) for times in zip(begun[rank], *(seen[source] for source in sources), strict=True)]
+                clock = [
+                    max(times)
+                    for times in zip(
+                        begun[rank], *(seen[source] for source in sources), strict=True
+                    )
+                ]
                 clock[rank] = place[rank] + 1
                 begun[rank] = seen[here] = clock
                 still = []
@@ -207,8 +233,12 @@ def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, .
         if stage == edge.writer:
             ranks = _readers(schedule, edge, microbatch)
             value = Product("value", stage, microbatch, edge.name)
-            gradients = tuple(Product("value gradient", here[0], microbatch, edge.name) for here in ranks.values())
-            found.append(Write(edge.name, value, schedule.rank_of(stage, microbatch) in ranks, gradients))
+            gradients = tuple(
+                Product("value gradient", here[0], microbatch, edge.name) for here in ranks.values()
+            )
+            found.append(
+                Write(edge.name, value, schedule.rank_of(stage, microbatch) in ranks, gradients)
+            )
     return tuple(found)
 
 

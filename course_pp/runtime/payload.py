@@ -1,7 +1,8 @@
 """A value between stages as the bytes of a message: tensors, and tuples, lists and dicts of them.
 
-A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`. Skeleton, shapes and
-dtypes are the :class:`Spec` that the receiver needs to read the bytes; it is sent only when it changes.
+A value is taken apart into its tensors and a skeleton in which each tensor is a :class:`Slot`.
+Skeleton, shapes and dtypes are the :class:`Spec` that the receiver needs to read the bytes; it is
+sent only when it changes.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,10 +84,12 @@ def plain_tensors(value: Any) -> list[Tensor]:
 
 
 def map_plain(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to each tensor in a value that crosses a boundary; refuse what cannot cross.
+    """Apply ``function`` to each tensor in a value that crosses a boundary; refuse what cannot
+    cross.
 
-    Containers become plain, as a receiver may not have their classes: a mapping a dict, a named tuple a tuple. So it is
-    for a stage of the same rank, too. :mod:`course_pp.step.values` has the other rules.
+    Containers become plain, as a receiver may not have their classes: a mapping a dict, a named
+    tuple a tuple. So it is for a stage of the same rank, too. :mod:`course_pp.step.values` has the
+    other rules.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -98,8 +101,8 @@ def map_plain(function: Callable[[Tensor], Any], value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(
-        f"a {type(value).__name__} cannot cross a stage boundary: return tensors, tuples, lists or dicts of tensors, "
-        "numbers, strings or None"
+        f"a {type(value).__name__} cannot cross a stage boundary: return tensors, tuples, lists or"
+        " dicts of tensors, numbers, strings or None"
     )
 
 
@@ -109,8 +112,8 @@ def describe(value: Any) -> tuple[Spec, list[Tensor]]:
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             raise TypeError(
-                f"a {type(tensor).__name__} cannot cross a stage boundary: return a plain tensor, such as a DTensor's "
-                ".full_tensor() or .to_local()"
+                f"a {type(tensor).__name__} cannot cross a stage boundary: return a plain tensor,"
+                " such as a DTensor's .full_tensor() or .to_local()"
             )
     kinds = tuple([Kind(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors])
     return Spec(skeleton, kinds), tensors
@@ -121,7 +124,10 @@ def only_tensor(spec: Spec, value: Any) -> Tensor | None:
     if type(value) is not spec.form:
         return None
     tensor = value[0] if isinstance(value, tuple) and len(value) == 1 else value
-    if type(tensor) is not Tensor or (tensor.dtype, tensor.shape, tensor.requires_grad) != spec.kinds[0]:
+    if (
+        type(tensor) is not Tensor
+        or (tensor.dtype, tensor.shape, tensor.requires_grad) != spec.kinds[0]
+    ):
         return None
     return tensor
 
@@ -148,7 +154,8 @@ def unpack(spec: Spec, buffer: Tensor, device: torch.device) -> Any:
         return tensor if spec.form is Tensor else (tensor,)
 
     def read(kind: Kind, start: int) -> Tensor:
-        # Not a view of the buffer: views share a version, and one part changed in place would spoil the others.
+        # Not a view of the buffer: views share a version, and one part changed in place would spoil
+        # the others.
         tensor = torch.empty(0, dtype=kind.dtype, device=buffer.device)
         first = start // kind.dtype.itemsize
         tensor.set_(buffer.untyped_storage(), first, kind.shape)  # type: ignore[call-overload]  # strides have a default

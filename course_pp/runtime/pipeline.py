@@ -3,7 +3,8 @@
     pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
     loss = pipeline.step(inputs, target=target)                          # gradients are in .grad
 
-What is received and sent between the actions is settled beforehand, in :mod:`course_pp.runtime.messages`.
+What is received and sent between the actions is settled beforehand, in
+:mod:`course_pp.runtime.messages`.
 """
 
 import math
@@ -41,7 +42,15 @@ from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
 from course_pp.step.batch import ChunkSpec
 from course_pp.step.failure import LossNotFinite
 from course_pp.step.hooks import called_once, problem_of_hooks
-from course_pp.step.loss import LossFn, Share, Sums, TokenLoss, added_sums, attached_sums, average_over
+from course_pp.step.loss import (
+    LossFn,
+    Share,
+    Sums,
+    TokenLoss,
+    added_sums,
+    attached_sums,
+    average_over,
+)
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.step import AnyPipeline
@@ -54,48 +63,58 @@ class Pipeline(AnyPipeline):
     """One schedule over the ranks of a process group, for as many steps as you like.
 
     Args:
-        schedule: any legal one. Forward only is evaluation. With ``U`` stages update their own weights within the step.
-        stages: this rank's modules by stage; a module alone where the rank has one stage. None is an empty stage, which
-            passes on what it gets. A module whose attribute ``writes`` has names returns ``(output, {name: value})``;
-            one whose ``reads`` has names gets these values as keyword arguments, from whichever earlier stage
-            writes them. ``pipeline.schedule`` then has the edges.
-        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a :class:`TokenLoss`. Only :meth:`step`
-            and :meth:`eval` need it. The loss is divided before the backward: divide a gradient that your own autograd
-            function adds, too, or use :func:`attach_loss`.
-        group: the ranks of the pipeline; None is all of them, or this process alone if there is no process group.
+        schedule: any legal one. Forward only is evaluation. With ``U`` stages update their own
+            weights within the step.
+        stages: this rank's modules by stage; a module alone where the rank has one stage. None is
+            an empty stage, which passes on what it gets. A module whose attribute ``writes`` has
+            names returns ``(output, {name: value})``; one whose ``reads`` has names gets these
+            values as keyword arguments, from whichever earlier stage writes them.
+            ``pipeline.schedule`` then has the edges.
+        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a
+            :class:`TokenLoss`. Only :meth:`step` and :meth:`eval` need it. The loss is divided
+            before the backward: divide a gradient that your own autograd function adds, too, or use
+            :func:`attach_loss`.
+        group: the ranks of the pipeline; None is all of them, or this process alone if there is no
+            process group.
         device: where the stages compute; None is where their parameters are.
-        recompute: keep each microbatch's input only, and compute forwards again in the backward. What a forward does to
-            its buffers (BatchNorm's statistics) it then does twice.
-        tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3: "head.weight"}]``.
-            Their gradients are summed; give them equal values. None refuses stages that look tied, with a list of all
-            such weights. Layers that are copied or seeded alike pass if a stage holds two of them, or if both
-            stages begin with them. ``[]`` says that nothing is tied. Two further weights that look like one, or
-            like a declared tie, are refused too.
+        recompute: keep each microbatch's input only, and compute forwards again in the backward.
+            What a forward does to its buffers (BatchNorm's statistics) it then does twice.
+        tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3:
+            "head.weight"}]``. Their gradients are summed; give them equal values. None refuses
+            stages that look tied, with a list of all such weights. Layers that are copied or seeded
+            alike pass if a stage holds two of them, or if both stages begin with them. ``[]`` says
+            that nothing is tied. Two further weights that look like one, or like a declared tie,
+            are refused too.
         recorder: records every action and every wait.
-        cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on one host.
+        cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on
+            one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
             (:func:`course_pp.runtime.wire.open_wire`).
         timeout_s: the longest that a rank waits for one message.
-        optimizers: for a schedule with ``U``: one for each of this rank's stages, over all that it trains. An update
-            takes the gradient of one microbatch's mean loss, or the mean of these over a group and all replicas.
-            Parameters must have no hooks: gradients go to versions of them.
-        versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``, ``"vertical"``, ``"2bw"`` or
-            ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its own.
-        scaler: scales the loss and attached losses in the backward, for float16; the losses returned are not scaled. A
-            loss that is not finite is then no error: the scaler skips the step if gradients are not finite either.
+        optimizers: for a schedule with ``U``: one for each of this rank's stages, over all that it
+            trains. An update takes the gradient of one microbatch's mean loss, or the mean of these
+            over a group and all replicas. Parameters must have no hooks: gradients go to versions
+            of them.
+        versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``,
+            ``"vertical"``, ``"2bw"`` or ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers
+            have no versions, and each replica has its own.
+        scaler: scales the loss and attached losses in the backward, for float16; the losses
+            returned are not scaled. A loss that is not finite is then no error: the scaler skips
+            the step if gradients are not finite either.
 
     Make it on every rank at once: the ranks compare what they were given.
 
     Attributes:
-        attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
-        shares: each microbatch's share of the last step's loss, on every rank: they add up to the loss. With
-            ``versions=`` each microbatch's own mean loss.
+        attached: the sums of the last step's attached losses by name, on every rank; see
+            :func:`attach_loss`.
+        shares: each microbatch's share of the last step's loss, on every rank: they add up to the
+            loss. With ``versions=`` each microbatch's own mean loss.
         ties: for each declared tie the parameter's name by stage.
 
     Raises:
-        ValueError: on every rank, for a schedule that cannot run here, stages that are not those it places here, ranks
-            that were given different pipelines, weights that look tied without ``tied``, or versions without what they
-            need.
+        ValueError: on every rank, for a schedule that cannot run here, stages that are not those it
+            places here, ranks that were given different pipelines, weights that look tied without
+            ``tied``, or versions without what they need.
     """
 
     def __init__(
@@ -135,14 +154,25 @@ class Pipeline(AnyPipeline):
         self._agreement = agreed = agree(self._options)
         self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
         if meter is not None:  # what the stages hold anyway is not counted
-            meter.ignore(t for m in modules.values() if m is not None for t in (*m.parameters(), *m.buffers()))
+            meter.ignore(
+                t
+                for m in modules.values()
+                if m is not None
+                for t in (*m.parameters(), *m.buffers())
+            )
         self._shared = SharedWeights(agreed.rank, agreed.weights, modules)
         self._sharded = ShardedStages(modules.values())
         self._weights: dict[int, VersionedStage] = {}
         for stage, module in modules.items():
             if agreed.planned is not None and optimizers is not None and module is not None:
-                here = [i for i in range(schedule.n_microbatches) if schedule.rank_of(stage, i) == agreed.rank]
-                self._weights[stage] = VersionedStage(stage, module, optimizers.get(stage), agreed.planned, here, meter)
+                here = [
+                    i
+                    for i in range(schedule.n_microbatches)
+                    if schedule.rank_of(stage, i) == agreed.rank
+                ]
+                self._weights[stage] = VersionedStage(
+                    stage, module, optimizers.get(stage), agreed.planned, here, meter
+                )
         self._stages = {
             stage: Stage(
                 stage,
@@ -159,9 +189,13 @@ class Pipeline(AnyPipeline):
         self._streams = RandomStreams(agreed.device, _data_rank(agreed.data_groups))
         for worker in self._stages.values():
             worker.streams = self._streams
-        plans = plan_messages(agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w])
+        plans = plan_messages(
+            agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w]
+        )
         self._wire = open_wire(agreed, plans)
-        self._executor = Executor(agreed, agreed.schedule, plans, self._wire, self._stages, self._weights)
+        self._executor = Executor(
+            agreed, agreed.schedule, plans, self._wire, self._stages, self._weights
+        )
         self._evaluator: Executor | None = None
         self.attached: dict[str, float] = {}
         self.shares: tuple[float, ...] = ()
@@ -182,16 +216,18 @@ class Pipeline(AnyPipeline):
     ) -> torch.Tensor:
         """Run the schedule once; :meth:`AnyPipeline.step` says what each argument is.
 
-        A whole batch of any size is cut as evenly as can be. With ``versions=`` updates take the gradients, and leave
-        none. A hook that raises does so on its own rank; no hook is called if the step fails. :attr:`shares` then has
-        what each microbatch adds to the loss.
+        A whole batch of any size is cut as evenly as can be. With ``versions=`` updates take the
+        gradients, and leave none. A hook that raises does so on its own rank; no hook is called if
+        the step fails. :attr:`shares` then has what each microbatch adds to the loss.
 
         Raises:
-            StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not finite; says which
-                rank, stage, microbatch and action it was.
-            ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of its stages; the
-                others get a StepFailed. A loss that counts samples needs at least one in each microbatch.
-            RuntimeError: after a step that failed; in the same way as ValueError, under ``no_grad``.
+            StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not
+                finite; says which rank, stage, microbatch and action it was.
+            ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of
+                its stages; the others get a StepFailed. A loss that counts samples needs at least
+                one in each microbatch.
+            RuntimeError: after a step that failed; in the same way as ValueError, under
+                ``no_grad``.
         """
         self._refuse_without_a_loss()
         scaler = self._options.scaler
@@ -205,7 +241,9 @@ class Pipeline(AnyPipeline):
                 stage.scale = scale
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
             trains, planned = self._executor.trains, self._agreement.planned
-            batch, form = self._batch(trains, planned, divisor, inputs, target, kwargs, kwargs_chunk_spec, **lists)
+            batch, form = self._batch(
+                trains, planned, divisor, inputs, target, kwargs, kwargs_chunk_spec, **lists
+            )
             with self._shared.apart():
                 with self._sharded.reduced_once(trains), self._streams.step():
                     self._executor.run(batch)
@@ -239,10 +277,14 @@ class Pipeline(AnyPipeline):
 
         def step() -> tuple[torch.Tensor, tuple[float, ...]]:
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-            batch, form = self._batch(False, None, None, inputs, target, kwargs, kwargs_chunk_spec, **lists)
+            batch, form = self._batch(
+                False, None, None, inputs, target, kwargs, kwargs_chunk_spec, **lists
+            )
             with self._sharded.reduced_once(trains=False):
                 evaluator.run(batch)
-            losses, *_ = evaluator.tell_everyone((self._losses_here(batch), {}, form, False), _total)
+            losses, *_ = evaluator.tell_everyone(
+                (self._losses_here(batch), {}, form, False), _total
+            )
             return _loss_and_shares(losses)
 
         loss, shares = evaluator.perform(step)
@@ -270,10 +312,14 @@ class Pipeline(AnyPipeline):
 
         def look() -> Cut:
             if on not in ("last", "all"):
-                raise ValueError(f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'")
+                raise ValueError(
+                    f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'"
+                )
             n = self.schedule.n_microbatches
             lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": None}
-            return cut(n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists)
+            return cut(
+                n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists
+            )
 
         def step() -> Any:
             parts = self._with_data_ranks(look)  # here, as the others wait for what this rank makes
@@ -297,7 +343,12 @@ class Pipeline(AnyPipeline):
         if self._evaluator is None:
             forwards = self.schedule.forward_only()
             self._evaluator = Executor(
-                self._agreement, forwards, plan_messages(forwards), self._wire, self._stages, self._weights
+                self._agreement,
+                forwards,
+                plan_messages(forwards),
+                self._wire,
+                self._stages,
+                self._weights,
             )
         return self._evaluator
 
@@ -323,18 +374,24 @@ class Pipeline(AnyPipeline):
     def _refuse_without_a_loss(self) -> None:
         self._refuse_after_failure()
         if self._options.loss_fn is None:
-            raise ValueError("this pipeline has no loss_fn: build it with one, or call evaluate for outputs")
+            raise ValueError(
+                "this pipeline has no loss_fn: build it with one, or call evaluate for outputs"
+            )
 
     def _refuse_after_failure(self) -> None:
         failed = self._executor.failed or (self._evaluator and self._evaluator.failed)
         if failed:
-            raise RuntimeError(f"this pipeline cannot go on, build another one; its last step failed: {failed}")
+            raise RuntimeError(
+                f"this pipeline cannot go on, build another one; its last step failed: {failed}"
+            )
 
     def _batch(
         self, trains: bool, planned: Ledger | None, divisor: float | None, *given: Any, **lists: Any
     ) -> tuple[Batch, Form]:
         """Return the batch of a step; ``planned`` says which versions its updates make, if it has any."""
-        parts, counts = self._with_data_ranks(lambda: self._checked(trains, divisor, *given, **lists))
+        parts, counts = self._with_data_ranks(
+            lambda: self._checked(trains, divisor, *given, **lists)
+        )
         self._ignore(parts)
         batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
         if counts is None:
@@ -367,7 +424,9 @@ class Pipeline(AnyPipeline):
             raise ValueError("targets= would reach the stages as a keyword argument: give target=")
         check_arguments(Pipeline.step, {"divisor": divisor})
         if divisor is not None and not 0 < divisor < math.inf:
-            raise ValueError(f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0")
+            raise ValueError(
+                f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"
+            )
         if trains and (problem := problem_of_hooks(self._agreement.modules)):
             raise ValueError(problem)
         first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
@@ -378,10 +437,12 @@ class Pipeline(AnyPipeline):
         return parts, count_targets(loss_fn, parts.targets) if last else None
 
     def _with_data_ranks(self, look: Callable[[], T]) -> T:
-        """Return what ``look`` returns; if it fails here or on another data rank of this stage, raise on all of them.
+        """Return what ``look`` returns; if it fails here or on another data rank of this stage,
+        raise on all of them.
 
-        FSDP2's data ranks wait for one another in each forward. They are in different pipelines, and a rank that fails
-        tells its own pipeline alone. Mates that refuse together tell both of theirs, before the first gather.
+        FSDP2's data ranks wait for one another in each forward. They are in different pipelines,
+        and a rank that fails tells its own pipeline alone. Mates that refuse together tell both of
+        theirs, before the first gather.
         """
         for group in self._agreement.data_groups:
             look = partial(Ranks(group).collectively, look)
@@ -389,12 +450,17 @@ class Pipeline(AnyPipeline):
 
     def _attached_here(self) -> Sums:
         """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
-        sums = attached_sums({index: stage.attached.values() for index, stage in self._stages.items()})
+        sums = attached_sums(
+            {index: stage.attached.values() for index, stage in self._stages.items()}
+        )
         for group in self._agreement.data_groups if sums else ():
             mine = {name: value.item() for name, (_, value) in sums.items()}
             everyone = Ranks(group, limit_s=self._options.timeout_s).gather(mine)
             if any({*theirs} != {*sums} for theirs in everyone):
-                raise ValueError(f"attach_loss: data ranks use the names {[sorted(theirs) for theirs in everyone]}")
+                raise ValueError(
+                    "attach_loss: data ranks use the names"
+                    f" {[sorted(theirs) for theirs in everyone]}"
+                )
             for name, (stage, _) in sums.items():
                 mean = sum(theirs[name] for theirs in everyone) / len(everyone)
                 sums[name] = stage, torch.tensor(mean, dtype=torch.float64)
@@ -417,8 +483,14 @@ class Pipeline(AnyPipeline):
         """Which version each action of this rank used in the last step, and which update each gradient entered."""
         planned = self._agreement.planned
         if planned is None:
-            raise ValueError(f"{self.schedule!r} flushes, so there is one version of the weights: there is no ledger")
-        return Ledger(planned.versions, tuple(use for weights in self._weights.values() for use in weights.uses))
+            raise ValueError(
+                f"{self.schedule!r} flushes, so there is one version of the weights: there is no"
+                " ledger"
+            )
+        return Ledger(
+            planned.versions,
+            tuple(use for weights in self._weights.values() for use in weights.uses),
+        )
 
 
 def run_step(
@@ -432,16 +504,21 @@ def run_step(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Timeline]:
-    """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the timeline.
+    """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the
+    timeline.
 
-    Takes what these take, of keyword arguments for stages those by microbatch. For more steps keep a pipeline: its
-    first step settles shapes, the others find them settled.
+    Takes what these take, of keyword arguments for stages those by microbatch. For more steps keep
+    a pipeline: its first step settles shapes, the others find them settled.
 
     Returns:
         The mean loss, and when each rank did what, in seconds; the same on every rank.
     """
     recorder = Recorder() if recorder is None else recorder
-    of_step = {name: options.pop(name) for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs") if name in options}
+    of_step = {
+        name: options.pop(name)
+        for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs")
+        if name in options
+    }
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     loss = pipeline.step(*arguments, target=target, **of_step)
@@ -467,7 +544,10 @@ def _total(one: _Told, other: _Told) -> _Told:
 
 def _both(one: _Evaluated, other: _Evaluated) -> _Evaluated:
     if one[0] != other[0]:
-        raise ValueError(f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the same")
+        raise ValueError(
+            f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the"
+            " same"
+        )
     return one[0], {**one[1], **other[1]}, joined(one[2], other[2])
 
 
@@ -477,7 +557,9 @@ def _loss_and_shares(losses: torch.Tensor) -> tuple[torch.Tensor, tuple[float, .
     return parts.sum(), tuple(shares.tolist())
 
 
-def _finite(loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any) -> Share:
+def _finite(
+    loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any
+) -> Share:
     """Return the loss of a microbatch; raise where weights that have diverged first show."""
     share = loss(microbatch, output)
     value = float(share.product())

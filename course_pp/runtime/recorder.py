@@ -32,7 +32,9 @@ class _RankRecord:
     clock: Alignment
 
     def starts(self, *kinds: type) -> list[int]:
-        return [start - self.clock.offset_ns for what, start, _ in self.done if isinstance(what, kinds)]
+        return [
+            start - self.clock.offset_ns for what, start, _ in self.done if isinstance(what, kinds)
+        ]
 
 
 class _Recording:
@@ -47,14 +49,17 @@ class _Recording:
         recorder = self._recorder
         if recorder._running is not None:
             raise RuntimeError(
-                f"{_name(self._what)} starts while {_name(recorder._running)} is being recorded: end the outer one "
-                "first, and do not wrap a stage that is attached"
+                f"{_name(self._what)} starts while {_name(recorder._running)} is being recorded:"
+                " end the outer one first, and do not wrap a stage that is attached"
             )
         self._start = recorder._mark()
         recorder._running = self._what
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         recorder = self._recorder
         recorder._running = None
@@ -79,18 +84,19 @@ class Recorder:
             schedule.step(inputs, target=targets)
         timeline = recorder.timeline()
 
-    It records every step until it is read. Call ``clear()`` before the step whose timeline you want, and after a first
-    step, which does much that later ones need not. Ranks on several hosts are aligned with messages
-    (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in :attr:`clock_error`.
+    It records every step until it is read. Call ``clear()`` before the step whose timeline you
+    want, and after a first step, which does much that later ones need not. Ranks on several hosts
+    are aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in
+    :attr:`clock_error`.
 
-    On CUDA a span lasts from when the current stream comes to its first kernel until that stream has done its last,
-    measured with a pair of events: recording does not wait for the device. Kernels on other streams count only where
-    the current stream waits for them, and all spans of a rank must be recorded on one stream. A receive lasts as long
-    as it blocks that stream.
+    On CUDA a span lasts from when the current stream comes to its first kernel until that stream
+    has done its last, measured with a pair of events: recording does not wait for the device.
+    Kernels on other streams count only where the current stream waits for them, and all spans of a
+    rank must be recorded on one stream. A receive lasts as long as it blocks that stream.
 
     Args:
-        device: where the actions run; None means the device of the pipeline or the first attached stage, or else the
-            CPU.
+        device: where the actions run; None means the device of the pipeline or the first attached
+            stage, or else the CPU.
         memory: also count the bytes kept for backward, with :attr:`meter`.
     """
 
@@ -110,8 +116,8 @@ class Recorder:
         self._time_on(None if device is None else torch.device(device))
 
     def span(self, action: Action | Overlap) -> _Recording:
-        """Record the body of a ``with`` as ``action``; a body that raises is not recorded, and one inside another
-        span or receive raises RuntimeError: a rank does one thing at a time.
+        """Record the body of a ``with`` as ``action``; a body that raises is not recorded, and one
+        inside another span or receive raises RuntimeError: a rank does one thing at a time.
         """
         return _Recording(self, action)
 
@@ -125,34 +131,42 @@ class Recorder:
             self._settle()
             self._time_on(device)
 
-    def add_emulated(self, done: Sequence[Emulated], received: Sequence[tuple[Product, int, int]]) -> None:
+    def add_emulated(
+        self, done: Sequence[Emulated], received: Sequence[tuple[Product, int, int]]
+    ) -> None:
         """Take over what an emulated rank did; a pipeline on an emulated cluster does it after each step."""
         self._done += [(each.action, each.start, each.end) for each in done]
         self._done += received
         self._emulated += done
 
     def attach(self, *stages: Any) -> "Recorder":
-        """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a ``with``.
+        """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a
+        ``with``.
 
-        They are stages of ``torch.distributed.pipelining``, or like them, one by one or in lists. A backward with
-        ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``; in stage 0, which needs no input
-        gradient, ``W`` has all the work. The loss and the messages lie outside the spans. A stage of
-        `course_pp.parallel` is recorded as its pipeline runs it: build that first.
+        They are stages of ``torch.distributed.pipelining``, or like them, one by one or in lists. A
+        backward with ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``; in
+        stage 0, which needs no input gradient, ``W`` has all the work. The loss and the messages
+        lie outside the spans. A stage of `course_pp.parallel` is recorded as its pipeline runs it:
+        build that first.
         """
-        methods = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+        methods = {
+            "forward_one_chunk": "F",
+            "backward_one_chunk": "B",
+            "backward_weight_one_chunk": "W",
+        }
         attached: list[Any] = []
         for each in stages:
             attached += each if isinstance(each, list | tuple) else [each]
         for stage in attached:
             if not all(hasattr(stage, name) for name in ("stage_index", *methods)):
                 raise ValueError(
-                    f"cannot record {type(stage).__name__}: attach a pipeline stage of torch.distributed.pipelining, "
-                    "or use span() around your own code"
+                    f"cannot record {type(stage).__name__}: attach a pipeline stage of"
+                    " torch.distributed.pipelining, or use span() around your own code"
                 )
             if getattr(stage, "runs_as", stage) is None:
                 raise ValueError(
-                    f"stage {stage.stage_index} is in no pipeline, which would run it as a stage of its own: call "
-                    "build_pipeline_schedule first, then attach"
+                    f"stage {stage.stage_index} is in no pipeline, which would run it as a stage of"
+                    " its own: call build_pipeline_schedule first, then attach"
                 )
         for stage in (getattr(stage, "runs_as", stage) for stage in attached):
             self.run_on(getattr(stage, "device", None))
@@ -162,7 +176,13 @@ class Recorder:
         return self
 
     def _recorded(
-        self, stage: Any, kind: str, run: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any
+        self,
+        stage: Any,
+        kind: str,
+        run: Callable[..., Any],
+        microbatch: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Run one of torch's three methods, as its schedules call them: the microbatch comes by position alone."""
         if kind != "F" and not getattr(stage, "has_backward", True):
@@ -181,7 +201,10 @@ class Recorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.detach()
 
@@ -199,9 +222,10 @@ class Recorder:
     def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
         """Return what every rank of ``group`` recorded, the same timeline on each of them.
 
-        Every rank of the group must call it, outside spans. Time 0 is the earliest start of a span on any rank
-        (receives are cut off there), the unit is seconds, and ranks are numbered within the group. Without a process
-        group there is one rank. Of a run on an emulated cluster it is an
+        Every rank of the group must call it, outside spans. Time 0 is the earliest start of a span
+        on any rank (receives are cut off there), the unit is seconds, and ranks are numbered within
+        the group. Without a process group there is one rank. Of a run on an emulated cluster it is
+        an
         :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
 
         Args:
@@ -221,16 +245,25 @@ class Recorder:
                 elif start >= base or end > base:
                     receives.append(Receive(rank, what, max(seconds(start), 0.0), seconds(end)))
             for each in record.emulated:
-                wall.append(Span(rank, each.action, seconds(each.real_start), seconds(each.real_end)))
+                wall.append(
+                    Span(rank, each.action, seconds(each.real_start), seconds(each.real_end))
+                )
                 if each.overrun:
                     overruns.append(Overrun(rank, each.action, each.overrun / _NANOSECONDS))
         n_ranks = len(records)
-        of_both: dict[str, Any] = {"unit": "s", "measured": True, "edges": self.edges, "feedback": self.feedback}
+        of_both: dict[str, Any] = {
+            "unit": "s",
+            "measured": True,
+            "edges": self.edges,
+            "feedback": self.feedback,
+        }
         of_spans: dict[str, Any] = {"receives": tuple(receives), "name": name, **of_both}
         if not wall:
             return Timeline(n_ranks, tuple(spans), **of_spans)
         real = Timeline(n_ranks, tuple(wall), name=f"{name} in real time".strip(), **of_both)
-        return EmulatedTimeline(n_ranks, tuple(spans), wall=real, overruns=tuple(overruns), **of_spans)
+        return EmulatedTimeline(
+            n_ranks, tuple(spans), wall=real, overruns=tuple(overruns), **of_spans
+        )
 
     @checked
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
@@ -239,15 +272,20 @@ class Recorder:
         memories = []
         for rank, record in enumerate(records):
             if record.memory is None:
-                raise RuntimeError(f"the recorder of rank {rank} counts no memory: make it with Recorder(memory=True)")
+                raise RuntimeError(
+                    f"the recorder of rank {rank} counts no memory: make it with"
+                    " Recorder(memory=True)"
+                )
             memories.append(record.memory.seen_from(rank, zero + record.clock.offset_ns))
         return tuple(memories)
 
     @property
     def clock_error(self) -> float:
-        """Seconds by which a rank's clock may be wrong against rank 0's, at most, on the rank where it is largest.
+        """Seconds by which a rank's clock may be wrong against rank 0's, at most, on the rank where
+        it is largest.
 
-        0 where all ranks share a host. For two ranks that are both on other hosts than rank 0, it may be twice that.
+        0 where all ranks share a host. For two ranks that are both on other hosts than rank 0, it
+        may be twice that.
         """
         if self._clock_error is None:
             raise RuntimeError("the clocks have not been compared yet: ask for the timeline first")
@@ -260,17 +298,24 @@ class Recorder:
 
     def _settle(self) -> None:
         """Turn the clock's marks into nanoseconds."""
-        times = iter(self._clock.nanoseconds([mark for _, *marks in self._marked for mark in marks]))
+        times = iter(
+            self._clock.nanoseconds([mark for _, *marks in self._marked for mark in marks])
+        )
         self._done += [(what, next(times), next(times)) for what, _, _ in self._marked]
         self._marked.clear()
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[list[_RankRecord], int]:
         """Return what each rank recorded, and time 0 in nanoseconds of rank 0's clock."""
         if self._running is not None:
-            raise RuntimeError(f"{_name(self._running)} is still being recorded: ask for what was recorded afterwards")
+            raise RuntimeError(
+                f"{_name(self._running)} is still being recorded: ask for what was recorded"
+                " afterwards"
+            )
         self._settle()
         memory = None if self.meter is None else self.meter.log()
-        records = Ranks(group).gather(_RankRecord(self._done, self._emulated, memory, self._align(group)))
+        records = Ranks(group).gather(
+            _RankRecord(self._done, self._emulated, memory, self._align(group))
+        )
         self._clock_error = max(record.clock.error_ns for record in records) / _NANOSECONDS
         starts = [start for record in records for start in record.starts(Action, Overlap)]
         starts = starts or [start for record in records for start in record.starts(Product)]
@@ -281,8 +326,8 @@ class Recorder:
             return Alignment(0, 0)
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group once torch.distributed is initialised
-        # One alignment for all that is recorded until clear(), or timeline and memory would differ in their zero.
-        # Ranks may have cleared differently, and must measure together.
+        # One alignment for all that is recorded until clear(), or timeline and memory would differ
+        # in their zero. Ranks may have cleared differently, and must measure together.
         if not all(Ranks(group).gather(group in self._alignments)):
             self._alignments[group] = align(group)
         return self._alignments[group]

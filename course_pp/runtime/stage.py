@@ -42,7 +42,8 @@ class _Kept:
 
     Attributes:
         leaves: of the input first, then of each value that it read.
-        roots: the edges of the graph that lead to the output, whose memory is free as soon as it is sent.
+        roots: the edges of the graph that lead to the output, whose memory is free as soon as it is
+            sent.
         weight: of the loss, in the last stage.
         again: what there is to compute the forward again from.
     """
@@ -59,18 +60,22 @@ class Stage:
     """A module as a stage of a pipeline.
 
     Args:
-        module: called with what the stage before returned: a tuple or list gives its positional arguments, a dict its
-            keyword arguments, anything else is the only one. None passes on what it gets.
-        recompute: keep only the input of a microbatch, and compute its forward again when its backward comes
-            (activation checkpointing, Chen et al. 2016).
+        module: called with what the stage before returned: a tuple or list gives its positional
+            arguments, a dict its keyword arguments, anything else is the only one. None passes on
+            what it gets.
+        recompute: keep only the input of a microbatch, and compute its forward again when its
+            backward comes (activation checkpointing, Chen et al. 2016).
         weights: which version of its weights each microbatch uses, if it updates them itself.
-        writes: the names of the values that it returns beside its output, as ``(output, {name: value})``.
+        writes: the names of the values that it returns beside its output, as ``(output, {name:
+            value})``.
         wanted: those that another stage reads, in order.
 
     Attributes:
-        attached: the losses that microbatches of this step attach (:func:`course_pp.step.loss.attach_loss`).
+        attached: the losses that microbatches of this step attach
+            (:func:`course_pp.step.loss.attach_loss`).
         scale: by what the gradients of losses are multiplied.
-        streams: the random numbers of its forwards in training; None leaves them to torch's default generator.
+        streams: the random numbers of its forwards in training; None leaves them to torch's default
+            generator.
     """
 
     def __init__(
@@ -98,7 +103,11 @@ class Stage:
         self._kept.clear()
 
     def evaluate(
-        self, value: Any, loss: Loss | None, read: Mapping[str, Any] = _NONE, given: Mapping[str, Any] = _NONE
+        self,
+        value: Any,
+        loss: Loss | None,
+        read: Mapping[str, Any] = _NONE,
+        given: Mapping[str, Any] = _NONE,
     ) -> tuple[Any, dict[str, Any]]:
         """Run the forward of a microbatch when no backward follows."""
         with torch.no_grad():
@@ -113,26 +122,30 @@ class Stage:
         read: Mapping[str, Any] = _NONE,
         given: Mapping[str, Any] = _NONE,
     ) -> tuple[Any, dict[str, Any]]:
-        """Run ``F``; return the output, or the share of the loss, and the values that other stages read.
+        """Run ``F``; return the output, or the share of the loss, and the values that other stages
+        read.
 
         Args:
             loss: of this microbatch; None except in the last stage.
             split: whether its backward will come in two halves.
             read: the values that it reads itself, by name.
-            given: further keyword arguments, the caller's: passed as they are, and no gradient is looked for in them.
+            given: further keyword arguments, the caller's: passed as they are, and no gradient is
+                looked for in them.
         """
         if self.streams is not None:
             self.streams.begin(self.index, microbatch)
         kept = self._kept[microbatch] = _Kept()
-        kept.leaves = [[t for t in plain_tensors(each) if t.requires_grad] for each in (value, *read.values())]
+        kept.leaves = [
+            [t for t in plain_tensors(each) if t.requires_grad] for each in (value, *read.values())
+        ]
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
             kept.holds = [self._meter.hold(leaf) for leaves in kept.leaves for leaf in leaves]
         if self._recompute:
             kept.again = value, read, given, loss, get_random_state(self._device)
-            # On a copy, as the stage may change its input in place. With a graph, though of no use, so that the output
-            # says what of it can be differentiated.
+            # On a copy, as the stage may change its input in place. With a graph, though of no use,
+            # so that the output says what of it can be differentiated.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
                 copies = map_plain(_copy, value), map_plain(_copy, read)
                 return self._compute(*copies, given, loss, self._module_for(microbatch))
@@ -151,7 +164,8 @@ class Stage:
         of_values: Sequence[Gradients] = (),
         weight: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> tuple[Gradients, ...]:
-        """Run ``I``; return the gradients of the input, and of each value that this stage has read, in order.
+        """Run ``I``; return the gradients of the input, and of each value that this stage has read,
+        in order.
 
         Those of linear layers' weights wait for ``W``.
 
@@ -172,18 +186,34 @@ class Stage:
         if microbatch in self.attached:
             self.attached[microbatch].weight = weight() * self.scale
         if gradients is None:
-            start = kept.weight if kept.weight is None or self.scale == 1.0 else kept.weight * self.scale
+            start = (
+                kept.weight
+                if kept.weight is None or self.scale == 1.0
+                else kept.weight * self.scale
+            )
             gradients = tuple(start for _ in kept.roots)
         gradients = sum(of_values, start=gradients)
-        pairs = [(root, grad) for root, grad in zip(kept.roots, gradients, strict=True) if grad is not None]
+        pairs = [
+            (root, grad)
+            for root, grad in zip(kept.roots, gradients, strict=True)
+            if grad is not None
+        ]
         kept.roots = []
         if pairs:
             queue = kept.weight_gradients
-            backward = partial(torch.autograd.backward, [root for root, _ in pairs], [grad for _, grad in pairs])
+            backward = partial(
+                torch.autograd.backward, [root for root, _ in pairs], [grad for _, grad in pairs]
+            )
             with nullcontext() if queue is None else queue.collecting():
-                backward() if self._weights is None else self._weights.go_backward(microbatch, backward)
+                (
+                    backward()
+                    if self._weights is None
+                    else self._weights.go_backward(microbatch, backward)
+                )
         # Those of the batch may be parts of a larger tensor, which has the gradient.
-        input_gradients = tuple(tuple(leaf.grad if leaf.is_leaf else None for leaf in row) for row in kept.leaves)
+        input_gradients = tuple(
+            tuple(leaf.grad if leaf.is_leaf else None for leaf in row) for row in kept.leaves
+        )
         kept.leaves = []
         for hold in kept.holds:
             hold.release()
@@ -223,7 +253,9 @@ class Stage:
         if attached.values:
             self.attached[microbatch] = attached
         made, kept.weight = (output, None) if loss is None else output
-        differentiable = [t for each in (made, *values.values()) for t in plain_tensors(each) if t.requires_grad]
+        differentiable = [
+            t for each in (made, *values.values()) for t in plain_tensors(each) if t.requires_grad
+        ]
         kept.roots = [get_gradient_edge(tensor) for tensor in differentiable]
         return output, values
 
@@ -247,8 +279,8 @@ class Stage:
 
 def _refuse_dropped(_: Any) -> Any:
     raise RuntimeError(
-        "a stage differentiates in its forward, and recompute=True keeps nothing to do so with: leave recompute out, "
-        "or checkpoint other parts of the stage (torch.utils.checkpoint)"
+        "a stage differentiates in its forward, and recompute=True keeps nothing to do so with:"
+        " leave recompute out, or checkpoint other parts of the stage (torch.utils.checkpoint)"
     )
 
 
@@ -264,21 +296,29 @@ def device_of(modules: Iterable[nn.Module | None]) -> torch.device:
 
 @checked
 def profile_layers(
-    layers: Sequence[nn.Module], inputs: Any, *, repeats: int = 5, device: torch.device | str | None = None
+    layers: Sequence[nn.Module],
+    inputs: Any,
+    *,
+    repeats: int = 5,
+    device: torch.device | str | None = None,
 ) -> tuple[LayerCost, ...]:
-    """Measure each layer alone, as a stage of a pipeline would run it, for :func:`course_pp.schedule.partition`.
+    """Measure each layer alone, as a stage of a pipeline would run it, for
+    :func:`course_pp.schedule.partition`.
 
-    Each layer takes what the one before returned, forward and backward. The shortest time counts, as other work of the
-    machine can only add to it (Narayanan et al. 2019, "PipeDream", section 3.1, profile 1000 minibatches on a GPU).
+    Each layer takes what the one before returned, forward and backward. The shortest time counts,
+    as other work of the machine can only add to it (Narayanan et al. 2019, "PipeDream", section
+    3.1, profile 1000 minibatches on a GPU).
 
     Args:
-        layers: first to last. Their gradients, buffers and the random number generators are left as they were.
+        layers: first to last. Their gradients, buffers and the random number generators are left as
+            they were.
         inputs: of the first layer, one microbatch: tensors, alone or in a tuple or dict.
         repeats: how often each is timed, after a first time that does not count.
         device: where the layers compute; None is where their parameters are.
 
     Returns:
-        For each layer the seconds of its forward and backward, the bytes of its output, and of its trained weights.
+        For each layer the seconds of its forward and backward, the bytes of its output, and of its
+        trained weights.
 
     Raises:
         RuntimeError: under ``no_grad``, where there is no backward to time.
@@ -296,7 +336,9 @@ def profile_layers(
                 error.add_note(f"in layer {number} of {len(layers)}, a {type(layer).__name__}")
                 raise
             weights = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
-            costs.append(LayerCost(seconds, sum(tensor.nbytes for tensor in plain_tensors(value)), weights))
+            costs.append(
+                LayerCost(seconds, sum(tensor.nbytes for tensor in plain_tensors(value)), weights)
+            )
     return tuple(costs)
 
 
@@ -307,7 +349,9 @@ def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> 
         wait_for(device)
         begun = time.perf_counter()
         output, _ = stage.forward(0, received, None, False)
-        gradients = tuple(torch.ones_like(tensor) for tensor in plain_tensors(output) if tensor.requires_grad)
+        gradients = tuple(
+            torch.ones_like(tensor) for tensor in plain_tensors(output) if tensor.requires_grad
+        )
         stage.backward(0, gradients)
         wait_for(device)
         if repeat:

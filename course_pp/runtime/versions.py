@@ -1,11 +1,12 @@
-"""Stages that update their own weights while microbatches are under way, and the versions of the weights that needs.
+"""Stages that update their own weights while microbatches are under way, and the versions of the
+weights that needs.
 
     p ──────────────► the optimizer's: always the newest version, changed in place
     └─ alias v ─────► what forwards of version v compute with: the same memory, until an update would write to it
 
-If a later action still needs the version that the parameters hold, an update first moves them to new memory, and that
-version keeps the old; otherwise nothing is copied. Gradients arrive at the aliases. From there each microbatch's are
-taken for the update that they enter.
+If a later action still needs the version that the parameters hold, an update first moves them to
+new memory, and that version keeps the old; otherwise nothing is copied. Gradients arrive at the
+aliases. From there each microbatch's are taken for the update that they enter.
 """
 
 from collections import Counter
@@ -37,7 +38,8 @@ class VersionedStage:
     Attributes:
         newest: how many updates there were in this step.
         uses: what each microbatch has used, so far.
-        gradients: what waits for the next update: for each trained parameter a sum over this rank's microbatches.
+        gradients: what waits for the next update: for each trained parameter a sum over this rank's
+            microbatches.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class VersionedStage:
         self._stage, self._module, self._optimizer, self._meter = stage, module, optimizer, meter
         self._mixed, self._backwards = planned.versions == "none", _Backwards(module)
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._version_of = {microbatch: planned.of(stage, microbatch).forward for microbatch in mine}
+        self._version_of = {
+            microbatch: planned.of(stage, microbatch).forward for microbatch in mine
+        }
         self._sizes = [len(microbatches) for microbatches in planned.updates(stage)]
         self.begin()
 
@@ -60,16 +64,17 @@ class VersionedStage:
         """Start a step: what the parameters hold is version 0, and the only one."""
         if changed := sorted(self._parameters.keys() ^ trained_parameters(self._module).keys()):
             raise ValueError(
-                f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline was built: "
-                "build another one"
+                f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline"
+                " was built: build another one"
             )
         if problem := problem_of_hooks(self._stage, self._parameters):
             raise ValueError(problem)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise ValueError(
-                    f"{name!r} of stage {self._stage} has a gradient before the step, which would enter its first "
-                    "update: zero it, as optimizers= take the gradients of their own steps"
+                    f"{name!r} of stage {self._stage} has a gradient before the step, which would"
+                    " enter its first update: zero it, as optimizers= take the gradients of their"
+                    " own steps"
                 )
         self.newest = 0
         self.uses: list[Use] = []
@@ -81,12 +86,18 @@ class VersionedStage:
         self.gradients: list[Tensor | None] = [None] * len(self._parameters)
 
     def call(self, microbatch: int, /, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._module, self._aliases[self._version_of[microbatch]], args, kwargs)
+        return functional_call(
+            self._module, self._aliases[self._version_of[microbatch]], args, kwargs
+        )
 
     def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
         """Do ``backward`` while the module holds the version of a microbatch: checkpointed parts compute again."""
         aliases = self._aliases[self._version_of[microbatch]]
-        functional_call(self._backwards, {f"module.{name}": alias for name, alias in aliases.items()}, (backward,))
+        functional_call(
+            self._backwards,
+            {f"module.{name}": alias for name, alias in aliases.items()},
+            (backward,),
+        )
 
     def begin_backward(self, microbatch: int) -> None:
         """Note with which weights a microbatch goes backward."""
@@ -97,20 +108,26 @@ class VersionedStage:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"stage {self._stage} uses {name!r} past its attribute, as from a list, so its forward cannot be "
-                    "lent another version: read the attribute in forward"
+                    f"stage {self._stage} uses {name!r} past its attribute, as from a list, so its"
+                    " forward cannot be lent another version: read the attribute in forward"
                 )
         before = self._taken.get(microbatch, [None] * len(self._parameters))
         aliases = self._aliases[self._version_of[microbatch]].values()
-        self._taken[microbatch] = [add_up([old, alias.grad]) for old, alias in zip(before, aliases, strict=True)]
+        self._taken[microbatch] = [
+            add_up([old, alias.grad]) for old, alias in zip(before, aliases, strict=True)
+        ]
         for alias in aliases:
             alias.grad = None
 
     def finish(self, microbatch: int) -> None:
         """The backward of a microbatch is done: its gradients wait for the next update."""
-        self.gradients = [add_up(pair) for pair in zip(self.gradients, self._taken.pop(microbatch), strict=True)]
+        self.gradients = [
+            add_up(pair) for pair in zip(self.gradients, self._taken.pop(microbatch), strict=True)
+        ]
         version = self._version_of[microbatch]
-        self.uses.append(Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest))
+        self.uses.append(
+            Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest)
+        )
         self._users[version] -= 1
         self._forget_unused()
 
@@ -118,11 +135,16 @@ class VersionedStage:
         """Make the next version: a step of the optimizer with the mean of ``gradients``, sums over all replicas."""
         size = self._sizes[self.newest]
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
-            values = gradient.coalesce().values() if gradient is not None and gradient.is_sparse else gradient
+            values = (
+                gradient.coalesce().values()
+                if gradient is not None and gradient.is_sparse
+                else gradient
+            )
             if values is not None and not values.isfinite().all():
                 raise ArithmeticError(
-                    f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is not finite, so its "
-                    "weights are left as they are: lower the learning rate, or look at the data"
+                    f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is"
+                    " not finite, so its weights are left as they are: lower the learning rate, or"
+                    " look at the data"
                 )
             parameter.grad = gradient if gradient is None or size == 1 else gradient / size
         if self._users[self.newest] and not self._mixed:
@@ -137,7 +159,9 @@ class VersionedStage:
 
     def _alias(self) -> dict[str, Tensor]:
         """Return the parameters as leaves that share their memory but not autograd's count of changes to it."""
-        return {name: parameter.data.requires_grad_() for name, parameter in self._parameters.items()}
+        return {
+            name: parameter.data.requires_grad_() for name, parameter in self._parameters.items()
+        }
 
     def _move(self) -> None:
         """Give the parameters memory of their own; the version that is still needed keeps what it has."""
@@ -171,13 +195,18 @@ def problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str 
     hooked = next((name for name, parameter in parameters.items() if has_hooks(parameter)), None)
     if hooked is None:
         return None
-    return f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call: remove it"
+    return (
+        f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call:"
+        " remove it"
+    )
 
 
 def trained_parameters(module: nn.Module | None) -> dict[str, nn.Parameter]:
     if module is None:
         return {}
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
 
 
 def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str:

@@ -20,10 +20,11 @@ _TAGS_PER_PIPELINE = 1 << 16
 
 
 class Wire(Protocol):
-    """Sends and receives uint8 buffers that lie on ``device``; ranks are those of the pipeline's group.
+    """Sends and receives uint8 buffers that lie on ``device``; ranks are those of the pipeline's
+    group.
 
-    ``window`` is how many receives of one channel may be posted at a time, at most. Both methods only begin: ``buffer``
-    belongs to message ``number`` of its channel until the work is done.
+    ``window`` is how many receives of one channel may be posted at a time, at most. Both methods
+    only begin: ``buffer`` belongs to message ``number`` of its channel until the work is done.
     """
 
     device: torch.device
@@ -39,18 +40,26 @@ class Tagged:
 
     Args:
         group: the ranks of the pipeline.
-        series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from another's in the group.
-        back: connections of the same ranks for messages to lower ones; None where nothing is sent. While a thread
-            writes to a peer, gloo's own cannot read what that has sent, and keeps a core busy trying.
+        series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from
+            another's in the group.
+        back: connections of the same ranks for messages to lower ones; None where nothing is sent.
+            While a thread writes to a peer, gloo's own cannot read what that has sent, and keeps a
+            core busy trying.
     """
 
     device = torch.device("cpu")
-    # gloo asks the receiver before it sends, unless the receive is posted already: for small messages that is most of
-    # their time.
+    # gloo asks the receiver before it sends, unless the receive is posted already: for small
+    # messages that is most of their time.
     window = 32
 
-    def __init__(self, group: dist.ProcessGroup | None, series: int, back: dist.ProcessGroupGloo | None = None) -> None:
-        # The groups' own methods are called: dist.isend and dist.irecv check for each message what is settled here.
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        series: int,
+        back: dist.ProcessGroupGloo | None = None,
+    ) -> None:
+        # The groups' own methods are called: dist.isend and dist.irecv check for each message what
+        # is settled here.
         self._there: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
         self._back: Any = back or self._there
         self._me = 0 if self._there is None else dist.get_rank(group)
@@ -68,11 +77,13 @@ class Tagged:
 class Ordered:
     """Messages told apart by their order alone: NCCL, or gloo made to do without tags.
 
-    Each channel, a (source, target), has a process group of its own. With one group for both directions between two
-    ranks, a send would queue behind a receive that waits for the other rank, whose own send queues likewise.
+    Each channel, a (source, target), has a process group of its own. With one group for both
+    directions between two ranks, a send would queue behind a receive that waits for the other rank,
+    whose own send queues likewise.
     """
 
-    # A value whose shape has changed comes in a second message, which must not be taken for the next value.
+    # A value whose shape has changed comes in a second message, which must not be taken for the
+    # next value.
     window = 1
 
     def __init__(
@@ -86,8 +97,9 @@ class Ordered:
         self.device = device
         me, everyone = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
         self._groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
-        # In one order everywhere: making a group waits for its other member. Torch names a group after its ranks and
-        # the number of groups its process has made, so whoever is not in the channel makes one too, for itself.
+        # In one order everywhere: making a group waits for its other member. Torch names a group
+        # after its ranks and the number of groups its process has made, so whoever is not in the
+        # channel makes one too, for itself.
         for source, target in sorted(channels):
             ours = me in (source, target)
             made: Any = dist.new_group(
@@ -100,7 +112,8 @@ class Ordered:
             if ours:
                 self._groups[source, target] = made, 1 - dist.get_rank(made)
         self._me = me
-        # A first message on each channel: NCCL makes its connection then, and waits for the peer while it does.
+        # A first message on each channel: NCCL makes its connection then, and waits for the peer
+        # while it does.
         for source, target in self._groups:
             greeting = torch.zeros(1, dtype=torch.uint8, device=device)
             if source == me:
@@ -120,8 +133,9 @@ class Ordered:
 def open_wire(agreement: "Agreement", plans: Sequence[RankPlan]) -> Wire:
     """Return what carries the messages of the plans of all ranks.
 
-    The transport is ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU), ``"nccl"``, ``"gloo
-    without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the group has it for the device, else gloo.
+    The transport is ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU),
+    ``"nccl"``, ``"gloo without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the
+    group has it for the device, else gloo.
     """
     options, device, series = agreement.options, agreement.device, agreement.series
     group, transport, timeout = options.group, options.transport, options.timeout
@@ -141,8 +155,9 @@ def open_wire(agreement: "Agreement", plans: Sequence[RankPlan]) -> Wire:
         _refuse_unlike_groups(group)
         return Ordered(group, channels, "gloo", torch.device("cpu"), timeout)
     raise ValueError(
-        f"transport {transport!r} cannot carry tensors on {device} over a process group with {backends}: "
-        "use 'gloo', 'nccl' (stages on CUDA, group initialised with nccl) or 'gloo without tags'"
+        f"transport {transport!r} cannot carry tensors on {device} over a process group with"
+        f" {backends}: use 'gloo', 'nccl' (stages on CUDA, group initialised with nccl) or 'gloo"
+        " without tags'"
     )
 
 
@@ -156,7 +171,9 @@ def _way_back(group: dist.ProcessGroup | None, series: int) -> dist.ProcessGroup
     assert group is not None
     if group not in _WAYS_BACK:
         store = dist.PrefixStore(f"pipeline {series}, back", group.get_group_store())
-        _WAYS_BACK[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timedelta(seconds=300))
+        _WAYS_BACK[group] = dist.ProcessGroupGloo(
+            store, group.rank(), group.size(), timedelta(seconds=300)
+        )
     return _WAYS_BACK[group]
 
 
@@ -165,6 +182,7 @@ def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
     numbers = Ranks(group).gather(n_process_groups())
     if len(set(numbers)) > 1:
         raise ValueError(
-            f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch names the next one "
-            "after that number: put all of them into as many groups, or use transport 'gloo'"
+            f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch"
+            " names the next one after that number: put all of them into as many groups, or use"
+            " transport 'gloo'"
         )

@@ -1,21 +1,42 @@
 """What each rank of a pipeline does, and when. Pure Python: no torch, no numpy, no matplotlib.
 
-:func:`build` makes the :class:`Schedule` of a name, :func:`check` says whether any schedule can run, :func:`simulate`
-when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type that a measurement has too.
-:mod:`theory` has the closed forms, :func:`bound` what no schedule can beat, :func:`search` the best order that seconds
-find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why a run took as long as it did,
-:func:`ledger` which weights an asynchronous schedule uses, :func:`partition` which layers make a stage.
+:func:`build` makes the :class:`Schedule` of a name, :func:`check` says whether any schedule can
+    run, :func:`simulate`
+when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type that a measurement has
+too.
+:mod:`theory` has the closed forms, :func:`bound` what no schedule can beat, :func:`search` the best
+    order that seconds
+find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why a run took as long
+as it did,
+:func:`ledger` which weights an asynchronous schedule uses, :func:`partition` which layers make a
+    stage.
 """
 
 from course_pp.schedule import theory
-from course_pp.schedule.action import KINDS, Action, Gap, Overlap, Product, Receive, Span, Time, format_time
+from course_pp.schedule.action import (
+    KINDS,
+    Action,
+    Gap,
+    Overlap,
+    Product,
+    Receive,
+    Span,
+    Time,
+    format_time,
+)
 from course_pp.schedule.bounds import bound
 from course_pp.schedule.catalogue import Entry, build, find, names
 from course_pp.schedule.costs import Costs
 from course_pp.schedule.edges import Edge
 from course_pp.schedule.families import generation
 from course_pp.schedule.fitting import Fit, Loss, fit
-from course_pp.schedule.layer_plan import ClusterLevel, LayerCost, Partition, PlannedStage, partition
+from course_pp.schedule.layer_plan import (
+    ClusterLevel,
+    LayerCost,
+    Partition,
+    PlannedStage,
+    partition,
+)
 from course_pp.schedule.ledger import Ledger, Use, Versions, ledger
 from course_pp.schedule.legality import check
 from course_pp.schedule.optima import optima

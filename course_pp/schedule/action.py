@@ -1,9 +1,9 @@
 """One thing a rank does, what must exist before it can be done, and the interval in which it was.
 
-The letters are those of ``torch.distributed.pipelining``: F is the forward of one microbatch through one stage, B its
-whole backward; or, in two halves (Qi et al. 2024, "Zero bubble pipeline parallelism", ICLR), I makes the gradients of
-the inputs, for which the previous stage waits, and W those of the weights. U is the stage's own optimizer step, in
-asynchronous schedules only.
+The letters are those of ``torch.distributed.pipelining``: F is the forward of one microbatch
+through one stage, B its whole backward; or, in two halves (Qi et al. 2024, "Zero bubble pipeline
+parallelism", ICLR), I makes the gradients of the inputs, for which the previous stage waits, and W
+those of the weights. U is the stage's own optimizer step, in asynchronous schedules only.
 """
 
 import re
@@ -40,10 +40,12 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 class Product(NamedTuple):
     """What one action leaves behind for another.
 
-    ``gradient`` is with respect to the input of ``stage``, which the stage before needs. What crosses an
-    :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the ``value gradient``
-    with respect to what the readers on the rank of ``stage`` have read. In generation the last stage makes a ``token``,
-    which the first one continues with.
+    ``gradient`` is with respect to the input of ``stage``, which the stage before needs. What
+    crosses an
+    :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the
+        ``value gradient``
+    with respect to what the readers on the rank of ``stage`` have read. In generation the last
+    stage makes a ``token``, which the first one continues with.
     """
 
     what: Made | Literal["value", "value gradient", "token"]
@@ -53,7 +55,11 @@ class Product(NamedTuple):
 
     def __str__(self) -> str:
         if self.name:
-            what = f"the value {self.name!r}" if self.what == "value" else f"the gradient of {self.name!r}"
+            what = (
+                f"the value {self.name!r}"
+                if self.what == "value"
+                else f"the gradient of {self.name!r}"
+            )
             return f"{what} of microbatch {self.microbatch} from stage {self.stage}"
         return f"the {self.what} of microbatch {self.microbatch} from stage {self.stage}"
 
@@ -77,7 +83,9 @@ class Action:
         if type(stage) is not int or not 0 <= stage <= _LAST:
             raise ValueError(f"stage {shown(stage)} of an action: give an integer, counted from 0")
         if type(microbatch) is not int or not 0 <= microbatch <= _LAST:
-            raise ValueError(f"microbatch {shown(microbatch)} of an action: give an integer, counted from 0")
+            raise ValueError(
+                f"microbatch {shown(microbatch)} of an action: give an integer, counted from 0"
+            )
 
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -102,7 +110,9 @@ class Action:
     @property
     def provides(self) -> tuple[Product, ...]:
         """What exists once this action is done."""
-        return tuple(Product(what, self.stage, self.microbatch) for what in _MADE.get(self.kind, ()))
+        return tuple(
+            Product(what, self.stage, self.microbatch) for what in _MADE.get(self.kind, ())
+        )
 
     def needs(self, n_stages: int) -> tuple[Product, ...]:
         """Return what must exist before this action can start, in a pipeline of ``n_stages``."""
@@ -111,7 +121,11 @@ class Action:
             return (Product("activation", stage - 1, microbatch),) if stage > 0 else ()
         if self.kind in ("B", "I"):
             own = Product("activation", stage, microbatch)
-            return (own, Product("gradient", stage + 1, microbatch)) if stage + 1 < n_stages else (own,)
+            return (
+                (own, Product("gradient", stage + 1, microbatch))
+                if stage + 1 < n_stages
+                else (own,)
+            )
         if self.kind == "W":
             return (Product("gradient", stage, microbatch),)
         return (Product("weight gradient", stage, microbatch),)
@@ -119,10 +133,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overlap:
-    """A forward (``F``) and a backward (``B`` or ``I``) run as one. Prints as ``(0F1;7B0)OVERLAP_F_B``.
+    """A forward (``F``) and a backward (``B`` or ``I``) run as one. Prints as
+    ``(0F1;7B0)OVERLAP_F_B``.
 
-    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other (DeepSeek-V3 technical
-    report, section 3.2.1).
+    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other
+    (DeepSeek-V3 technical report, section 3.2.1).
     """
 
     forward: Action
@@ -143,7 +158,9 @@ class Overlap:
         """Read ``"(0F1;7B0)OVERLAP_F_B"``."""
         match = _OVERLAP.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'")
+            raise ValueError(
+                f"cannot read {text!r} as an overlapped pair: write '(0F1;7B0)OVERLAP_F_B'"
+            )
         return cls(Action.parse(match[1]), Action.parse(match[2]))
 
     @property
@@ -197,5 +214,7 @@ def format_time(time: Time, unit: str = "") -> str:
     value = float(time)
     if unit != "s":
         return str(round(value, 4))
-    scale, name = (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
+    scale, name = (
+        (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
+    )
     return f"{value * scale:.3g} {name}"

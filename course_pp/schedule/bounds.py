@@ -19,33 +19,40 @@ def bound(
     *,
     placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Time:
-    """Return a time before which no order of the actions can finish: ``bound / makespan`` scores a schedule.
+    """Return a time before which no order of the actions can finish: ``bound / makespan`` scores a
+    schedule.
 
-    It is the latest of what these say. Of the pipeline: one microbatch must go down and up. Of each rank:
+    It is the latest of what these say. Of the pipeline: one microbatch must go down and up. Of each
+    rank:
 
     * it waits for a first microbatch to come down to it, then it has all its work to do;
     * after its last input gradient, a gradient still has to go up to stage 0 and through it;
-    * with a memory limit: each activation is kept from its forward until the microbatch has been down and come back, so
-      only so many can be under way at a time;
+    * with a memory limit: each activation is kept from its forward until the microbatch has been
+      down and come back, so only so many can be under way at a time;
     * and while it waits for room, it has to do what makes the room. The proof:
 
-      Of a rank's first i stages, let h activations fit, and take forwards, input and weight gradients of each stage in
-      the order they come. By the n-th forward of stage i, they began i (n + 1) activations, so x = i (n + 1 - j) - h of
-      those from the j-th microbatch on were given back. Each was so by a weight gradient that follows an input gradient
-      no earlier than the j-th of stage i, before which all they began was held: at most h forwards. Hence from that
-      input gradient, a round trip after the j-th forward, to the n-th forward lie x of both kinds, and x - 1 forwards.
+      Of a rank's first i stages, let h activations fit, and take forwards, input and weight
+      gradients of each stage in the order they come. By the n-th forward of stage i, they began i
+      (n + 1) activations, so x = i (n + 1 - j) - h of those from the j-th microbatch on were given
+      back. Each was so by a weight gradient that follows an input gradient no earlier than the j-th
+      of stage i, before which all they began was held: at most h forwards. Hence from that input
+      gradient, a round trip after the j-th forward, to the n-th forward lie x of both kinds, and x
+      - 1 forwards.
 
-    This adds up along a chain of j and n. That memory is the time under way over the interval is from Qi et al. 2024,
-    "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3; adding up what one machine must do
-    between two moments, from Carlier 1982, "The one-machine sequencing problem" (EJOR 11, 42-47).
+    This adds up along a chain of j and n. That memory is the time under way over the interval is
+    from Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section
+    3; adding up what one machine must do between two moments, from Carlier 1982, "The one-machine
+    sequencing problem" (EJOR 11, 42-47).
 
     No schedule need reach it. At f = b = w and without a limit, ZB-H1, ZB-H2 and ZB-V do.
 
     Args:
-        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they come on top.
-        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and including the weights; it
-            must hold one microbatch.
-        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless given.
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they
+            come on top.
+        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and
+            including the weights; it must hold one microbatch.
+        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless
+            given.
     """
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
         if value < 1:
@@ -65,7 +72,8 @@ class _LeastTimes:
     """The least time that everything takes, stage by stage.
 
     Attributes:
-        loads: for each rank, of each of its stages how many microbatches it sees there; none for a stage without any.
+        loads: for each rank, of each of its stages how many microbatches it sees there; none for a
+            stage without any.
         forward, inputs, finish: of ``F``, of ``I``, and of ``W`` after it.
         paired: whether a forward and a backward may run as one.
         saved: the most that pairing a forward of the stage with any backward can save.
@@ -75,7 +83,9 @@ class _LeastTimes:
         kept, early: what ``F`` keeps of memory, and the part of it that ``I`` gives back.
     """
 
-    def __init__(self, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs) -> None:
+    def __init__(
+        self, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs
+    ) -> None:
         n = len(placement)
         self.placement, self.n_microbatches = placement, n_microbatches
         self.loads: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -86,8 +96,12 @@ class _LeastTimes:
         self.kept, self.early, self.weights = (costs.each(name, n) for name in memory)
         self.times = costs.durations(n)
         times, transfers = self.times, costs.transfers(n)
-        # Replicas of neighbouring stages may meet on one rank, and then the message may take no time.
-        hops = [t if set(placement[s]).isdisjoint(placement[s + 1]) else 0 for s, t in enumerate(transfers)]
+        # Replicas of neighbouring stages may meet on one rank, and then the message may take no
+        # time.
+        hops = [
+            t if set(placement[s]).isdisjoint(placement[s + 1]) else 0
+            for s, t in enumerate(transfers)
+        ]
         forward, inputs, whole = list(times["F"]), list(times["I"]), list(times["B"])
         self.finish: list[Time] = list(times["W"])
         self.saved: list[Time] = [0] * n
@@ -95,7 +109,9 @@ class _LeastTimes:
         if self.paired:
             # A pair may end before its parts alone would, and its weight gradient may come with it.
             pairs = costs.each("overlapped", n)
-            self.saved = [max(0, f + max(whole) - pair) for f, pair in zip(forward, pairs, strict=True)]
+            self.saved = [
+                max(0, f + max(whole) - pair) for f, pair in zip(forward, pairs, strict=True)
+            ]
             forward = [min(f, pair) for f, pair in zip(forward, pairs, strict=True)]
             inputs, whole = [min(t, *pairs) for t in inputs], [min(t, *pairs) for t in whole]
             self.finish = [0] * n
@@ -105,9 +121,13 @@ class _LeastTimes:
         self.round_trip = [forward[-1] + inputs[-1]]
         for stage in range(1, n):
             self.down.append(self.down[-1] + forward[stage - 1] + hops[stage - 1])
-            self.up.append(hops[stage - 1] + (whole[0] if stage == 1 else inputs[stage - 1] + self.up[-1]))
+            self.up.append(
+                hops[stage - 1] + (whole[0] if stage == 1 else inputs[stage - 1] + self.up[-1])
+            )
         for stage in reversed(range(n - 1)):
-            self.round_trip.append(forward[stage] + 2 * hops[stage] + self.round_trip[-1] + inputs[stage])
+            self.round_trip.append(
+                forward[stage] + 2 * hops[stage] + self.round_trip[-1] + inputs[stage]
+            )
         self.round_trip.reverse()
 
     def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
@@ -117,7 +137,9 @@ class _LeastTimes:
             return
         start = min(self.down[stage] for stage in load)
         saved = sum(n * self.saved[stage] for stage, n in load.items())
-        work = {kind: sum(n * self.times[kind][stage] for stage, n in load.items()) for kind in "FIW"}
+        work = {
+            kind: sum(n * self.times[kind][stage] for stage, n in load.items()) for kind in "FIW"
+        }
         yield start + max(0, sum(work.values()) - saved)
         yield start + max(0, work["F"] + work["I"] - saved) + min(self.up[stage] for stage in load)
         if limit is None:
@@ -143,15 +165,16 @@ class _LeastTimes:
         slack = 1e-9 * float(limit) if isinstance(room - least, float) else 0
         if room < least - slack:
             raise ValueError(
-                f"memory_limit is {limit} on rank {rank}: one microbatch and the weights need {least + limit - room}; "
-                "give at least that, or smaller stages"
+                f"memory_limit is {limit} on rank {rank}: one microbatch and the weights need"
+                f" {least + limit - room}; give at least that, or smaller stages"
             )
         return max(room, least)
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
         """Bounds on the time from the rank's first forward on, if at most ``room`` is held."""
         held = sum(
-            count * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
+            count
+            * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
             for s, count in load.items()
         )
         if held:
@@ -187,7 +210,12 @@ class _LeastTimes:
         if least < n:
             steps, rest = divmod(n - 1, least)
             chains += [apart(n - 1), (steps - 1) * apart(least) + apart(least + rest)]
-        return self.down[last] + max(chains) + self.round_trip[last] + max(self.up[last], self.finish[last])
+        return (
+            self.down[last]
+            + max(chains)
+            + self.round_trip[last]
+            + max(self.up[last], self.finish[last])
+        )
 
 
 def _how_many(room: Time, each: Time) -> int:
@@ -199,7 +227,10 @@ def _how_many(room: Time, each: Time) -> int:
 def limits_of(limit: Time | Sequence[Time | None] | None, n_ranks: int) -> Sequence[Time | None]:
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * n_ranks
     if len(limits) != n_ranks:
-        raise ValueError(f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one for each")
+        raise ValueError(
+            f"memory_limit has {len(limits)} values for {n_ranks} ranks: give one number, or one"
+            " for each"
+        )
     for each in limits:
         if each is not None:
             refuse_impossible_number("memory_limit", each, "or None for no limit")

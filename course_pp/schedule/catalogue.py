@@ -19,11 +19,14 @@ class Entry:
         order: makes the schedule of given sizes.
         n_chunks: stages a rank, unless another number is asked for.
         any_chunks: whether another number is allowed.
-        chunks_in: the number of chunks must be a multiple of this: 2 where they go down the ranks and up again.
+        chunks_in: the number of chunks must be a multiple of this: 2 where they go down the ranks
+            and up again.
         updates: whether stages update their own weights within the schedule (``U``).
         options: which of :func:`build`'s it takes.
-        placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without replicas.
-        torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class ``ScheduleGPipe``.
+        placed: the ranks of each stage, for a number of ranks and chunks; of ``pipedream``, without
+            replicas.
+        torch_name: what torch calls it, empty where torch has none: ``"GPipe"`` is the class
+            ``ScheduleGPipe``.
     """
 
     name: str
@@ -53,8 +56,8 @@ class Entry:
             below = n_chunks - n_chunks % self.chunks_in
             nearest = f"{below} or {below + self.chunks_in}" if below else str(self.chunks_in)
             raise ValueError(
-                f"n_chunks is {n_chunks}: {self.name} goes down the ranks and up again, {self.chunks_in} chunks a "
-                f"wave; give {nearest}"
+                f"n_chunks is {n_chunks}: {self.name} goes down the ranks and up again,"
+                f" {self.chunks_in} chunks a wave; give {nearest}"
             )
         return n_chunks
 
@@ -90,7 +93,8 @@ _CATALOGUE = {
 
 # torch's get_schedule_class takes "GPipe" in any case; its class is ScheduleGPipe.
 _ALIASES = {entry.torch_name.lower(): entry for entry in _CATALOGUE.values() if entry.torch_name}
-# ZB-H1 with several stages a rank is what torch calls InterleavedZeroBubble: the same order, action by action.
+# ZB-H1 with several stages a rank is what torch calls InterleavedZeroBubble: the same order, action
+# by action.
 _INTERLEAVED_ZB = replace(_CATALOGUE["zb_h1"], n_chunks=2)
 _ALIASES |= dict.fromkeys(("interleaved_zb", "interleavedzerobubble"), _INTERLEAVED_ZB)
 
@@ -102,17 +106,21 @@ def names() -> tuple[str, ...]:
 
 @checked
 def find(name: str, offered: Callable[[], Sequence[str]] = names) -> Entry:
-    """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``, ``"ScheduleInterleaved1F1B"``.
+    """Look a schedule up by its name, or by torch's: ``"Interleaved1F1B"``,
+    ``"ScheduleInterleaved1F1B"``.
 
     ``"interleaved_zb"`` is ``zb_h1`` with two stages a rank, as torch's InterleavedZeroBubble is.
 
     Args:
-        offered: returns the names that the refusal of an unknown one lists: those that the caller can run.
+        offered: returns the names that the refusal of an unknown one lists: those that the caller
+            can run.
     """
     lowered = name.lower()
     entry = _ALIASES.get(lowered.removeprefix("schedule")) or _CATALOGUE.get(lowered)
     if entry is None:
-        raise ValueError(f"unknown schedule {name!r}: use one of {', '.join(offered())}, or torch's name for it")
+        raise ValueError(
+            f"unknown schedule {name!r}: use one of {', '.join(offered())}, or torch's name for it"
+        )
     return entry
 
 
@@ -136,30 +144,40 @@ def build(
         name: one of :func:`names`, or torch's name for it: see :func:`find`.
         n_ranks: p, the pipeline-parallel size.
         n_microbatches: m.
-        n_chunks: stages a rank. Two for the interleaved, breadth-first, wave and V-shaped schedules, else one, unless
-            given; ``hanayo`` has two a wave.
+        n_chunks: stages a rank. Two for the interleaved, breadth-first, wave and V-shaped
+            schedules, else one, unless given; ``hanayo`` has two a wave.
         replicas: for ``pipedream`` only: how many ranks share each stage.
-        group: for ``pipedream`` only: microbatches whose gradients make one update; one a rank unless given.
-        round_size: for ``interleaved_1f1b`` only: how many microbatches pass through a chunk before the rank turns to
-            its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes the forwards breadth first. As near to
-            ``n_ranks`` as divides ``n_microbatches``, unless given.
-        costs: for schedules that split every backward: weight gradients go where these times leave gaps, as
-            :func:`~course_pp.schedule.heuristics.filled` has it. Without it the order is the published one.
+        group: for ``pipedream`` only: microbatches whose gradients make one update; one a rank
+            unless given.
+        round_size: for ``interleaved_1f1b`` only: how many microbatches pass through a chunk before
+            the rank turns to its next; ``n_ranks`` is Megatron's order, ``n_microbatches`` takes
+            the forwards breadth first. As near to ``n_ranks`` as divides ``n_microbatches``, unless
+            given.
+        costs: for schedules that split every backward: weight gradients go where these times leave
+            gaps, as
+            :func:`~course_pp.schedule.heuristics.filled` has it. Without it the order is the
+                published one.
     """
     entry = find(name)
-    sizes = [_whole("n_ranks", n_ranks, entry.name), _whole("n_microbatches", n_microbatches, entry.name)]
+    sizes = [
+        _whole("n_ranks", n_ranks, entry.name),
+        _whole("n_microbatches", n_microbatches, entry.name),
+    ]
     n_chunks = entry.chunks(n_chunks)
     if n_ranks * n_microbatches * n_chunks > MOST_FORWARDS:
         raise ValueError(
-            f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a schedule names each "
-            f"action, so keep it at {MOST_FORWARDS:,} or below"
+            f"n_ranks × n_microbatches × n_chunks is {n_ranks * n_microbatches * n_chunks:,}: a"
+            f" schedule names each action, so keep it at {MOST_FORWARDS:,} or below"
         )
     options = {"replicas": replicas, "group": group, "round_size": round_size}
     given = {option: value for option, value in options.items() if value is not None}
     for option, value in given.items():
         if option not in entry.options:
             taker = next(name for name, each in _CATALOGUE.items() if option in each.options)
-            raise ValueError(f"{option} {value!r} given for {entry.name}: only {taker} takes it; leave {option} out")
+            raise ValueError(
+                f"{option} {value!r} given for {entry.name}: only {taker} takes it; leave"
+                f" {option} out"
+            )
     if round_size is not None:
         _whole("round_size", round_size, entry.name)
     schedule = entry.order(*sizes, *([n_chunks] if entry.any_chunks else []), **given)
@@ -167,8 +185,8 @@ def build(
         return schedule
     if not splits_every_backward(schedule):
         raise ValueError(
-            f"costs given for {name}: only schedules that split every backward, such as zb_h1 or zb_v, place "
-            "weight gradients by them; leave costs out"
+            f"costs given for {name}: only schedules that split every backward, such as zb_h1 or"
+            " zb_v, place weight gradients by them; leave costs out"
         )
     return filled(schedule, costs)
 
@@ -177,5 +195,7 @@ def _whole(what: str, value: int, name: str) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f"{what} is {value!r}: {name} needs an integer of at least 1")
     if value > MOST_FORWARDS:
-        raise ValueError(f"{what} is {value}: a schedule names each action, so give at most {MOST_FORWARDS:,}")
+        raise ValueError(
+            f"{what} is {value}: a schedule names each action, so give at most {MOST_FORWARDS:,}"
+        )
     return value

@@ -15,33 +15,42 @@ PerStage = Time | Sequence[Time]
 class Costs:
     """Times of actions and messages, and memory. Any unit; integers and fractions stay exact.
 
-    Each is one number for all stages or a sequence with one number a stage; ``latency`` and ``message_bytes`` are one
-    number or a sequence with one number a boundary, boundary s lying between stages s and s + 1.
+    Each is one number for all stages or a sequence with one number a stage; ``latency`` and
+    ``message_bytes`` are one number or a sequence with one number a boundary, boundary s lying
+    between stages s and s + 1.
 
     Attributes:
         forward: time of ``F``.
         input_grad: time of ``I``; with ``weight_grad`` the time of ``B``.
         weight_grad: time of ``W``.
-        recompute: time to run the forward again at the start of ``I`` or ``B`` (activation checkpointing).
-        overlapped: time of an overlapped pair whose forward is in this stage; unless given, that of its two actions.
+        recompute: time to run the forward again at the start of ``I`` or ``B`` (activation
+            checkpointing).
+        overlapped: time of an overlapped pair whose forward is in this stage; unless given, that of
+            its two actions.
         update: time of ``U``, the stage's optimizer step.
-        latency: time a message between two ranks is on its way, whatever its size. Occupies neither rank.
+        latency: time a message between two ranks is on its way, whatever its size. Occupies neither
+            rank.
         message_bytes: size of an activation, and of its gradient.
-        edge_latency: the same for the messages of edges (skip connections): one number, or one for each reader of each
-            edge in order; unless given, the longest latency of the boundaries that the edge passes over.
+        edge_latency: the same for the messages of edges (skip connections): one number, or one for
+            each reader of each edge in order; unless given, the longest latency of the boundaries
+            that the edge passes over.
         edge_bytes: size of an edge's value, and of its gradient; one number or one for each reader.
-        bandwidth: bytes per unit of time; a message takes ``latency + message_bytes / bandwidth``. No link is shared.
+        bandwidth: bytes per unit of time; a message takes ``latency + message_bytes / bandwidth``.
+            No link is shared.
         activation: memory that ``F`` of one microbatch keeps.
-        released_by_input_grad: the part of ``activation`` that ``I`` releases; the rest goes with ``W``.
-        weights: memory of the stage's parameters, once for each version that microbatches in flight still need.
-        token_latency: in generation, time a token is on its way back to the first stage, whatever ``bandwidth``; unless
-            given, the longest latency of all boundaries.
-        edge_activation: memory of an edge's value on a rank that reads it (``peak_values``), beside ``activation``; one
-            number or one for each reader. A rank that reads it several times holds it once.
+        released_by_input_grad: the part of ``activation`` that ``I`` releases; the rest goes with
+            ``W``.
+        weights: memory of the stage's parameters, once for each version that microbatches in flight
+            still need.
+        token_latency: in generation, time a token is on its way back to the first stage, whatever
+            ``bandwidth``; unless given, the longest latency of all boundaries.
+        edge_activation: memory of an edge's value on a rank that reads it (``peak_values``), beside
+            ``activation``; one number or one for each reader. A rank that reads it several times
+            holds it once.
 
     Raises:
-        ValueError: for a value that is negative, infinite, NaN or not a number, a bandwidth of 0, more memory released
-            than kept.
+        ValueError: for a value that is negative, infinite, NaN or not a number, a bandwidth of 0,
+            more memory released than kept.
     """
 
     forward: PerStage = 1.0
@@ -71,16 +80,28 @@ class Costs:
                 object.__setattr__(self, field.name, value)
             for each in value if isinstance(value, tuple) else (value,):
                 refuse_impossible_number(field.name, each, "or one for each stage")
-        if self.bandwidth is not None and (isinstance(self.bandwidth, tuple) or self.bandwidth == 0):
-            raise ValueError(f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if unlimited")
+        if self.bandwidth is not None and (
+            isinstance(self.bandwidth, tuple) or self.bandwidth == 0
+        ):
+            raise ValueError(
+                f"bandwidth is {self.bandwidth}: give one number above 0, or leave it out if"
+                " unlimited"
+            )
         if isinstance(self.token_latency, tuple):
-            raise ValueError(f"token_latency is {self.token_latency}: give one number, or leave it out")
-        n = max(len(v) if isinstance(v, tuple) else 1 for v in (self.activation, self.released_by_input_grad))
-        for kept, released in zip(self.each("activation", n), self.each("released_by_input_grad", n), strict=True):
+            raise ValueError(
+                f"token_latency is {self.token_latency}: give one number, or leave it out"
+            )
+        n = max(
+            len(v) if isinstance(v, tuple) else 1
+            for v in (self.activation, self.released_by_input_grad)
+        )
+        for kept, released in zip(
+            self.each("activation", n), self.each("released_by_input_grad", n), strict=True
+        ):
             if released > kept:
                 raise ValueError(
-                    f"released_by_input_grad is {released} but the forward keeps {kept} (activation): "
-                    "give at most what is kept"
+                    f"released_by_input_grad is {released} but the forward keeps {kept}"
+                    " (activation): give at most what is kept"
                 )
 
     def each(self, name: str, n: int) -> tuple[Time, ...]:
@@ -89,9 +110,15 @@ class Costs:
         if not isinstance(value, tuple):
             return (value,) * n
         if len(value) != n:
-            of_edges = dict.fromkeys(("edge_latency", "edge_bytes", "edge_activation"), "readers of edges")
-            per = {"latency": "boundaries", "message_bytes": "boundaries", **of_edges}.get(name, "stages")
-            raise ValueError(f"{name} has {len(value)} values for {n} {per}: give one number, or one for each")
+            of_edges = dict.fromkeys(
+                ("edge_latency", "edge_bytes", "edge_activation"), "readers of edges"
+            )
+            per = {"latency": "boundaries", "message_bytes": "boundaries", **of_edges}.get(
+                name, "stages"
+            )
+            raise ValueError(
+                f"{name} has {len(value)} values for {n} {per}: give one number, or one for each"
+            )
         return value
 
     def durations(self, n_stages: int) -> dict[str, tuple[Time, ...]]:
@@ -109,7 +136,9 @@ class Costs:
 
     def transfers(self, n_stages: int) -> tuple[Time, ...]:
         """Return for each boundary, how long a message between two ranks takes."""
-        return self._with_bytes(self.each("latency", n_stages - 1), self.each("message_bytes", n_stages - 1))
+        return self._with_bytes(
+            self.each("latency", n_stages - 1), self.each("message_bytes", n_stages - 1)
+        )
 
     def edge_transfers(self, edges: Sequence[Edge], n_stages: int) -> tuple[Time, ...]:
         """Return for each reader of each edge, how long a message between two ranks takes."""
@@ -124,7 +153,9 @@ class Costs:
     def _with_bytes(self, waits: tuple[Time, ...], sizes: tuple[Time, ...]) -> tuple[Time, ...]:
         if self.bandwidth is None:
             return waits
-        return tuple(wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True))
+        return tuple(
+            wait + divide(size, self.bandwidth) for wait, size in zip(waits, sizes, strict=True)
+        )
 
     def token_transfer(self, n_stages: int) -> Time:
         """Return how long a token is on its way from the last stage to the first."""
@@ -143,7 +174,9 @@ def divide(part: Time, whole: Time) -> Time:
 def refuse_impossible_number(name: str, value: object, otherwise: str) -> None:
     """Raise ValueError, naming what else could be given, unless ``value`` is a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | Fraction):
-        raise ValueError(f"{name} is {value!r}: give a number (int, float or Fraction), {otherwise}")
+        raise ValueError(
+            f"{name} is {value!r}: give a number (int, float or Fraction), {otherwise}"
+        )
     # Neither NaN nor infinity equals itself less itself.
     if value - value != 0 or value < 0:
         raise ValueError(f"{name} is {value}: give a finite number of at least 0, {otherwise}")

@@ -1,7 +1,7 @@
 """How each schedule orders the actions of a rank, family by family.
 
-Most of them are one idea with another number: how many forwards a rank does before its first backward. Those are
-written with :func:`merge`.
+Most of them are one idea with another number: how many forwards a rank does before its first
+backward. Those are written with :func:`merge`.
 """
 
 from collections import Counter
@@ -23,14 +23,21 @@ from course_pp.schedule.schedule import (
 
 
 def merge(
-    forwards: Sequence[Work], backwards: Sequence[Work], warm_up: int, kinds: str = "B", lag: int = 0
+    forwards: Sequence[Work],
+    backwards: Sequence[Work],
+    warm_up: int,
+    kinds: str = "B",
+    lag: int = 0,
 ) -> tuple[Action, ...]:
-    """Some forwards, then one forward, one backward in turn, then the backwards left over: the actions of one rank.
+    """Some forwards, then one forward, one backward in turn, then the backwards left over: the
+    actions of one rank.
 
     Args:
         warm_up: how many forwards come before the first pair of one forward and one backward.
-        kinds: ``B``; or two letters, such as ``IW``, where the second finishes what the first began.
-        lag: how many more of the first letter than of the second are done; the second catches up at the end.
+        kinds: ``B``; or two letters, such as ``IW``, where the second finishes what the first
+            began.
+        lag: how many more of the first letter than of the second are done; the second catches up at
+            the end.
     """
     begin, finish = kinds[0], kinds[1:]
     actions = [Action(stage, "F", microbatch) for stage, microbatch in forwards[:warm_up]]
@@ -43,7 +50,9 @@ def merge(
             stage, microbatch = unfinished.pop()
             actions.append(Action(stage, finish, microbatch))
     if finish:
-        actions.extend(Action(stage, finish, microbatch) for stage, microbatch in reversed(unfinished))
+        actions.extend(
+            Action(stage, finish, microbatch) for stage, microbatch in reversed(unfinished)
+        )
     return tuple(actions)
 
 
@@ -61,21 +70,25 @@ def gpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Warm-up: forwards to fill the ranks behind. Steady state: one forward, one backward. Drain: the backwards left.
+    """Warm-up: forwards to fill the ranks behind. Steady state: one forward, one backward. Drain:
+    the backwards left.
 
-    PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2; also Fan
-    et al. 2021, "DAPPLE".
+    PipeDream-Flush in Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training",
+    section 3.2; also Fan et al. 2021, "DAPPLE".
     """
     return _running_ahead("1f1b", n_microbatches, [n_ranks - 1 - rank for rank in range(n_ranks)])
 
 
 def eager_1f1b(n_ranks: int, n_microbatches: int) -> Schedule:
-    """1F1B with twice the warm-up, so that messages travel while a rank works on other microbatches.
+    """1F1B with twice the warm-up, so that messages travel while a rank works on other
+    microbatches.
 
-    Eager-1F1B in Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4. Rank r holds
-    up to 2 (p - 1 - r) + 1 microbatches.
+    Eager-1F1B in Zhuang et al. 2023, "On optimizing the communication of model parallelism",
+    section 4. Rank r holds up to 2 (p - 1 - r) + 1 microbatches.
     """
-    return _running_ahead("1f1b_eager", n_microbatches, [2 * (n_ranks - 1 - rank) for rank in range(n_ranks)])
+    return _running_ahead(
+        "1f1b_eager", n_microbatches, [2 * (n_ranks - 1 - rank) for rank in range(n_ranks)]
+    )
 
 
 def _running_ahead(name: str, n_microbatches: int, warm_up: Sequence[int]) -> Schedule:
@@ -89,13 +102,16 @@ def _running_ahead(name: str, n_microbatches: int, warm_up: Sequence[int]) -> Sc
 # Several stages a rank, dealt round: each rank works for every chunk of the model in turn.
 
 
-def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int | None = None) -> Schedule:
+def interleaved_1f1b(
+    n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int | None = None
+) -> Schedule:
     """Depth first: a round of microbatches through every chunk, then the next round.
 
-    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    section 2.2. A round is as near to ``n_ranks`` microbatches as divides their number (as in torch), unless
-    ``round_size`` says how many: Megatron's microbatch group size per virtual pipeline stage, and N in Llama Team 2024,
-    "The Llama 3 herd of models", section 3.3.2. The last round takes what is left.
+    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", section 2.2. A round is as near to ``n_ranks`` microbatches as divides their
+    number (as in torch), unless ``round_size`` says how many: Megatron's microbatch group size per
+    virtual pipeline stage, and N in Llama Team 2024, "The Llama 3 herd of models", section 3.3.2.
+    The last round takes what is left.
     """
     if round_size is None:
         round_size = microbatches_a_round(n_ranks, n_microbatches, n_chunks)
@@ -104,12 +120,15 @@ def interleaved_1f1b(n_ranks: int, n_microbatches: int, n_chunks: int, round_siz
     rows = []
     for rank in range(n_ranks):
         forwards, backwards = _in_rounds(rank, n_ranks, n_microbatches, n_chunks, round_size)
-        rows.append(merge(forwards, backwards, (n_chunks - 1) * round_size + 2 * (n_ranks - 1 - rank)))
+        rows.append(
+            merge(forwards, backwards, (n_chunks - 1) * round_size + 2 * (n_ranks - 1 - rank))
+        )
     return Schedule("interleaved_1f1b", looped(n_ranks, n_chunks), tuple(rows))
 
 
 def looped_bfs(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
-    """Breadth first: all microbatches through one chunk, then through the next; all backwards in reverse.
+    """Breadth first: all microbatches through one chunk, then through the next; all backwards in
+    reverse.
 
     Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953.
     """
@@ -132,35 +151,50 @@ def microbatches_a_round(n_ranks: int, n_microbatches: int, n_chunks: int) -> in
     n_rounds = rounds(n_microbatches)
     if n_microbatches % n_rounds:
         fits = [m for m in range(1, n_microbatches + n_ranks + 1) if m % rounds(m) == 0]
-        below, above = max(m for m in fits if m < n_microbatches), min(m for m in fits if m > n_microbatches)
+        below, above = (
+            max(m for m in fits if m < n_microbatches),
+            min(m for m in fits if m > n_microbatches),
+        )
         raise ValueError(
-            f"{n_microbatches} microbatches on {n_ranks} ranks make {n_rounds} rounds of unequal size: "
-            f"give a multiple of the number of rounds, such as {below} or {above}, or choose round_size: "
-            f'build("interleaved_1f1b", {n_ranks}, {n_microbatches}, {n_chunks}, round_size={n_microbatches})'
+            f"{n_microbatches} microbatches on {n_ranks} ranks make {n_rounds} rounds of unequal"
+            " size: "
+            f"give a multiple of the number of rounds, such as {below} or {above}, or choose"
+            " round_size: "
+            f'build("interleaved_1f1b", {n_ranks}, {n_microbatches}, {n_chunks},'
+            f" round_size={n_microbatches})"
         )
     return n_microbatches // n_rounds
 
 
-def _refuse_impossible_round(n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int) -> None:
+def _refuse_impossible_round(
+    n_ranks: int, n_microbatches: int, n_chunks: int, round_size: int
+) -> None:
     """Refuse a round size under which ranks would wait in a circle.
 
-    A rank runs 2 (p - 1) forwards further ahead than the last, and needs of the round before what the last has not done
-    yet unless two rounds in a row hold as many. One round alone has none before it.
+    A rank runs 2 (p - 1) forwards further ahead than the last, and needs of the round before what
+    the last has not done yet unless two rounds in a row hold as many. One round alone has none
+    before it.
     """
     least = 2 * (n_ranks - 1)
 
     def can_run(size: int) -> bool:
         last = n_microbatches % size or size
-        return n_chunks == 1 or size == n_microbatches or (2 * size >= least and size + last >= least)
+        return (
+            n_chunks == 1 or size == n_microbatches or (2 * size >= least and size + last >= least)
+        )
 
     if round_size <= n_microbatches and can_run(round_size):
         return
     fits = [size for size in range(1, n_microbatches + 1) if can_run(size)]
-    below, above = [size for size in fits if size < round_size], [size for size in fits if size > round_size]
+    below, above = (
+        [size for size in fits if size < round_size],
+        [size for size in fits if size > round_size],
+    )
     nearest = " or ".join(str(size) for size in (*below[-1:], *above[:1]))
     raise ValueError(
-        f"round_size is {round_size} of {n_microbatches} microbatches: on {n_ranks} ranks two rounds in a row need "
-        f"{least}, the last included, or ranks wait in a circle: give {nearest}"
+        f"round_size is {round_size} of {n_microbatches} microbatches: on {n_ranks} ranks two"
+        f" rounds in a row need {least}, the last included, or ranks wait in a circle: give"
+        f" {nearest}"
     )
 
 
@@ -181,8 +215,8 @@ def _in_rounds(
     return one_way(stages), one_way(stages[::-1])
 
 
-# The backward in two halves: the input gradient goes out at once, the weight gradient fills a bubble later. Handcrafted
-# in Qi et al. 2024, "Zero bubble pipeline parallelism" (ICLR), section 2.
+# The backward in two halves: the input gradient goes out at once, the weight gradient fills a
+# bubble later. Handcrafted in Qi et al. 2024, "Zero bubble pipeline parallelism" (ICLR), section 2.
 
 
 def zb_h1(n_ranks: int, n_microbatches: int, n_chunks: int = 1) -> Schedule:
@@ -206,13 +240,15 @@ def _split(name: str, n_ranks: int, n_microbatches: int, n_chunks: int, slope: i
     return Schedule(name, looped(n_ranks, n_chunks), tuple(rows))
 
 
-# Two stages a rank, placed as a V, or every stage twice, in phases: a few letters and how often they repeat.
+# Two stages a rank, placed as a V, or every stage twice, in phases: a few letters and how often
+# they repeat.
 
 Phase = tuple[str, int]
 """Steps with blanks between them, and how many times to do them. Microbatches number themselves.
 
-``F0`` is the next forward of the rank's first chunk, ``B1`` the next backward of its second, ``F1&B0`` both overlapped;
-``W`` finishes the oldest ``I`` that has none yet, ``W0`` the oldest of that chunk.
+``F0`` is the next forward of the rank's first chunk, ``B1`` the next backward of its second,
+``F1&B0`` both overlapped; ``W`` finishes the oldest ``I`` that has none yet, ``W0`` the oldest of
+that chunk.
 """
 
 
@@ -223,7 +259,9 @@ def spell_out(phases: Iterable[Phase], stages: Sequence[int]) -> tuple[Action | 
     def act(step: str) -> Action:
         kind, chunk = step[0], step[1:]
         if kind == "W":
-            half = next(action for action in unfinished if not chunk or action.stage == stages[int(chunk)])
+            half = next(
+                action for action in unfinished if not chunk or action.stage == stages[int(chunk)]
+            )
             unfinished.remove(half)
             return Action(half.stage, "W", half.microbatch)
         key = ("F" if kind == "F" else "backward", stages[int(chunk)])
@@ -242,10 +280,12 @@ def spell_out(phases: Iterable[Phase], stages: Sequence[int]) -> tuple[Action | 
 
 
 def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """No bubble between a rank's first and last action, with the memory of 1F1B; the loss is where the data enter.
+    """No bubble between a rank's first and last action, with the memory of 1F1B; the loss is where
+    the data enter.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6. The phases need
-    ``2 n_ranks - 1`` microbatches to turn into one another; for fewer, those that do not exist are left out.
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6. The phases
+    need ``2 n_ranks - 1`` microbatches to turn into one another; for fewer, those that do not exist
+    are left out.
     """
     p, m = n_ranks, max(n_microbatches, 2 * n_ranks - 1)
     rows = []
@@ -263,28 +303,33 @@ def zb_v(n_ranks: int, n_microbatches: int) -> Schedule:
         ]
         # Never an overlapped pair, so each is one action of one microbatch.
         actions = spell_out(phases, (rank, 2 * p - 1 - rank))
-        rows.append(tuple(a for a in actions if isinstance(a, Action) and a.microbatch < n_microbatches))
+        rows.append(
+            tuple(a for a in actions if isinstance(a, Action) and a.microbatch < n_microbatches)
+        )
     return Schedule("zb_v", v_shaped(n_ranks), tuple(rows))
 
 
 def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
-    """DeepSeek's DualPipe: even microbatches enter at the first rank, odd ones at the last, each half as in DualPipeV.
+    """DeepSeek's DualPipe: even microbatches enter at the first rank, odd ones at the last, each
+    half as in DualPipeV.
 
-    DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1. The phases are those of DeepSeek's published code,
-    which numbers the microbatches of each direction from 0.
+    DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1. The phases are those of
+    DeepSeek's published code, which numbers the microbatches of each direction from 0.
     """
     placement = both_ways("dualpipe", n_ranks)
     if n_microbatches < 2 * n_ranks or n_microbatches % 2:
         least = max(2 * n_ranks, n_microbatches - n_microbatches % 2)
         raise ValueError(
-            f"dualpipe sends half of the microbatches each way, and at least {n_ranks} to fill its {n_ranks} stages, "
-            f"but there are {n_microbatches}: give an even number of at least {2 * n_ranks}, such as {least} or "
-            f"{least + 2}"
+            f"dualpipe sends half of the microbatches each way, and at least {n_ranks} to fill its"
+            f" {n_ranks} stages, but there are {n_microbatches}: give an even number of at least"
+            f" {2 * n_ranks}, such as {least} or {least + 2}"
         )
 
     def numbered_both_ways(action: Action | Overlap, rank: int) -> Action | Overlap:
         # Stage ``rank`` is on the way down, the other on the way up.
-        parts = [Action(a.stage, a.kind, 2 * a.microbatch + (a.stage != rank)) for a in action.parts]
+        parts = [
+            Action(a.stage, a.kind, 2 * a.microbatch + (a.stage != rank)) for a in action.parts
+        ]
         return Overlap(*parts) if len(parts) > 1 else parts[0]
 
     rows = []
@@ -299,15 +344,16 @@ def dualpipe(n_ranks: int, n_microbatches: int) -> Schedule:
 def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
     """DualPipe folded in half, so that no stage is held twice.
 
-    DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1, for the pairs; Qi et al. 2025, "DualPipe could be
-    better without the Dual", for the fold. The phases are those of DeepSeek's published DualPipeV.
+    DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1, for the pairs; Qi et al. 2025,
+    "DualPipe could be better without the Dual", for the fold. The phases are those of DeepSeek's
+    published DualPipeV.
     """
     if n_microbatches < 2 * n_ranks:
         fewer = n_microbatches // 2
         or_fewer = f", or at most {fewer} rank{'s' if fewer > 1 else ''}" if fewer else ""
         raise ValueError(
-            f"dualpipe_v fills all {2 * n_ranks} stages before it pairs, but there are {n_microbatches} microbatches: "
-            f"give at least {2 * n_ranks} microbatches{or_fewer}"
+            f"dualpipe_v fills all {2 * n_ranks} stages before it pairs, but there are"
+            f" {n_microbatches} microbatches: give at least {2 * n_ranks} microbatches{or_fewer}"
         )
     rows = (
         spell_out(_dualpipe_phases(n_ranks, n_microbatches, rank), (rank, 2 * n_ranks - 1 - rank))
@@ -319,7 +365,8 @@ def dualpipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
 def _dualpipe_phases(p: int, m: int, rank: int) -> list[Phase]:
     behind = p - 1 - rank
     pairs = m - 2 * p + rank + 1
-    # The turn of the V has its own activation at hand, so a pair there would only delay the backward.
+    # The turn of the V has its own activation at hand, so a pair there would only delay the
+    # backward.
     alone = 1 if behind == 0 else 0
     last = ["B1", "B0"] * (rank + 1)
     return [
@@ -329,7 +376,8 @@ def _dualpipe_phases(p: int, m: int, rank: int) -> list[Phase]:
         ("F0 B1 F1&B0", alone),
         ("F0&B1 F1&B0", pairs - alone),
         ("B1 F1&B0", behind),
-        # The second half of these backwards is split, so that weight gradients are left for the end.
+        # The second half of these backwards is split, so that weight gradients are left for the
+        # end.
         (" ".join(last[: rank + 1]), 1),
         (" ".join(last[rank + 1 :]).replace("B", "I"), 1),
         ("W I0", behind),
@@ -337,31 +385,43 @@ def _dualpipe_phases(p: int, m: int, rank: int) -> list[Phase]:
     ]
 
 
-# On a grid in which a forward and a backward take one step each. A microbatch goes down the stages and back, a stage a
-# step; the next one enters two steps later. Where two stages of a rank lie at mirrored places of the pipeline, what one
-# leaves free the other uses: for half as many microbatches as there are stages, no rank is ever wanted twice in one
-# step. Then the grid repeats. A rank does its actions in the order of their steps, however long they really take.
+# On a grid in which a forward and a backward take one step each. A microbatch goes down the stages
+# and back, a stage a step; the next one enters two steps later. Where two stages of a rank lie at
+# mirrored places of the pipeline, what one leaves free the other uses: for half as many
+# microbatches as there are stages, no rank is ever wanted twice in one step. Then the grid repeats.
+# A rank does its actions in the order of their steps, however long they really take.
 
 
 def chimera(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two pipelines in opposite directions: even microbatches enter at the first rank, odd ones at the last.
+    """Two pipelines in opposite directions: even microbatches enter at the first rank, odd ones at
+    the last.
 
-    Li and Hoefler 2021, "Chimera: efficiently training large-scale neural networks with bidirectional pipelines",
-    section 3.1; more than ``n_ranks`` microbatches by direct concatenation, as in section 3.5.
+    Li and Hoefler 2021, "Chimera: efficiently training large-scale neural networks with
+    bidirectional pipelines", section 3.1; more than ``n_ranks`` microbatches by direct
+    concatenation, as in section 3.5.
     """
-    return _on_grid("chimera", both_ways("chimera", n_ranks), [i // 2 for i in range(n_microbatches)], n_ranks // 2)
+    return _on_grid(
+        "chimera",
+        both_ways("chimera", n_ranks),
+        [i // 2 for i in range(n_microbatches)],
+        n_ranks // 2,
+    )
 
 
 def hanayo(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
-    """Chimera folded at the last rank, so that no stage is held twice; in ``n_chunks / 2`` waves down and up.
+    """Chimera folded at the last rank, so that no stage is held twice; in ``n_chunks / 2`` waves
+    down and up.
 
-    Liu et al. 2023, "Hanayo: harnessing wave-like pipeline parallelism for enhanced large model training efficiency",
-    section 3. The paper draws as many microbatches as ranks; more are concatenated as in Chimera.
+    Liu et al. 2023, "Hanayo: harnessing wave-like pipeline parallelism for enhanced large model
+    training efficiency", section 3. The paper draws as many microbatches as ranks; more are
+    concatenated as in Chimera.
     """
     return _on_grid("hanayo", in_waves(n_ranks, n_chunks), range(n_microbatches), n_ranks)
 
 
-def _on_grid(name: str, placement: Sequence[tuple[int, ...]], turns: Sequence[int], in_unit: int) -> Schedule:
+def _on_grid(
+    name: str, placement: Sequence[tuple[int, ...]], turns: Sequence[int], in_unit: int
+) -> Schedule:
     """``turns``: each microbatch's place among those that enter at the same end; ``in_unit`` fill the grid once."""
     n_stages = len(placement)
     rows: list[list[tuple[int, Action]]] = [[] for _ in range(1 + max(map(max, placement)))]
@@ -373,12 +433,15 @@ def _on_grid(name: str, placement: Sequence[tuple[int, ...]], turns: Sequence[in
             row.append((entered + stage, Action(stage, "F", microbatch)))
             row.append((entered + 2 * n_stages - 1 - stage, Action(stage, "B", microbatch)))
     ordered = (sorted(row, key=lambda step: step[0]) for row in rows)
-    return Schedule(name, tuple(placement), tuple(tuple(action for _, action in row) for row in ordered))
+    return Schedule(
+        name, tuple(placement), tuple(tuple(action for _, action in row) for row in ordered)
+    )
 
 
-# The block of one microbatch, repeated, then squeezed into the gaps at both ends. Qi et al. 2024, "Pipeline parallelism
-# with controllable memory" (arXiv 2405.15362), section 3: how long a block holds its activations over how often it
-# repeats is the memory of the whole. A V keeps short on every rank what a loop keeps long on the first.
+# The block of one microbatch, repeated, then squeezed into the gaps at both ends. Qi et al. 2024,
+# "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3: how long a block
+# holds its activations over how often it repeats is the memory of the whole. A V keeps short on
+# every rank what a loop keeps long on the first.
 
 _INTERVAL = 6
 """Units of time from a block to the next: a microbatch needs ``F``, ``I`` and ``W`` of two chunks from each rank."""
@@ -393,7 +456,9 @@ _Row = dict[_Step, int]
 def v_half(n_ranks: int, n_microbatches: int) -> Schedule:
     """Half of 1F1B's memory, for a longer way down the V (section 3.2, table 1 and figure 3)."""
     p, aside = n_ranks, 0 if n_ranks % 2 else 3
-    block = [(2 * r, 3 * p - 2 - r, 3 * p + aside + 2 * r - 1, 6 * p + aside - 2 - r) for r in range(p)]
+    block = [
+        (2 * r, 3 * p - 2 - r, 3 * p + aside + 2 * r - 1, 6 * p + aside - 2 - r) for r in range(p)
+    ]
     return _repeated("v_half", block, n_microbatches)
 
 
@@ -404,7 +469,9 @@ def v_min(n_ranks: int, n_microbatches: int) -> Schedule:
     return _repeated("v_min", block, n_microbatches)
 
 
-def _repeated(name: str, block: Sequence[tuple[int, int, int, int]], n_microbatches: int) -> Schedule:
+def _repeated(
+    name: str, block: Sequence[tuple[int, int, int, int]], n_microbatches: int
+) -> Schedule:
     """``block``: for each rank when a microbatch that enters at 0 passes: down and up forward, down and up backward."""
     rows: list[_Row] = []
     for times in block:
@@ -414,7 +481,8 @@ def _repeated(name: str, block: Sequence[tuple[int, int, int, int]], n_microbatc
     most = max(max(_held(row)) for row in rows)
     steady = rows[0]["I", 0, 0]
     _squeeze(rows, lambda rank, step, at: at < steady, most)
-    # After its last forward a rank only gives memory back, so its weight gradients may give way to what others need.
+    # After its last forward a rank only gives memory back, so its weight gradients may give way to
+    # what others need.
     lasts = [max(at for (kind, _, _), at in row.items() if kind == "F") for row in rows]
     for row, last in zip(rows, lasts, strict=True):
         for step in [step for step, at in row.items() if step[0] == "W" and at > last]:
@@ -424,14 +492,21 @@ def _repeated(name: str, block: Sequence[tuple[int, int, int, int]], n_microbatc
     for rank, row in enumerate(rows):
         row |= _weight_gradients(row)
         stages = (rank, 2 * len(rows) - 1 - rank)
-        actions.append(tuple(Action(stages[chunk], kind, i) for kind, chunk, i in sorted(row, key=row.__getitem__)))
+        actions.append(
+            tuple(
+                Action(stages[chunk], kind, i)
+                for kind, chunk, i in sorted(row, key=row.__getitem__)
+            )
+        )
     return Schedule(name, v_shaped(len(rows)), tuple(actions))
 
 
 def _weight_gradients(row: _Row) -> _Row:
     """The steps ``W`` that ``row`` lacks, oldest first, each in the first free unit after its ``I``."""
     taken, found, at = set(row.values()), {}, 0
-    for begun, chunk, i in sorted((at, chunk, i) for (kind, chunk, i), at in row.items() if kind == "I"):
+    for begun, chunk, i in sorted(
+        (at, chunk, i) for (kind, chunk, i), at in row.items() if kind == "I"
+    ):
         if ("W", chunk, i) not in row:
             at = max(at, begun) + 1
             while at in taken:
@@ -448,8 +523,11 @@ def _held(row: _Row) -> list[int]:
     return list(accumulate(changes))
 
 
-def _squeeze(rows: list[_Row], may_move: Callable[[int, _Step, int], bool], most: int | None = None) -> None:
-    """Do each step that may move in the first free unit that its inputs allow, going through all in order of time.
+def _squeeze(
+    rows: list[_Row], may_move: Callable[[int, _Step, int], bool], most: int | None = None
+) -> None:
+    """Do each step that may move in the first free unit that its inputs allow, going through all in
+    order of time.
 
     No rank may hold more than ``most`` activations; None where there is no forward to move.
     """
@@ -459,9 +537,13 @@ def _squeeze(rows: list[_Row], may_move: Callable[[int, _Step, int], bool], most
     for at, rank, step in order:
         if not may_move(rank, step, at):
             continue
-        begin = max((1 + rows[maker][need] for maker, need in _inputs(rank, step, len(rows))), default=0)
+        begin = max(
+            (1 + rows[maker][need] for maker, need in _inputs(rank, step, len(rows))), default=0
+        )
         if most is not None and step[0] == "F":
-            begin = next((unit for unit in range(at, begin, -1) if held[rank][unit - 1] >= most), begin)
+            begin = next(
+                (unit for unit in range(at, begin, -1) if held[rank][unit - 1] >= most), begin
+            )
         begin = next(unit for unit in range(begin, at + 1) if unit == at or unit not in taken[rank])
         rows[rank][step] = begin
         taken[rank] ^= {at, begin} if begin < at else set()
@@ -495,52 +577,71 @@ def _inputs(rank: int, step: _Step, n_ranks: int) -> Iterator[tuple[int, _Step]]
 
 
 def pipedream(
-    n_ranks: int, n_microbatches: int, replicas: Sequence[int] | None = None, group: int | None = None
+    n_ranks: int,
+    n_microbatches: int,
+    replicas: Sequence[int] | None = None,
+    group: int | None = None,
 ) -> Schedule:
-    """1F1B that never stops to flush: every stage updates its weights after every backward. Round-robin replicas.
+    """1F1B that never stops to flush: every stage updates its weights after every backward.
+    Round-robin replicas.
 
-    Narayanan et al. 2019, "PipeDream: generalized pipeline parallelism for DNN training", section 3.2. A microbatch is
-    there called a minibatch, as each has an update of its own.
+    Narayanan et al. 2019, "PipeDream: generalized pipeline parallelism for DNN training", section
+    3.2. A microbatch is there called a minibatch, as each has an update of its own.
 
     Args:
         replicas: how many ranks share each stage, first stage first; one each unless given.
-        group: microbatches whose gradients make one update, as in PipeDream-2BW (Narayanan et al. 2021, arXiv
-            2006.09503, section 3.1); unless given, each rank updates after every backward.
+        group: microbatches whose gradients make one update, as in PipeDream-2BW (Narayanan et al.
+            2021, arXiv 2006.09503, section 3.1); unless given, each rank updates after every
+            backward.
     """
     shares = [1] * n_ranks if replicas is None else list(replicas)
     if any(share < 1 for share in shares) or sum(shares) != n_ranks:
         raise ValueError(
-            f"replicas {tuple(shares)} on {n_ranks} ranks: give each stage at least one rank, {n_ranks} in all"
+            f"replicas {tuple(shares)} on {n_ranks} ranks: give each stage at least one rank,"
+            f" {n_ranks} in all"
         )
-    if group is not None and (group < 1 or n_microbatches % group or any(group % share for share in shares)):
+    if group is not None and (
+        group < 1 or n_microbatches % group or any(group % share for share in shares)
+    ):
         raise ValueError(
-            f"group is {group}: it must divide {n_microbatches} microbatches, and replicas {tuple(shares)} divide it"
+            f"group is {group}: it must divide {n_microbatches} microbatches, and replicas"
+            f" {tuple(shares)} divide it"
         )
     rows: list[tuple[Action, ...]] = []
     placement = []
     for stage, share in enumerate(shares):
         placement.append(tuple(range(len(rows), len(rows) + share)))
-        # A stage keeps as many microbatches in flight as there are ranks from it to the end, shared by its replicas
-        # (section 3.2 gives it for the first stage and calls it NOAM).
+        # A stage keeps as many microbatches in flight as there are ranks from it to the end, shared
+        # by its replicas (section 3.2 gives it for the first stage and calls it NOAM).
         in_flight = -(-sum(shares[stage:]) // share)
         for replica in range(share):
             work = [(stage, microbatch) for microbatch in range(replica, n_microbatches, share)]
             row = merge(work, work, in_flight - 1, "BU")
-            if group is not None:  # only the updates behind the replica's last microbatch of each group
-                row = tuple(a for a in row if a.kind != "U" or (a.microbatch // share + 1) % (group // share) == 0)
+            # only the updates behind the replica's last microbatch of each group
+            if group is not None:
+                row = tuple(
+                    a
+                    for a in row
+                    if a.kind != "U" or (a.microbatch // share + 1) % (group // share) == 0
+                )
             rows.append(row)
     return Schedule("pipedream", tuple(placement), tuple(rows))
 
 
 @checked
 def generation(
-    n_ranks: int, n_groups: int, n_tokens: int, placement: Sequence[int | Sequence[int]] | None = None
+    n_ranks: int,
+    n_groups: int,
+    n_tokens: int,
+    placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Schedule:
-    """Return the order in which a pipeline makes ``n_tokens`` tokens for each of ``n_groups`` groups of prompts.
+    """Return the order in which a pipeline makes ``n_tokens`` tokens for each of ``n_groups``
+    groups of prompts.
 
-    Microbatch ``token * n_groups + group`` is one token of one group: its forward at the first stage needs the token
-    that the last stage has made before it. So one group alone keeps one rank busy at a time, and the bubble is not that
-    of training: it goes away when there are as many groups as stages, however few tokens are made.
+    Microbatch ``token * n_groups + group`` is one token of one group: its forward at the first
+    stage needs the token that the last stage has made before it. So one group alone keeps one rank
+    busy at a time, and the bubble is not that of training: it goes away when there are as many
+    groups as stages, however few tokens are made.
 
         simulate(generation(4, 1, 16)).utilisation      # 0.25
         simulate(generation(4, 8, 16)).utilisation      # 0.98
@@ -553,8 +654,8 @@ def generation(
     n_forwards = n_stages * n_groups * n_tokens
     if n_forwards > MOST_FORWARDS:
         raise ValueError(
-            f"n_stages × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so keep it at "
-            f"{MOST_FORWARDS:,} or below"
+            f"n_stages × n_groups × n_tokens is {n_forwards:,}: a schedule names each action, so"
+            f" keep it at {MOST_FORWARDS:,} or below"
         )
     placed = looped(n_ranks) if placement is None else normalised(placement)
     rows: list[list[Action]] = [[] for _ in range(n_ranks)]

@@ -34,8 +34,10 @@ class Loss:
     """What one cause, one of :data:`CAUSES` or ``rest``, adds to the makespan, and where.
 
     Attributes:
-        time: how much longer the run is because of it, in the timeline's unit. Negative if it is shorter.
-        per_rank: its parts that arise on each rank; those of a message on the rank that receives it.
+        time: how much longer the run is because of it, in the timeline's unit. Negative if it is
+            shorter.
+        per_rank: its parts that arise on each rank; those of a message on the rank that receives
+            it.
         per_link: its parts that arise on each link; all of it for ``transfer``, else empty.
     """
 
@@ -54,17 +56,21 @@ class Loss:
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """What a measured timeline tells about stages, ranks and links, and what each of them cost. Prints as a table.
+    """What a measured timeline tells about stages, ranks and links, and what each of them cost.
+    Prints as a table.
 
     Attributes:
         predicted: simulated from what was fitted.
-        ideal: the same orders with equal stages, all ranks as fast as the median rank, and neither transfers nor
-            launches. Its bubble is that of the schedule itself.
-        costs: of the stages at the speed of the median rank, and of the messages, in the timeline's unit.
-        slowdown: for each rank, how many times as long as the median rank it takes for the work its stages are expected
-            to be. Of an even number of ranks, the lower of the two in the middle is the median.
+        ideal: the same orders with equal stages, all ranks as fast as the median rank, and neither
+            transfers nor launches. Its bubble is that of the schedule itself.
+        costs: of the stages at the speed of the median rank, and of the messages, in the timeline's
+            unit.
+        slowdown: for each rank, how many times as long as the median rank it takes for the work its
+            stages are expected to be. Of an even number of ranks, the lower of the two in the
+            middle is the median.
         links: for each pair of ranks that exchange messages, how long a message is on its way.
-        launch: for each rank, the time from when its own order and its inputs allow an action until that starts.
+        launch: for each rank, the time from when its own order and its inputs allow an action until
+            that starts.
         lost: what is lost to each cause, largest first; together exactly ``total_lost``.
     """
 
@@ -94,7 +100,8 @@ class Fit:
         """What costs at least a hundredth of the makespan, each cause in a sentence, largest first."""
         whole = float(self.measured.makespan)
         said = [
-            f"{self._what(loss)}: {self._time(loss.time)}, {self._share(loss.time):.1%} of the makespan."
+            f"{self._what(loss)}: {self._time(loss.time)}, {self._share(loss.time):.1%} of the"
+            " makespan."
             for loss in self.lost
             if loss.time >= _WORTH_SAYING * whole > 0
         ]
@@ -104,20 +111,29 @@ class Fit:
         tl = self.measured
         makespans = [self._time(float(each.makespan)) for each in (tl, self.predicted, self.ideal)]
         rows = [
-            f"{tl.name or 'run'} on {tl.n_ranks} ranks: {tl.how} {makespans[0]}, predicted {makespans[1]}, "
-            f"ideal {makespans[2]}",
+            (
+                f"{tl.name or 'run'} on {tl.n_ranks} ranks: {tl.how} {makespans[0]}, predicted"
+                f" {makespans[1]}, ideal {makespans[2]}"
+            ),
             f"{'lost to':<12}{'time':>10}{'makespan':>10}   most of it on",
         ]
         for loss in self.lost:
             share = self._share(loss.time)
             where = "" if loss.where is None or share < _WORTH_A_PLACE else name_of(loss.where)
-            rows.append(f"{loss.cause:<12}{self._time(loss.time):>10}{share:>10.1%}   {where}".rstrip())
+            rows.append(
+                f"{loss.cause:<12}{self._time(loss.time):>10}{share:>10.1%}   {where}".rstrip()
+            )
         total = self.total_lost
         rows += [f"{'together':<12}{self._time(total):>10}{self._share(total):>10.1%}", ""]
-        rows.append(f"{'rank':>4}{'slowdown':>10}{'launch':>10}" + "".join(f"{loss.cause:>11}" for loss in self.lost))
+        rows.append(
+            f"{'rank':>4}{'slowdown':>10}{'launch':>10}"
+            + "".join(f"{loss.cause:>11}" for loss in self.lost)
+        )
         for rank in range(min(tl.n_ranks, _ROWS)):
             parts = "".join(f"{self._time(loss.per_rank[rank]):>11}" for loss in self.lost)
-            rows.append(f"{rank:>4}{self.slowdown[rank]:>10.2f}{self._time(self.launch[rank]):>10}{parts}")
+            rows.append(
+                f"{rank:>4}{self.slowdown[rank]:>10.2f}{self._time(self.launch[rank]):>10}{parts}"
+            )
         if tl.n_ranks > _ROWS:
             rows.append(f"   … and {tl.n_ranks - _ROWS} more ranks")
         return "\n".join([*rows, "", *self.findings])
@@ -135,11 +151,19 @@ class Fit:
         where = loss.where
         if loss.cause == "transfer" and isinstance(where, tuple):
             each, usual = self.links[where], median(self.links.values())
-            return f"Messages cost most on {name_of(where)}, {self._time(each)} each (median {self._time(usual)})"
+            return (
+                f"Messages cost most on {name_of(where)}, {self._time(each)} each (median"
+                f" {self._time(usual)})"
+            )
         assert isinstance(where, int)  # something is lost, and only messages travel over links
         return {
-            "straggler": f"Rank {where} is a straggler, its work takes {self.slowdown[where]:.2f} times as long",
-            "launch": f"Launching costs most on rank {where}, {self._time(self.launch[where])} an action",
+            "straggler": (
+                f"Rank {where} is a straggler, its work takes {self.slowdown[where]:.2f} times as"
+                " long"
+            ),
+            "launch": (
+                f"Launching costs most on rank {where}, {self._time(self.launch[where])} an action"
+            ),
             "imbalance": f"Stages differ, and those of rank {where} cost most",
             "rest": f"Times vary from action to action, most of all on rank {where}",
         }[loss.cause]
@@ -149,23 +173,25 @@ class Fit:
 def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
     """Estimate from one measured step what stages, ranks and links cost, and what was lost to each.
 
-    Orders and placement are read off the spans. The time by which the measured makespan exceeds the ideal one is split
-    among
+    Orders and placement are read off the spans. The time by which the measured makespan exceeds the
+    ideal one is split among
 
-    * imbalance: stages differ from one another as ``expected`` says, or as no slow rank could explain;
+    * imbalance: stages differ from one another as ``expected`` says, or as no slow rank could
+        explain;
     * transfer: messages between ranks take time;
     * launch: an action starts later than its rank and inputs allow;
-    * straggler: a rank takes longer (or, below zero, less) than expected, compared with the median rank;
+    * straggler: a rank takes longer (or, below zero, less) than expected, compared with the median
+        rank;
 
-    by simulating with and without each (see :func:`~course_pp.schedule.fitting.attribute`), and the rest, by which the
-    run was longer than predicted with all four, such as the jitter of a few microbatches. Each part is split further
-    among the ranks (and links) where it arises.
+    by simulating with and without each (see :func:`~course_pp.schedule.fitting.attribute`), and the
+    rest, by which the run was longer than predicted with all four, such as the jitter of a few
+    microbatches. Each part is split further among the ranks (and links) where it arises.
 
     Args:
         measured: one whole step, for example of a recorder; its receives are used where it has any.
-        expected: what the stages should cost relative to one another, each kind of action by itself; in any unit, and
-            all equal unless given. If rank 3 takes longer because it has the head of the model, only ``expected`` can
-            tell this imbalance from a straggler.
+        expected: what the stages should cost relative to one another, each kind of action by
+            itself; in any unit, and all equal unless given. If rank 3 takes longer because it has
+            the head of the model, only ``expected`` can tell this imbalance from a straggler.
     """
     graph = MeasuredStep.read_off(measured)
     work = estimate_work(graph, Costs() if expected is None else expected)
@@ -176,9 +202,13 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
         actions = []
         for number, (span, time) in enumerate(zip(graph.spans, times, strict=True)):
             slowdown = work.slowdown[span.rank] if "straggler" in causes else 1.0
-            launch = waits.launch[span.rank] if "launch" in causes and not graph.opens(number) else 0.0
+            launch = (
+                waits.launch[span.rank] if "launch" in causes and not graph.opens(number) else 0.0
+            )
             actions.append(time * slowdown + launch)
-        return Lengths(actions, waits.links if "transfer" in causes else dict.fromkeys(waits.links, 0.0))
+        return Lengths(
+            actions, waits.links if "transfer" in causes else dict.fromkeys(waits.links, 0.0)
+        )
 
     lost = attribute(graph, CAUSES, lengths_with)
     predicted = imagine(graph, lengths_with(frozenset(CAUSES)))
@@ -197,7 +227,9 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
         links=waits.links,
         launch=waits.launch,
         # Rounded, so that causes that cost nothing but rounding errors keep their order.
-        lost=tuple(sorted(losses, key=lambda loss: -round(loss.time / (float(measured.makespan) or 1), 9))),
+        lost=tuple(
+            sorted(losses, key=lambda loss: -round(loss.time / (float(measured.makespan) or 1), 9))
+        ),
     )
 
 
@@ -216,7 +248,8 @@ class Durations(NamedTuple):
         slowdown: as of :class:`Fit`.
         per_group: the time of each group, if its rank were as fast as the median rank.
         at_median_speed: the same, for each action.
-        balanced: the same, if also each kind of action took equally long in all stages, with as much work in all.
+        balanced: the same, if also each kind of action took equally long in all stages, with as
+            much work in all.
     """
 
     slowdown: tuple[float, ...]
@@ -241,7 +274,9 @@ class MeasuredStep(Precedence):
     @classmethod
     def read_off(cls, tl: Timeline) -> "MeasuredStep":
         graph = Precedence.of(schedule_of(tl))
-        return cls(**vars(graph), spans=tuple(tl.by_rank[rank][place] for rank, place in graph.places))
+        return cls(
+            **vars(graph), spans=tuple(tl.by_rank[rank][place] for rank, place in graph.places)
+        )
 
     def made(self, product: int) -> float:
         return float(self.spans[self.makers[product]].end)
@@ -266,21 +301,26 @@ def schedule_of(tl: Timeline) -> Schedule:
     rows = tuple(tuple(span.action for span in row) for row in tl.by_rank)
     schedule = Schedule(tl.name, implied_placement(rows), rows, tl.edges, tl.feedback)
     if problems := check(schedule):
-        raise ValueError(f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank")
+        raise ValueError(
+            f"{tl!r} is not one whole step: {problems[0]}; record all of one step on every rank"
+        )
     return schedule
 
 
 def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
-    """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell them apart.
+    """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell
+    them apart.
 
-    The slowdown of a rank is its work over the expected work of its stages, each kind of action in its own unit of
-    time. What remains is due to the stages.
+    The slowdown of a rank is its work over the expected work of its stages, each kind of action in
+    its own unit of time. What remains is due to the stages.
     """
     durations = defaultdict(list)
     groups = []
     for span in graph.spans:
         parts = span.action.parts
-        group = ActionGroup(span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts))
+        group = ActionGroup(
+            span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts)
+        )
         groups.append(group)
         durations[group].append(float(span.duration))
     measured = {group: median(times) for group, times in durations.items()}
@@ -290,19 +330,28 @@ def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
     mean = {}
     for kinds in {group.kinds for group in alone}:
         same = [group for group in alone if group.kinds == kinds]
-        mean[kinds] = sum(many[group] * alone[group] for group in same) / sum(many[group] for group in same)
+        mean[kinds] = sum(many[group] * alone[group] for group in same) / sum(
+            many[group] for group in same
+        )
     at_median_speed = tuple(alone[group] for group in groups)
     balanced = tuple(mean[group.kinds] for group in groups)
     return Durations(slowdown, alone, at_median_speed, balanced)
 
 
 def _slowdown(
-    graph: MeasuredStep, measured: Mapping[ActionGroup, float], many: Mapping[ActionGroup, int], expected: Costs
+    graph: MeasuredStep,
+    measured: Mapping[ActionGroup, float],
+    many: Mapping[ActionGroup, int],
+    expected: Costs,
 ) -> tuple[float, ...]:
     per_kind = expected.durations(graph.schedule.n_stages)
 
     def units(group: ActionGroup) -> float:
-        return float(sum(per_kind[kind][stage] for kind, stage in zip(group.kinds, group.stages, strict=True)))
+        return float(
+            sum(
+                per_kind[kind][stage] for kind, stage in zip(group.kinds, group.stages, strict=True)
+            )
+        )
 
     rates = defaultdict(list)
     for group, time in measured.items():
@@ -320,22 +369,26 @@ def _slowdown(
 
 
 def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
-    """Tell message times from launch times: a message shows where a rank had nothing to do but wait for it.
+    """Tell message times from launch times: a message shows where a rank had nothing to do but wait
+    for it.
 
-    If a value was made after its receiver became free, the receiver waited for it: it was on its way until the receive
-    ended, or until the consumer was launched. If it had arrived before, the rest of the gap is launching, and its link
-    is known only to be no slower. Both directions of a link count together, as an activation and its gradient are of
-    one size, and often only one of the two is ever waited for.
+    If a value was made after its receiver became free, the receiver waited for it: it was on its
+    way until the receive ended, or until the consumer was launched. If it had arrived before, the
+    rest of the gap is launching, and its link is known only to be no slower. Both directions of a
+    link count together, as an activation and its gradient are of one size, and often only one of
+    the two is ever waited for.
     """
     waited = {(each.rank, each.product): float(each.end) for each in receives}
     longest: dict[Link, float] = {}  # the least time from the end of a product until it is used
     for number, span in enumerate(graph.spans):
         for product in graph.received[number]:
             link, made = graph.link(number, product), graph.spans[graph.makers[product]].end
-            time = max(0.0, float(span.start - made))  # rounded last, so that of exact times a tie stays one
+            # rounded last, so that of exact times a tie stays one
+            time = max(0.0, float(span.start - made))
             longest[link] = min(time, longest.get(link, time))
     links, launch = longest, (0.0,) * graph.schedule.n_ranks
-    # Which message comes last, and which is sure to have come in time, depends on what is being estimated.
+    # Which message comes last, and which is sure to have come in time, depends on what is being
+    # estimated.
     for _ in range(3):
         launch = _launches(graph, links)
         links = _transfers(graph, waited, launch, links, longest)
@@ -344,7 +397,10 @@ def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
 
 def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tuple[float, int]:
     """Return when the last of the products that an action receives arrives, and which it is."""
-    arrivals = [(graph.made(each) + links[graph.link(number, each)], each) for each in graph.received[number]]
+    arrivals = [
+        (graph.made(each) + links[graph.link(number, each)], each)
+        for each in graph.received[number]
+    ]
     return max(arrivals, key=lambda arrival: arrival[0])
 
 
@@ -375,7 +431,10 @@ def _transfers(
         _, last = _last(graph, number, links)
         made = graph.made(last)
         if made >= graph.free_from(number):
-            arrived = waited.get((span.rank, graph.dependencies.describe(last)), float(span.start) - launch[span.rank])
+            arrived = waited.get(
+                (span.rank, graph.dependencies.describe(last)),
+                float(span.start) - launch[span.rank],
+            )
             times[graph.link(number, last)].append(max(0.0, arrived - made))
     known = {link: median(values) for link, values in times.items()}
     usual = median(known.values()) if known else 0.0
@@ -383,10 +442,11 @@ def _transfers(
 
 
 def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) -> Costs:
-    """Return the times of actions at the median speed, stage by stage, and of messages, boundary by boundary.
+    """Return the times of actions at the median speed, stage by stage, and of messages, boundary by
+    boundary.
 
-    Where only whole backwards were measured, half of each counts as input gradient: they do not tell the halves apart.
-    A kind that never came alone gets half of its overlapped pair.
+    Where only whole backwards were measured, half of each counts as input gradient: they do not
+    tell the halves apart. A kind that never came alone gets half of its overlapped pair.
     """
     alone, shared, pairs = defaultdict(list), defaultdict(list), defaultdict(list)
     for group, time in work.per_group.items():
@@ -398,7 +458,9 @@ def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) 
             shared[key].append(time / 2)
     found = {key: median(values) for key, values in (shared | alone).items()}
     stages = range(graph.schedule.n_stages)
-    forward, whole, inputs, weights, update = ([found.get((kind, s), 0.0) for s in stages] for kind in "FBIWU")
+    forward, whole, inputs, weights, update = (
+        [found.get((kind, s), 0.0) for s in stages] for kind in "FBIWU"
+    )
     split = [("I", s) in found for s in stages]
     alone_both = [forward[s] + (whole[s] or inputs[s] + weights[s]) for s in stages]
     latency, edge_latency = _latencies(graph, links)
@@ -406,15 +468,20 @@ def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) 
         forward=forward,
         input_grad=[inputs[s] if split[s] else whole[s] / 2 for s in stages],
         weight_grad=[weights[s] if split[s] else whole[s] / 2 for s in stages],
-        overlapped=[median(pairs[s]) if s in pairs else alone_both[s] for s in stages] if pairs else None,
+        overlapped=(
+            [median(pairs[s]) if s in pairs else alone_both[s] for s in stages] if pairs else None
+        ),
         update=update,
         latency=latency,
         edge_latency=edge_latency,
     )
 
 
-def _latencies(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[tuple[float, ...], float | None]:
-    """Return the mean over the messages of each boundary, and over those of edges; None if there are no edges.
+def _latencies(
+    graph: MeasuredStep, links: Mapping[Link, float]
+) -> tuple[tuple[float, ...], float | None]:
+    """Return the mean over the messages of each boundary, and over those of edges; None if there
+    are no edges.
 
     Replicas of a stage may have different links.
     """
@@ -461,10 +528,11 @@ def attribute(
 ) -> dict[str, Shares]:
     """Split what all ``causes`` together add to the makespan among them.
 
-    A cause may hide behind another: a slow link costs nothing while a slower rank is waited for anyway. So each cause
-    is charged the average of what it adds, over all orders in which they can be added one by one: the Shapley value
-    (Shapley 1953, "A value for n-person games"), the only split that adds up whatever the runs, treats causes alike and
-    charges nothing to one that never matters.
+    A cause may hide behind another: a slow link costs nothing while a slower rank is waited for
+    anyway. So each cause is charged the average of what it adds, over all orders in which they can
+    be added one by one: the Shapley value (Shapley 1953, "A value for n-person games"), the only
+    split that adds up whatever the runs, treats causes alike and charges nothing to one that never
+    matters.
     """
     settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
     lost: dict[str, Shares] = {}
@@ -485,24 +553,33 @@ def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
 def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
     """Split the difference between two makespans among the places where the lengths differ.
 
-    Let the lengths change evenly. At each moment the makespan grows by what is added along the path that is longest
-    then, and ever faster, because it is a maximum of sums. So the longest path before gives too little, and the longest
-    path after too much. The result is the mixture of the two that gives just the difference.
+    Let the lengths change evenly. At each moment the makespan grows by what is added along the path
+    that is longest then, and ever faster, because it is a maximum of sums. So the longest path
+    before gives too little, and the longest path after too much. The result is the mixture of the
+    two that gives just the difference.
     """
-    first, last = (_added_along(graph, each, before.lengths, after.lengths) for each in (before, after))
+    first, last = (
+        _added_along(graph, each, before.lengths, after.lengths) for each in (before, after)
+    )
     too_little, too_much = sum(first.values()), sum(last.values())
     difference = float(after.times.makespan - before.times.makespan)
     # Equal but for rounding where one path stays the longest.
     part = (difference - too_little) / (too_much - too_little) if too_much > too_little else 1.0
     part = min(max(part, 0.0), 1.0)
     places = first.keys() | last.keys()
-    return {place: (1 - part) * first.get(place, 0.0) + part * last.get(place, 0.0) for place in places}
+    return {
+        place: (1 - part) * first.get(place, 0.0) + part * last.get(place, 0.0) for place in places
+    }
 
 
-def _added_along(graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths) -> Shares:
+def _added_along(
+    graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths
+) -> Shares:
     """Split what the lengths after have more than those before, along the path that is longest as imagined."""
     added: defaultdict[LossPlace, float] = defaultdict(float)
-    for number, product in graph.longest_path(imagined.times.ends, graph.delays(imagined.lengths.links)):
+    for number, product in graph.longest_path(
+        imagined.times.ends, graph.delays(imagined.lengths.links)
+    ):
         rank, _ = graph.places[number]
         added[LossPlace(rank, None)] += after.actions[number] - before.actions[number]
         if product is not None:
@@ -512,7 +589,11 @@ def _added_along(graph: Precedence, imagined: Counterfactual, before: Lengths, a
 
 
 def _subsets(things: Sequence[str]) -> Iterator[frozenset[str]]:
-    return (frozenset(chosen) for size in range(len(things) + 1) for chosen in combinations(things, size))
+    return (
+        frozenset(chosen)
+        for size in range(len(things) + 1)
+        for chosen in combinations(things, size)
+    )
 
 
 def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
@@ -533,7 +614,9 @@ def _timeline(
     measured: Timeline,
 ) -> Timeline:
     spans, times = [], imagined.times
-    for number, (span, ready, end) in enumerate(zip(graph.spans, times.ready, times.ends, strict=True)):
+    for number, (span, ready, end) in enumerate(
+        zip(graph.spans, times.ready, times.ends, strict=True)
+    ):
         wait = launch[span.rank] if launch is not None and not graph.opens(number) else 0.0
         spans.append(Span(span.rank, span.action, ready + wait, end))
     n = graph.schedule.n_stages

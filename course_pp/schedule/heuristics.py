@@ -1,6 +1,8 @@
-"""Orders to begin a search with: by lists, by refilling a named order, by Zero Bubble's heuristic, by repetition.
+"""Orders to begin a search with: by lists, by refilling a named order, by Zero Bubble's heuristic,
+by repetition.
 
-The basis is list scheduling (Graham 1966): the rank that can start first takes what its rule likes best.
+The basis is list scheduling (Graham 1966): the rank that can start first takes what its rule likes
+best.
 """
 
 from collections import deque
@@ -23,10 +25,12 @@ class Rule:
     """What a rank does when it could do several things.
 
     Attributes:
-        order: the kinds, dearest first: ``"IFW"`` does what others wait for and fills with weight gradients.
-        slope: how many more microbatches a rank may run ahead of its backwards than the next rank; None for no limit.
-            1 gives the warm-up of 1F1B, 2 that of ZB-H2.
-        patient: whether a rank leaves ``W`` if a message known to be on its way arrives before ``W`` would end.
+        order: the kinds, dearest first: ``"IFW"`` does what others wait for and fills with weight
+            gradients.
+        slope: how many more microbatches a rank may run ahead of its backwards than the next rank;
+            None for no limit. 1 gives the warm-up of 1F1B, 2 that of ZB-H2.
+        patient: whether a rank leaves ``W`` if a message known to be on its way arrives before
+            ``W`` would end.
         deep: whether a rank with two stages prefers the later one.
         window: how many microbatches a rank with two stages may have under way; None for no limit.
     """
@@ -52,7 +56,10 @@ def rules_for(problem: Problem) -> tuple[Rule, ...]:
     if problem.n_chunks == 1:
         return tuple(rule for rule in _RULES if rule.deep)
     cap = min(problem.caps)
-    windows = [None, *sorted({window for window in (cap // 2, cap // 2 + 1, cap - 2) if 0 < window < cap})]
+    windows = [
+        None,
+        *sorted({window for window in (cap // 2, cap // 2 + 1, cap - 2) if 0 < window < cap}),
+    ]
     return tuple(replace(rule, window=window) for window in windows for rule in _RULES)
 
 
@@ -80,7 +87,10 @@ class Desk:
         self.rule = rule
         order, sign = ["FIW".index(kind) for kind in rule.order], -1 if rule.deep else 1
         self._letters = [
-            sorted(problem.letters_of(rank), key=lambda each: (order.index(each % 3), sign * (each // 3)))
+            sorted(
+                problem.letters_of(rank),
+                key=lambda each: (order.index(each % 3), sign * (each // 3)),
+            )
             for rank in range(problem.n_ranks)
         ]
         self._readers: list[list[int]] = [[] for _ in problem.durations]
@@ -95,20 +105,25 @@ class Desk:
     def has_room(self, rank: int, stage: int) -> bool:
         """Return whether the rank may take a forward of the stage.
 
-        It keeps a place free for each of its later stages: full of activations of the first, it could not go on.
+        It keeps a place free for each of its later stages: full of activations of the first, it
+        could not go on.
         """
         problem = self.problem
         later = sum(each == rank for each in problem.ranks[stage + 1 :])
         if self.held[rank] + 1 > problem.caps[rank] - later:
             return False
-        # With several stages a rank, only the first keeps its distance: the others finish what is under way.
+        # With several stages a rank, only the first keeps its distance: the others finish what is
+        # under way.
         if stage >= problem.n_ranks:
             return True
         if self.rule.window is not None and self.under_way[rank] >= self.rule.window:
             return False
         if self.rule.slope is None:
             return True
-        distance = self.rule.slope * (problem.n_ranks - 1 - rank) + (problem.n_chunks - 1) * problem.n_ranks
+        distance = (
+            self.rule.slope * (problem.n_ranks - 1 - rank)
+            + (problem.n_chunks - 1) * problem.n_ranks
+        )
         return self.ahead[rank] <= distance
 
     def start(self, rank: int, letter: int) -> Time:
@@ -123,7 +138,10 @@ class Desk:
         best = min(self._choices(rank), default=None)
         if best is not None and best[2] % 3 == WEIGHT and self.rule.patient:
             end = best[0] + self.problem.durations[best[2]]
-            best = min((each for each in self._choices(rank) if each[2] % 3 != WEIGHT and each[0] < end), default=best)
+            best = min(
+                (each for each in self._choices(rank) if each[2] % 3 != WEIGHT and each[0] < end),
+                default=best,
+            )
         self._next[rank] = best
 
     def take(self, rank: int, letter: int) -> None:
@@ -146,7 +164,10 @@ class Desk:
 
     def fill(self) -> bool:
         """Take what is left, the earliest start first; return whether all could be placed."""
-        left = sum(len(self.problem.letters_of(r)) for r in range(self.problem.n_ranks)) * self.problem.n_microbatches
+        left = (
+            sum(len(self.problem.letters_of(r)) for r in range(self.problem.n_ranks))
+            * self.problem.n_microbatches
+        )
         left -= sum(map(len, self.words))
         for _ in range(left):
             able = [(choice, rank) for rank, choice in enumerate(self._next) if choice is not None]
@@ -158,16 +179,21 @@ class Desk:
 
 
 def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None) -> Schedule:
-    """Return a named order with its weight gradients placed for ``costs``, or as it is where that is no shorter.
+    """Return a named order with its weight gradients placed for ``costs``, or as it is where that
+    is no shorter.
 
-    Nobody waits for a weight gradient, so it may come whenever its rank would otherwise wait (Qi et al. 2024, "Zero
-    bubble pipeline parallelism", section 3.1). No rank holds more activations than the fullest did before, nor than its
-    own limit, which the order keeps to. An order with whole backwards stays as it is.
+    Nobody waits for a weight gradient, so it may come whenever its rank would otherwise wait (Qi et
+    al. 2024, "Zero bubble pipeline parallelism", section 3.1). No rank holds more activations than
+    the fullest did before, nor than its own limit, which the order keeps to. An order with whole
+    backwards stays as it is.
     """
     if not splits_every_backward(schedule):
         return schedule
     changes = {"F": 1, "I": 0, "W": -1}
-    most = max(max(accumulate(changes[part.kind] for a in row for part in a.parts)) for row in schedule.actions)
+    most = max(
+        max(accumulate(changes[part.kind] for a in row for part in a.parts))
+        for row in schedule.actions
+    )
     caps = tuple(min(most, limit) for limit in limits or (most,) * schedule.n_ranks)
     problem = Problem.of(schedule.placement, schedule.n_microbatches, costs, caps, split=True)
     named, best = problem.words_of(schedule), schedule
@@ -186,7 +212,8 @@ def splits_every_backward(schedule: Schedule) -> bool:
 class _Filling(Desk):
     """Takes forwards and input gradients in a given order.
 
-    A rank that is full or would wait takes its oldest weight gradient: if patient, only one that ends before the wait.
+    A rank that is full or would wait takes its oldest weight gradient: if patient, only one that
+    ends before the wait.
     """
 
     def __init__(self, problem: Problem, words: Words, patient: bool) -> None:
@@ -200,9 +227,13 @@ class _Filling(Desk):
 
     def _look(self, rank: int) -> None:
         clock, order = self.clocks[rank], self._order[rank]
-        letters = (letter for letter in self._letters[rank] if letter % 3 == WEIGHT and self.inbox[letter])
+        letters = (
+            letter for letter in self._letters[rank] if letter % 3 == WEIGHT and self.inbox[letter]
+        )
         weight = min(letters, key=lambda letter: self.inbox[letter][0], default=None)
-        full = bool(order) and order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
+        full = (
+            bool(order) and order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
+        )
         known = bool(order) and not full and bool(self.inbox[order[0]])
         start = self.start(rank, order[0]) if known else None
         self._next[rank] = None if start is None else (start, 1, order[0])
@@ -215,13 +246,15 @@ class _Filling(Desk):
 
 
 def zero_bubble_heuristic(problem: Problem) -> Iterator[Words]:
-    """Yield the words of the heuristic of Zero Bubble's authors, written anew from their description.
+    """Yield the words of the heuristic of Zero Bubble's authors, written anew from their
+    description.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 3.1, with the details of their
-    repository ``sail-sg/zero-bubble-pipeline-parallelism`` (``scheduler/zb.py``): as many forwards as memory allows
-    before the first input gradient arrives, then one forward and one input gradient a round on each rank, and weight
-    gradients where a rank would wait or is full. Three questions that the paper leaves to trial are switches, so there
-    are eight answers; none for chunks or whole backwards.
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 3.1, with the
+    details of their repository ``sail-sg/zero-bubble-pipeline-parallelism`` (``scheduler/zb.py``):
+    as many forwards as memory allows before the first input gradient arrives, then one forward and
+    one input gradient a round on each rank, and weight gradients where a rank would wait or is
+    full. Three questions that the paper leaves to trial are switches, so there are eight answers;
+    none for chunks or whole backwards.
     """
     if problem.n_chunks != 1 or not problem.split:
         return
@@ -239,7 +272,9 @@ class _Attempt(Desk):
         bubbles: how long each rank has waited since its first forward.
     """
 
-    def __init__(self, problem: Problem, stop_short: bool, backward_first: bool, greedy: bool) -> None:
+    def __init__(
+        self, problem: Problem, stop_short: bool, backward_first: bool, greedy: bool
+    ) -> None:
         super().__init__(problem, Rule())
         self.n = problem.n_ranks
         self.stop_short, self.backward_first, self.greedy = stop_short, backward_first, greedy
@@ -289,8 +324,13 @@ class _Attempt(Desk):
                 clock, more[rank] = then, more[rank] + 1
             back = max(clock, arrival) + self._cost(rank, INPUT)
         for rank in range(1, n):
-            # A rank can be ahead only by fewer forwards than the rank that feeds it, unless that one has done all.
-            while more[rank] > 0 and more[rank] >= more[rank - 1] and more[rank - 1] + 1 < problem.n_microbatches:
+            # A rank can be ahead only by fewer forwards than the rank that feeds it, unless that
+            # one has done all.
+            while (
+                more[rank] > 0
+                and more[rank] >= more[rank - 1]
+                and more[rank - 1] + 1 < problem.n_microbatches
+            ):
                 more[rank] -= 1
         for rank in range(n):
             for _ in range(more[rank]):
@@ -302,9 +342,14 @@ class _Attempt(Desk):
         done = self.done
         if done[rank][FORWARD] >= self.problem.n_microbatches:
             return False
-        if not self.backward_first or rank + 1 == self.n or done[rank][FORWARD] < done[rank + 1][FORWARD] + 2:
+        if (
+            not self.backward_first
+            or rank + 1 == self.n
+            or done[rank][FORWARD] < done[rank + 1][FORWARD] + 2
+        ):
             return True
-        # The next rank has a forward in store. Is there time for one here before its next gradient comes up?
+        # The next rank has a forward in store. Is there time for one here before its next gradient
+        # comes up?
         next_gradient = (
             self.clocks[rank + 1]
             + self._cost(rank + 1, FORWARD)
@@ -343,10 +388,16 @@ class _Attempt(Desk):
     def _fill_until(self, rank: int, kind: int) -> None:
         """Weight gradients until the input of the next action is there; the last may make it late."""
         arrival, done = self.inbox[3 * rank + kind][0], self.done[rank]
-        while done[WEIGHT] < done[INPUT] and self.clocks[rank] + self._cost(rank, WEIGHT) <= arrival:
+        while (
+            done[WEIGHT] < done[INPUT] and self.clocks[rank] + self._cost(rank, WEIGHT) <= arrival
+        ):
             self._put(rank, WEIGHT)
         left = arrival - self.clocks[rank]
-        if done[WEIGHT] < done[INPUT] and left > 0 and (self.greedy or left > max(self.bubbles) - self.bubbles[rank]):
+        if (
+            done[WEIGHT] < done[INPUT]
+            and left > 0
+            and (self.greedy or left > max(self.bubbles) - self.bubbles[rank])
+        ):
             self._put(rank, WEIGHT)
 
 
@@ -361,12 +412,14 @@ _Block = tuple[tuple[int, ...], int]
 
 
 def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
-    """Return words that repeat: one microbatch's way down and up, with waits, begun anew at a fixed interval.
+    """Return words that repeat: one microbatch's way down and up, with waits, begun anew at a fixed
+    interval.
 
-    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3, draw such blocks for
-    a V and three amounts of memory. Here the waits are searched for, for two stages a rank in any placement, with any
-    times and caps, until time is ``over``. A rule that acts whenever it can does not find them: with little memory a
-    gradient should wait where the stages turn. None for one stage a rank.
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3,
+    draw such blocks for a V and three amounts of memory. Here the waits are searched for, for two
+    stages a rank in any placement, with any times and caps, until time is ``over``. A rule that
+    acts whenever it can does not find them: with little memory a gradient should wait where the
+    stages turn. None for one stage a rank.
     """
     climbs = range(_CLIMBS if problem.n_chunks == 2 else 0)
     found = (_Climb(problem, seed + number).best(number % 2 == 1, over) for number in climbs)
@@ -381,16 +434,22 @@ class _Climb:
         stages = range(len(problem.ranks))
         self.times = [float(time) for time in problem.durations]
         self.unit = sum(self.times) / sum(time > 0 for time in self.times)
-        self.way = [3 * stage + FORWARD for stage in stages] + [3 * stage + INPUT for stage in reversed(stages)]
+        self.way = [3 * stage + FORWARD for stage in stages] + [
+            3 * stage + INPUT for stage in reversed(stages)
+        ]
         self.kinds = (FORWARD, INPUT, WEIGHT) if problem.split else (FORWARD, INPUT)
 
     def best(self, one_by_one: bool, over: Callable[[], bool]) -> Words | None:
         """Return the words of the best block that was found; None without any that fits.
 
-        It begins with one microbatch after the other if ``one_by_one``, else with as many as a rank can work for.
+        It begins with one microbatch after the other if ``one_by_one``, else with as many as a rank
+        can work for.
         """
         problem, length = self.problem, sum(self.times) / self.unit
-        block = (0,) * len(self.times), 1 + round(length if one_by_one else length / problem.n_ranks)
+        block = (
+            (0,) * len(self.times),
+            1 + round(length if one_by_one else length / problem.n_ranks),
+        )
         best: tuple[tuple[Time, Time], Words] | None = None
         now: Time | None = None
         n_letters = len(self.way) * problem.n_microbatches

@@ -1,7 +1,9 @@
-"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest part is fastest.
+"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest
+part is fastest.
 
-Narayanan et al. 2019, "PipeDream", section 3.1: dynamic programming over the last stage and its ranks, first for the
-ranks of one node, then for nodes in place of ranks, with the slower links between them.
+Narayanan et al. 2019, "PipeDream", section 3.1: dynamic programming over the last stage and its
+ranks, first for the ranks of one node, then for nodes in place of ranks, with the slower links
+between them.
 """
 
 import math
@@ -27,7 +29,8 @@ class LayerCost:
 
     Attributes:
         time: of its forward and backward for one microbatch, in seconds or any other unit.
-        output_bytes: of its output for one microbatch, which crosses a boundary behind it, and back as a gradient.
+        output_bytes: of its output for one microbatch, which crosses a boundary behind it, and back
+            as a gradient.
         weight_bytes: of its weights, and so of their gradients.
     """
 
@@ -58,8 +61,9 @@ class Partition:
     """A plan.
 
     Attributes:
-        slowest: what the planner minimises: the time between two microbatches in the steady state, if nobody waits and
-            the exchange of gradients is hidden behind work. No run is faster; :meth:`pace` says how much slower one is.
+        slowest: what the planner minimises: the time between two microbatches in the steady state,
+            if nobody waits and the exchange of gradients is hidden behind work. No run is faster;
+            :meth:`pace` says how much slower one is.
         work: of each stage, for one microbatch on one rank.
         messages: for each boundary, the time that an activation is on its way, and a gradient back.
     """
@@ -77,8 +81,8 @@ class Partition:
     def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:
         """Return what `simulate` and an emulated cluster take.
 
-        Of a stage's work ``forward`` and ``update`` are the shares of the forward and of the optimizer step; the rest
-        is backward, half of it for the weights.
+        Of a stage's work ``forward`` and ``update`` are the shares of the forward and of the
+        optimizer step; the rest is backward, half of it for the weights.
         """
         half = tuple((1 - forward - update) / 2 * each for each in self.work)
         return Costs(
@@ -90,22 +94,30 @@ class Partition:
         )
 
     def pace(self, *, forward: float = 1 / 3, update: float = 0.0) -> float:
-        """Return the time between two microbatches in the steady state, with what ranks wait for each other.
+        """Return the time between two microbatches in the steady state, with what ranks wait for
+        each other.
 
-        It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long messages want more,
-        and so do replicas, which update together and then all want a microbatch at once. The arguments are those of
+        It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long
+        messages want more, and so do replicas, which update together and then all want a microbatch
+        at once. The arguments are those of
         :meth:`costs`. It is simulated, as no closed form is known.
         """
         turn = math.lcm(*self.replicas)
         quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)
         if 4 * quarter * len(self.replicas) > _MOST_PACED:
             raise ValueError(
-                f"replicas {self.replicas} take turns that come together only every {turn:,} microbatches, too many to "
-                "simulate: give stages numbers of replicas with common factors, or take slowest, a lower bound"
+                f"replicas {self.replicas} take turns that come together only every {turn:,}"
+                " microbatches, too many to simulate: give stages numbers of replicas with common"
+                " factors, or take slowest, a lower bound"
             )
         order = pipedream(sum(self.replicas), 4 * quarter, self.replicas)
         run = simulate(order, self.costs(forward=forward, update=update))
-        ends = {part.microbatch: span.end for span in run.by_rank[0] for part in span.action.parts if part.kind == "U"}
+        ends = {
+            part.microbatch: span.end
+            for span in run.by_rank[0]
+            for part in span.action.parts
+            if part.kind == "U"
+        }
         return max(self.slowest, float(ends[3 * quarter] - ends[quarter]) / (2 * quarter))
 
 
@@ -121,26 +133,33 @@ class _BestStages:
 def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int) -> Partition:
     """Return the contiguous stages, and ranks for each, whose slowest part is the fastest.
 
-    With m replicas a stage takes the larger of its work and the exchange of its gradients, 2 (m - 1) weight bytes over
-    the bandwidth, divided by m; a boundary takes twice its bytes over the bandwidth. Among equally fast plans it takes
-    fewer stages.
+    With m replicas a stage takes the larger of its work and the exchange of its gradients, 2 (m -
+    1) weight bytes over the bandwidth, divided by m; a boundary takes twice its bytes over the
+    bandwidth. Among equally fast plans it takes fewer stages.
 
     Args:
         layers: first to last.
-        levels: the cluster from inside out, such as ``[ClusterLevel(8, 300e9), ClusterLevel(4, 25e9)]`` for four nodes
-            of eight ranks. A number of ranks joins them by links that cost nothing.
+        levels: the cluster from inside out, such as ``[ClusterLevel(8, 300e9), ClusterLevel(4,
+            25e9)]`` for four nodes of eight ranks. A number of ranks joins them by links that cost
+            nothing.
     """
     if isinstance(levels, int):
         levels = [ClusterLevel(levels)]
     refuse_unless(bool(layers), "partition", "layers", layers, "give at least one")
     ranks_fit = bool(levels) and all(level.size >= 1 for level in levels)
-    refuse_unless(ranks_fit, "partition", "levels", levels, "give at least one level of at least one part, or a number")
+    refuse_unless(
+        ranks_fit,
+        "partition",
+        "levels",
+        levels,
+        "give at least one level of at least one part, or a number",
+    )
     n = len(layers)
     comparisons = sum(n**3 * level.size**2 // 4 for level in levels)
     if comparisons > _MOST_COMPARISONS:
         raise ValueError(
-            f"layers: {n} of them on levels of {[level.size for level in levels]} make {comparisons:,} comparisons: "
-            "put layers together, or plan for fewer ranks"
+            f"layers: {n} of them on levels of {[level.size for level in levels]} make"
+            f" {comparisons:,} comparisons: put layers together, or plan for fewer ranks"
         )
     times = list(accumulate((layer.time for layer in layers), initial=0.0))
     weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
@@ -153,7 +172,10 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
         for cut in range(start + 1, end):
             crossing = 2 * layers[cut - 1].output_bytes / bandwidth
             for last in range(1, size):
-                before, after = best(depth, start, cut, size - last), one_stage(depth, cut, end, last)
+                before, after = (
+                    best(depth, start, cut, size - last),
+                    one_stage(depth, cut, end, last),
+                )
                 slowest = max(before.slowest, crossing, after.slowest)
                 stages = before.stages + after.stages
                 messages = (*before.messages, crossing / 2, *after.messages)
@@ -168,8 +190,12 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
         else:
             inside = best(depth - 1, start, end, levels[depth - 2].size)
         replicated = tuple(PlannedStage(s.start, s.end, s.replicas * size) for s in inside.stages)
-        return _BestStages(max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages)
+        return _BestStages(
+            max(inside.slowest, exchanged) / size, len(replicated), replicated, inside.messages
+        )
 
     plan = best(len(levels), 0, n, levels[-1].size)
-    work = (float(sum(layer.time for layer in layers[stage.start : stage.end])) for stage in plan.stages)
+    work = (
+        float(sum(layer.time for layer in layers[stage.start : stage.end])) for stage in plan.stages
+    )
     return Partition(plan.stages, plan.slowest, tuple(work), plan.messages)

@@ -1,7 +1,8 @@
-"""Which version of its weights each forward and backward of an asynchronous schedule uses, and where gradients go.
+"""Which version of its weights each forward and backward of an asynchronous schedule uses, and
+where gradients go.
 
-Version v of a stage is its weights after v updates; update u makes version u + 1. A gradient that was computed with
-version v and enters update u is u - v updates late: its *staleness*.
+Version v of a stage is its weights after v updates; update u makes version u + 1. A gradient that
+was computed with version v and enters update u is u - v updates late: its *staleness*.
 
     stage 0   F0 F1 F2 F3 B0 U0 F4 B1 U1 F5 …        update 1 takes the gradient of microbatch 1, which
               v0 v0 v0 v0 v0    v1 v0    v2          was computed with version 0: one update late
@@ -50,13 +51,17 @@ class Ledger:
     uses: tuple[Use, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "uses", tuple(sorted(self.uses, key=lambda use: (use.stage, use.microbatch))))
+        object.__setattr__(
+            self, "uses", tuple(sorted(self.uses, key=lambda use: (use.stage, use.microbatch)))
+        )
 
     def of(self, stage: int, microbatch: int) -> Use:
         """Return what became of one microbatch in one stage."""
         use = self._by_work.get((stage, microbatch))
         if use is None:
-            raise ValueError(f"the ledger holds no microbatch {microbatch} of stage {stage}: it has {self!r}")
+            raise ValueError(
+                f"the ledger holds no microbatch {microbatch} of stage {stage}: it has {self!r}"
+            )
         return use
 
     def staleness(self, stage: int) -> tuple[int, ...]:
@@ -79,14 +84,18 @@ class Ledger:
         return Ledger(self.versions, tuple({*self.uses, *other.uses}))
 
     def __repr__(self) -> str:
-        stages, microbatches = ({getattr(use, name) for use in self.uses} for name in ("stage", "microbatch"))
+        stages, microbatches = (
+            {getattr(use, name) for use in self.uses} for name in ("stage", "microbatch")
+        )
         return f"Ledger({self.versions!r}, {len(stages)} stages, {len(microbatches)} microbatches)"
 
     def __str__(self) -> str:
         """Return a row a stage, an entry a microbatch: the versions of its forward and backward, and its update."""
         rows = [f"versions={self.versions!r}: forward/backward→update of each microbatch"]
         for stage, uses in groupby(self.uses, key=lambda use: use.stage):
-            rows.append(f"stage {stage}: " + " ".join(f"{u.forward}/{u.backward}→{u.update}" for u in uses))
+            rows.append(
+                f"stage {stage}: " + " ".join(f"{u.forward}/{u.backward}→{u.update}" for u in uses)
+            )
         return "\n".join(rows)
 
 
@@ -94,21 +103,25 @@ class Ledger:
 def ledger(schedule: Schedule, versions: Versions) -> Ledger:
     """Return which versions ``schedule`` uses under a rule; nothing is run.
 
-    ============  ======================================================================================================
+    ============
+    ======================================================================================================
     ``none``      forward and backward each take the newest weights: a gradient is then of no function at all
     ``stash``     a backward takes what its forward took, the newest then (weight stashing)
-    ``vertical``  every stage takes what the first one took: as many updates as it had when the microbatch entered
-                  (vertical sync). Where stages are replicated unequally, the newest that saw no later microbatch
+    ``vertical``  every stage takes what the first one took: as many updates as it had when the
+    microbatch entered
+                  (vertical sync). Where stages are replicated unequally, the newest that saw no
+                  later microbatch
     ``2bw``       microbatches of group g take the version of group g - 1's beginning, so each gradient is one update
                   late, and two versions are enough (PipeDream-2BW)
-    ============  ======================================================================================================
+    ============
+    ======================================================================================================
 
-    Narayanan et al. 2019, "PipeDream", section 3.3, for the first three; Narayanan et al. 2021, "Memory-Efficient
-    Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1, for the last.
+    Narayanan et al. 2019, "PipeDream", section 3.3, for the first three; Narayanan et al. 2021,
+    "Memory-Efficient Pipeline-Parallel DNN Training" (arXiv 2006.09503), section 3.1, for the last.
 
     Raises:
-        ValueError: for a schedule that leaves a gradient without an update, as those that flush do, in which replicas
-            update unequally often, or that needs a version before it exists.
+        ValueError: for a schedule that leaves a gradient without an update, as those that flush do,
+            in which replicas update unequally often, or that needs a version before it exists.
     """
     return Ledger(versions, tuple(_Reading(schedule, versions).uses()))
 
@@ -119,18 +132,23 @@ class _Reading:
         self._rows = [[part for action in row for part in action.parts] for row in schedule.actions]
         self._update_of = dict(self._entered())
         for stage, ranks in enumerate(schedule.placement):
-            each = [sum((part.stage, part.kind) == (stage, "U") for part in self._rows[rank]) for rank in ranks]
+            each = [
+                sum((part.stage, part.kind) == (stage, "U") for part in self._rows[rank])
+                for rank in ranks
+            ]
             if len(set(each)) > 1:
                 raise ValueError(
-                    f"{schedule!r}: the {len(ranks)} replicas of stage {stage} update {each} times, but their "
-                    f"updates are one: give a number of microbatches that {len(ranks)} divides"
+                    f"{schedule!r}: the {len(ranks)} replicas of stage {stage} update {each} times,"
+                    f" but their updates are one: give a number of microbatches that {len(ranks)}"
+                    " divides"
                 )
         for (stage, microbatch), update in self._update_of.items() if versions == "2bw" else ():
             first = self._update_of[0, microbatch]
             if update != first:
                 raise ValueError(
-                    f"{schedule!r}: microbatch {microbatch} is in update {first} of stage 0, but in {update} of "
-                    f"stage {stage}: versions='2bw' needs the same groups everywhere, build('pipedream', …, group=…)"
+                    f"{schedule!r}: microbatch {microbatch} is in update {first} of stage 0, but in"
+                    f" {update} of stage {stage}: versions='2bw' needs the same groups everywhere,"
+                    " build('pipedream', …, group=…)"
                 )
 
     def uses(self) -> Iterator[Use]:
@@ -154,8 +172,9 @@ class _Reading:
             left = next(((stage, m[0]) for stage, m in waiting.items() if m), None)
             if left is not None:
                 raise ValueError(
-                    f"{self._schedule!r}: no update of stage {left[0]} on rank {rank} takes the gradient of microbatch "
-                    f"{left[1]}: end the order with an update (U), or run a schedule that flushes without versions="
+                    f"{self._schedule!r}: no update of stage {left[0]} on rank {rank} takes the"
+                    f" gradient of microbatch {left[1]}: end the order with an update (U), or run a"
+                    " schedule that flushes without versions="
                 )
 
     def _walk(self, entered: dict[int, int]) -> Iterator[Use]:
@@ -170,10 +189,13 @@ class _Reading:
                     if of[work] > done[part.stage]:
                         remedy = "let every replica take part in the same rounds"
                         if self._versions == "2bw":
-                            remedy = "give groups of at least as many microbatches as there are ranks from stage 0 on"
+                            remedy = (
+                                "give groups of at least as many microbatches as there are ranks"
+                                " from stage 0 on"
+                            )
                         raise ValueError(
-                            f"{self._schedule!r}: {part} needs version {of[work]} of its stage, which has had "
-                            f"{done[part.stage]} updates by then: {remedy}"
+                            f"{self._schedule!r}: {part} needs version {of[work]} of its stage,"
+                            f" which has had {done[part.stage]} updates by then: {remedy}"
                         )
                 elif part.kind in "BI":
                     backward = done[part.stage] if self._versions == "none" else of[work]
@@ -186,7 +208,8 @@ class _Reading:
             return max(self._update_of[work] - 1, 0)
         if not entered:
             return newest
-        # The first stage has seen so many microbatches; this one the most whole updates of no more than those.
+        # The first stage has seen so many microbatches; this one the most whole updates of no more
+        # than those.
         stage, microbatch = work
         seen = self._sizes[0][entered[microbatch]]
         return sum(size <= seen for size in self._sizes[stage][1:])

@@ -26,14 +26,19 @@ class Stay(NamedTuple):
 
 
 def stays_of_rank(row: Sequence[Span], edges: Sequence[Edge]) -> Iterator[Stay]:
-    """Return how long a rank with these spans holds each value: from its first reader's forward to its backward.
+    """Return how long a rank with these spans holds each value: from its first reader's forward to
+    its backward.
 
-    Where no backward comes, the last reader's forward ends the stay. A value that is made here and read elsewhere is
-    sent at once.
+    Where no backward comes, the last reader's forward ends the stay. A value that is made here and
+    read elsewhere is sent at once.
     """
     places: dict[tuple[bool, int, int], int] = {}
     for number, span in enumerate(row) if edges else ():
-        places |= {(p.kind == "F", p.stage, p.microbatch): number for p in span.action.parts if p.kind in "FIB"}
+        places |= {
+            (p.kind == "F", p.stage, p.microbatch): number
+            for p in span.action.parts
+            if p.kind in "FIB"
+        }
     microbatches = {microbatch for _, _, microbatch in places}
     for number, edge in enumerate(edges):
         before = sum(len(other.readers) for other in edges[:number])
@@ -82,7 +87,9 @@ def curve_of_rank(
             stage, versions = part.stage, stages[part.stage]
             before = versions.held
             versions.see(part)
-            released = {"I": early[stage], "W": kept[stage] - early[stage], "B": kept[stage]}.get(part.kind, 0)
+            released = {"I": early[stage], "W": kept[stage] - early[stage], "B": kept[stage]}.get(
+                part.kind, 0
+            )
             change = (versions.held - before) * weights[stage] - released
             if change:
                 amount += change
@@ -105,10 +112,11 @@ def most_versions(row: Sequence[Span]) -> int:
 
 @dataclass
 class _Versions:
-    """The versions of a stage's weights: the newest, and older ones under which microbatches in flight were forwarded.
+    """The versions of a stage's weights: the newest, and older ones under which microbatches in
+    flight were forwarded.
 
-    A microbatch must go backward under the weights of its forward (Narayanan et al. 2019, section 3.3); the weight
-    gradient itself needs only activations.
+    A microbatch must go backward under the weights of its forward (Narayanan et al. 2019, section
+    3.3); the weight gradient itself needs only activations.
     """
 
     newest: int = 0

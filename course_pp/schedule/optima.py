@@ -1,7 +1,9 @@
-"""The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how to read it.
+"""The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how
+to read it.
 
-What it shows, notebook 11 says. A row tells the order of each rank as a word, such as ``FFIFWIWIW``: microbatches are
-alike, so the k-th letter of a kind is the k-th microbatch (see :mod:`course_pp.schedule.problem`).
+What it shows, notebook 11 says. A row tells the order of each rank as a word, such as
+``FFIFWIWIW``: microbatches are alike, so the k-th letter of a kind is the k-th microbatch (see
+:mod:`course_pp.schedule.problem`).
 """
 
 import csv
@@ -29,8 +31,8 @@ class OptimumRow:
         cap: how many activations each rank may hold.
         makespan: the least that was found.
         bound: the most that was proven: no order takes less.
-        named: of each schedule of the catalogue that exists in this size and fits, the makespan. Those with two stages
-            a rank have stages of half the work, whose activations weigh half.
+        named: of each schedule of the catalogue that exists in this size and fits, the makespan.
+            Those with two stages a rank have stages of half the work, whose activations weigh half.
         words: the order of each rank.
     """
 
@@ -74,7 +76,9 @@ def optima() -> tuple[OptimumRow, ...]:
 
 
 def read_row(cells: Mapping[str, str]) -> OptimumRow:
-    numbers = {name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")}
+    numbers = {
+        name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")
+    }
     return OptimumRow(
         (numbers["F"], numbers["I"], numbers["W"]),
         cells["backward"] == "halves",
@@ -83,6 +87,7 @@ def read_row(cells: Mapping[str, str]) -> OptimumRow:
         numbers["cap"],
         numbers["makespan"],
         numbers["bound"],
-        {name: Fraction(cells[name]) for name in NAMED if cells.get(name)},  # a schedule newer than the table: absent
+        # a schedule newer than the table: absent
+        {name: Fraction(cells[name]) for name in NAMED if cells.get(name)},
         tuple(cells["order"].split("/")),
     )

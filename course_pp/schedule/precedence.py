@@ -1,6 +1,7 @@
 """Who waits for whom: the engine under ``check``, ``simulate``, ``fit`` and the runtime's plan.
 
-An action starts as soon as its rank is free and its inputs have arrived (:meth:`Precedence.allowed`).
+An action starts as soon as its rank is free and its inputs have arrived
+(:meth:`Precedence.allowed`).
 """
 
 from collections import defaultdict
@@ -33,13 +34,14 @@ _WHAT: tuple[Made, ...] = ("activation", "gradient", "weight gradient")
 class Dependencies:
     """What the actions of a pipeline hand to one another.
 
-    That is what :meth:`Action.needs` and :meth:`Action.provides` say, and more: an update waits for the gradients of
-    all replicas; values cross edges, and their gradients come back; in generation tokens go from the last stage to the
-    first.
+    That is what :meth:`Action.needs` and :meth:`Action.provides` say, and more: an update waits for
+    the gradients of all replicas; values cross edges, and their gradients come back; in generation
+    tokens go from the last stage to the first.
 
-    Each product is a number, as objects by the hundred thousand would take seconds: ``product // n_microbatches`` is
-    its *channel*, the rest its microbatch. The channels, in order: activations, gradients and weight gradients by
-    stage, values and value gradients by reader of each edge, tokens.
+    Each product is a number, as objects by the hundred thousand would take seconds: ``product //
+    n_microbatches`` is its *channel*, the rest its microbatch. The channels, in order: activations,
+    gradients and weight gradients by stage, values and value gradients by reader of each edge,
+    tokens.
 
     Attributes:
         shares: how many ranks hold each stage.
@@ -112,7 +114,9 @@ class Dependencies:
 
     def _channel(self, what: Literal["value", "value gradient", "token"]) -> int:
         """Return the first of those channels."""
-        return 3 * len(self.shares) + ("value", "value gradient", "token").index(what) * len(self._lanes)
+        return 3 * len(self.shares) + ("value", "value gradient", "token").index(what) * len(
+            self._lanes
+        )
 
     def describe(self, product: int) -> Product:
         channel, microbatch = divmod(product, self.n_microbatches)
@@ -131,7 +135,9 @@ class Dependencies:
     def lane_of(self, product: int) -> Lane | None:
         """Return the reader of an edge whose value or gradient a product is; None for one between neighbours."""
         number = product // self.n_microbatches - self._channel("value")
-        return self._lanes[number % len(self._lanes)] if 0 <= number < 2 * len(self._lanes) else None
+        return (
+            self._lanes[number % len(self._lanes)] if 0 <= number < 2 * len(self._lanes) else None
+        )
 
     def travel_times(
         self, transfers: Sequence[Time], edge_transfers: Sequence[Time], token_transfer: Time
@@ -162,7 +168,8 @@ class Precedence:
     Attributes:
         places: for each its rank, and its place in that rank's order.
         before: for each the number of the one before it on its rank, None for the first.
-        received: for each the products from other ranks. What its own rank made is there when that rank is free.
+        received: for each the products from other ranks. What its own rank made is there when that
+            rank is free.
         makers: for each product the number of the action that makes it.
         stuck: for each rank that cannot do all, the place of the action that it cannot start.
     """
@@ -212,7 +219,9 @@ class Precedence:
                             able += asleep.pop(product)
                     continue
                 break
-        stuck = {rank: done[rank] for rank, row in enumerate(schedule.actions) if done[rank] < len(row)}
+        stuck = {
+            rank: done[rank] for rank, row in enumerate(schedule.actions) if done[rank] < len(row)
+        }
         return cls(schedule, dependencies, places, before, received, makers, stuck)
 
     def run(self, durations: Sequence[Time], delay_of: DelayOf) -> Times:
@@ -225,7 +234,9 @@ class Precedence:
             ends.append(at + took)
         return Times(ready, ends)
 
-    def allowed(self, number: int, ends: Sequence[Time], delay_of: DelayOf) -> tuple[Time, int | None]:
+    def allowed(
+        self, number: int, ends: Sequence[Time], delay_of: DelayOf
+    ) -> tuple[Time, int | None]:
         """Return when an action may start, given ``ends``; and the product that it waited for longest, if for any."""
         before = self.before[number]
         at, by = 0 if before is None else ends[before], None

@@ -1,9 +1,10 @@
 """A search's question in numbers, and a simulator fast enough to be asked thousands of times.
 
-All microbatches are alike, so on each rank, each stage may take them in order without loss: give the k-th ``F`` of a
-stage to start, in any schedule, to microbatch k, and likewise its ``I`` and ``W``. Every action still finds its input,
-as the k-th of a stage ends no earlier than the k-th of the stage it waits for did, and a rank holds as much as before.
-So a rank's order is a *word* over its (stage, kind) pairs; which microbatch each letter means follows from counting.
+All microbatches are alike, so on each rank, each stage may take them in order without loss: give
+the k-th ``F`` of a stage to start, in any schedule, to microbatch k, and likewise its ``I`` and
+``W``. Every action still finds its input, as the k-th of a stage ends no earlier than the k-th of
+the stage it waits for did, and a rank holds as much as before. So a rank's order is a *word* over
+its (stage, kind) pairs; which microbatch each letter means follows from counting.
 
 A letter is an integer: ``3 * stage + kind``, with the kinds ``F``, ``I``, ``W`` as 0, 1, 2.
 """
@@ -44,9 +45,11 @@ class Problem:
 
     Attributes:
         ranks: for each stage its rank.
-        split: whether the backward is in two halves, ``I`` and ``W``; if not, the letter of ``I`` stands for ``B``.
+        split: whether the backward is in two halves, ``I`` and ``W``; if not, the letter of ``I``
+            stands for ``B``.
         durations: of each letter.
-        waits_for: for each letter the one whose k-th occurrence its k-th needs; -1 for the first stage's ``F``.
+        waits_for: for each letter the one whose k-th occurrence its k-th needs; -1 for the first
+            stage's ``F``.
         delays: for each letter how long what it waits for is on its way.
         caps: for each rank how many activations it may hold.
         scale: by which times were multiplied, to calculate with integers where costs are fractions.
@@ -64,7 +67,12 @@ class Problem:
 
     @classmethod
     def of(
-        cls, placement: Sequence[Sequence[int]], n_microbatches: int, costs: Costs, caps: Sequence[int], split: bool
+        cls,
+        placement: Sequence[Sequence[int]],
+        n_microbatches: int,
+        costs: Costs,
+        caps: Sequence[int],
+        split: bool,
     ) -> "Problem":
         """Read the times off ``costs``; ``placement`` has one rank for each stage."""
         n = len(placement)
@@ -75,7 +83,9 @@ class Problem:
         waits_for, delays = [-1] * (3 * n), [0] * (3 * n)
         for stage in range(n):
             waits_for[3 * stage + FORWARD] = 3 * (stage - 1) + FORWARD if stage else -1
-            waits_for[3 * stage + INPUT] = 3 * (stage + 1) + INPUT if stage + 1 < n else 3 * stage + FORWARD
+            waits_for[3 * stage + INPUT] = (
+                3 * (stage + 1) + INPUT if stage + 1 < n else 3 * stage + FORWARD
+            )
             waits_for[3 * stage + WEIGHT] = 3 * stage + INPUT
         for stage, transfer in enumerate(transfers):
             if ranks[stage] != ranks[stage + 1]:
@@ -83,7 +93,10 @@ class Problem:
         scale, every = 1, (*durations, *delays)
         if not any(isinstance(t, float) for t in every):
             scale = lcm(*(t.denominator for t in every if isinstance(t, Fraction)))
-            durations, delays = [int(t * scale) for t in durations], [int(t * scale) for t in delays]
+            durations, delays = (
+                [int(t * scale) for t in durations],
+                [int(t * scale) for t in delays],
+            )
         return cls(
             ranks,
             1 + max(ranks),
@@ -102,7 +115,9 @@ class Problem:
 
     def letters_of(self, rank: int) -> tuple[int, ...]:
         kinds = (FORWARD, INPUT, WEIGHT) if self.split else (FORWARD, INPUT)
-        return tuple(3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds)
+        return tuple(
+            3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds
+        )
 
     def releases(self, letter: int) -> bool:
         return letter % 3 == (WEIGHT if self.split else INPUT)
@@ -174,7 +189,10 @@ class Problem:
                     if part.kind == "B" and self.split:
                         word += [3 * part.stage + INPUT, 3 * part.stage + WEIGHT]
                     else:
-                        word.append(3 * part.stage + (INPUT if part.kind == "B" else _KINDS.index(part.kind)))
+                        word.append(
+                            3 * part.stage
+                            + (INPUT if part.kind == "B" else _KINDS.index(part.kind))
+                        )
             words.append(word)
         return words
 
@@ -186,7 +204,13 @@ class Problem:
             row = []
             for letter in word:
                 stage, kind = divmod(letter, 3)
-                row.append(Action(stage, _KINDS[kind] if self.split or kind == FORWARD else "B", counts[letter]))
+                row.append(
+                    Action(
+                        stage,
+                        _KINDS[kind] if self.split or kind == FORWARD else "B",
+                        counts[letter],
+                    )
+                )
                 counts[letter] += 1
             rows.append(tuple(row))
         return Schedule(name, tuple((rank,) for rank in self.ranks), tuple(rows))

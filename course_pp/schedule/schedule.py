@@ -16,17 +16,20 @@ Work = tuple[int, int]
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What each rank does, in order. Says nothing about when: that is :func:`course_pp.schedule.simulate`.
+    """What each rank does, in order. Says nothing about when: that is
+    :func:`course_pp.schedule.simulate`.
 
-    Any order of existing actions can be written down; :func:`course_pp.schedule.check` says whether it can run.
+    Any order of existing actions can be written down; :func:`course_pp.schedule.check` says whether
+    it can run.
 
     Attributes:
-        placement: for each stage the ranks that hold it: one, or several replicas that take the microbatches in turn,
-            so that microbatch i of stage s runs on ``placement[s][i % len(placement[s])]``.
+        placement: for each stage the ranks that hold it: one, or several replicas that take the
+            microbatches in turn, so that microbatch i of stage s runs on ``placement[s][i %
+            len(placement[s])]``.
         actions: for each rank its actions in order.
         edges: values that stages read beyond their neighbours' (skip connections).
-        feedback: in generation, by how many microbatches the first stage is behind: its microbatch i + feedback is the
-            token that the last stage has made of microbatch i. 0 is none.
+        feedback: in generation, by how many microbatches the first stage is behind: its microbatch
+            i + feedback is the token that the last stage has made of microbatch i. 0 is none.
     """
 
     name: str
@@ -47,16 +50,23 @@ class Schedule:
         refuse_impossible_placement(self.placement, self.n_ranks)
         for rank, row in enumerate(self.actions):
             if strangers := [action for action in row if not isinstance(action, Action | Overlap)]:
-                raise ValueError(f"rank {rank} has {strangers[0]!r} among its actions: give Action or Overlap values")
+                raise ValueError(
+                    f"rank {rank} has {strangers[0]!r} among its actions: give Action or Overlap"
+                    " values"
+                )
 
     def __repr__(self) -> str:
         return (
-            f"Schedule({self.name!r}, {self.n_ranks} ranks, {self.n_stages} stages, {self.n_microbatches} microbatches)"
+            f"Schedule({self.name!r}, {self.n_ranks} ranks, {self.n_stages} stages,"
+            f" {self.n_microbatches} microbatches)"
         )
 
     def forward_only(self) -> "Schedule":
         """Return the schedule with its forwards alone, for evaluation."""
-        rows = (tuple(part for action in row for part in action.parts if part.kind == "F") for row in self.actions)
+        rows = (
+            tuple(part for action in row for part in action.parts if part.kind == "F")
+            for row in self.actions
+        )
         return replace(self, name=f"{self.name} forward", actions=tuple(rows))
 
     @property
@@ -105,19 +115,22 @@ def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
 def in_waves(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
     """Down the ranks, back up, down again: neighbouring stages at a turn share a rank (Liu et al. 2023, Hanayo)."""
     ranks = range(n_ranks)
-    return tuple((rank,) for chunk in range(n_chunks) for rank in (ranks[::-1] if chunk % 2 else ranks))
+    return tuple(
+        (rank,) for chunk in range(n_chunks) for rank in (ranks[::-1] if chunk % 2 else ranks)
+    )
 
 
 def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Every stage twice: even microbatches go down the ranks, odd ones up (Li and Hoefler 2021, Chimera).
+    """Every stage twice: even microbatches go down the ranks, odd ones up (Li and Hoefler 2021,
+    Chimera).
 
     Of an odd number the middle rank would hold both copies of its stage.
     """
     if n_ranks % 2:
         fewer = f"{n_ranks - 1} or " if n_ranks > 1 else ""
         raise ValueError(
-            f"{name} holds every stage on two ranks, mirror images of one another, so {n_ranks} ranks leave one alone: "
-            f"give an even number, such as {fewer}{n_ranks + 1}"
+            f"{name} holds every stage on two ranks, mirror images of one another, so {n_ranks}"
+            f" ranks leave one alone: give an even number, such as {fewer}{n_ranks + 1}"
         )
     return tuple((rank, n_ranks - 1 - rank) for rank in range(n_ranks))
 
@@ -133,11 +146,13 @@ def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> tuple[tuple
     missing = next((stage for stage in range(max(takes)) if stage not in takes), None)
     if missing is not None:
         raise ValueError(
-            f"no rank has stage {missing}, yet there is stage {max(takes)}: number the stages from 0 without gaps, and "
-            "give all ranks"
+            f"no rank has stage {missing}, yet there is stage {max(takes)}: number the stages from"
+            " 0 without gaps, and give all ranks"
         )
     # Replicas take the microbatches in turn, so they are listed by the first that each takes.
-    return tuple(tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(len(takes)))
+    return tuple(
+        tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(len(takes))
+    )
 
 
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -150,10 +165,14 @@ def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int
         raise ValueError(f"placement is {placement!r}: give the rank of at least one stage")
     for stage, ranks in enumerate(placement):
         if not ranks or len(set(ranks)) != len(ranks):
-            raise ValueError(f"stage {stage} is placed on {tuple(ranks)}: give it one rank, or several different ones")
+            raise ValueError(
+                f"stage {stage} is placed on {tuple(ranks)}: give it one rank, or several different"
+                " ones"
+            )
         for rank in ranks:
             if not 0 <= rank < n_ranks:
                 raise ValueError(
-                    f"stage {stage} is placed on rank {rank!r}, which does not exist: "
-                    f"give a rank from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r} (placement)"
+                    f"stage {stage} is placed on rank {rank!r}, which does not exist: give a rank"
+                    f" from 0 to {n_ranks - 1}, or an order of actions for rank {rank!r}"
+                    " (placement)"
                 )

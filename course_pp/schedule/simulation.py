@@ -12,26 +12,32 @@ from course_pp.schedule.timeline import Timeline
 
 @checked
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, durations: Sequence[Sequence[Time]] | None = None
+    schedule: Schedule,
+    costs: Costs | None = None,
+    durations: Sequence[Sequence[Time]] | None = None,
 ) -> Timeline:
     """Return when each rank does what, if every action starts as soon as it can.
 
-    Sends are buffered: a rank hands its message over and goes on, and the message arrives a transfer later. With
-    integer or fractional costs every number is exact. A value that crosses an edge is one message for each rank that
-    reads it, and one more for its gradient.
+    Sends are buffered: a rank hands its message over and goes on, and the message arrives a
+    transfer later. With integer or fractional costs every number is exact. A value that crosses an
+    edge is one message for each rank that reads it, and one more for its gradient.
 
     Args:
         costs: one unit for each of ``F``, ``I`` and ``W`` and no latency unless given.
-        durations: of each action, rank by rank, where they do not follow from its stage (``costs`` then counts for
-            messages alone).
+        durations: of each action, rank by rank, where they do not follow from its stage (``costs``
+            then counts for messages alone).
 
     Raises:
-        ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says about it, and for
-            costs that do not fit its number of stages.
+        ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says
+            about it, and for costs that do not fit its number of stages.
     """
     costs = Costs() if costs is None else costs
-    if durations is not None and [len(row) for row in durations] != [len(row) for row in schedule.actions]:
-        raise ValueError("durations do not fit the schedule: give one number for each action, rank by rank")
+    if durations is not None and [len(row) for row in durations] != [
+        len(row) for row in schedule.actions
+    ]:
+        raise ValueError(
+            "durations do not fit the schedule: give one number for each action, rank by rank"
+        )
     graph, problems = precedence_or_problems(schedule)
     if graph is None:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""

@@ -1,13 +1,14 @@
 """The closed forms: makespan, bubble and peak activations of each schedule without simulating it.
 
-Notation, as in the papers: p ranks, m microbatches, v chunks a rank; f, b and w the times of ``F``, ``I`` and ``W`` in
-one stage, B = b + w that of a whole backward, u that of ``U``; L the time of one message. Each form is exact under the
-conditions in its docstring, and refused with a :class:`NoClosedForm` that names them otherwise.
+Notation, as in the papers: p ranks, m microbatches, v chunks a rank; f, b and w the times of ``F``,
+``I`` and ``W`` in one stage, B = b + w that of a whole backward, u that of ``U``; L the time of one
+message. Each form is exact under the conditions in its docstring, and refused with a
+:class:`NoClosedForm` that names them otherwise.
 :func:`course_pp.schedule.simulate` has no such conditions.
 
-Papers mean three things by bubble: GPipe idle time over all time (``bubble_fraction``), Megatron idle time over useful
-time (``bubble_overhead``), the zero-bubble papers idle time between a rank's first action and its last
-(``span_bubble_fraction``).
+Papers mean three things by bubble: GPipe idle time over all time (``bubble_fraction``), Megatron
+idle time over useful time (``bubble_overhead``), the zero-bubble papers idle time between a rank's
+first action and its last (``span_bubble_fraction``).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -65,7 +66,10 @@ class NoClosedForm(ValueError):
         self.condition = condition
 
     def __str__(self) -> str:
-        return f"{self._case}: the closed form holds only if {self.condition}; simulate the schedule instead"
+        return (
+            f"{self._case}: the closed form holds only if {self.condition}; simulate the schedule"
+            " instead"
+        )
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,14 @@ class Case:
 
     def equal_stages(self) -> tuple[Time, Time, Time, Time]:
         """f, b, w and L, for the forms that hold only if all stages and messages cost the same. One rank sends none."""
-        times, transfers = self.costs.durations(self.p * self.v), self.costs.transfers(self.p * self.v)
+        times, transfers = (
+            self.costs.durations(self.p * self.v),
+            self.costs.transfers(self.p * self.v),
+        )
         unequal = [kind for kind in "FIWU" if len(set(times[kind])) > 1]
-        self.require(not unequal and len(set(transfers)) <= 1, "all stages, and all messages, cost the same")
+        self.require(
+            not unequal and len(set(transfers)) <= 1, "all stages, and all messages, cost the same"
+        )
         return times["F"][0], times["I"][0], times["W"][0], transfers[0] if self.p > 1 else 0
 
     def require(self, holds: bool, condition: str) -> None:
@@ -101,8 +110,13 @@ def predicted(
     """By default stages are looped, and the longest span is the whole makespan."""
     if work is None:
         times = case.costs.durations(case.p * case.v)
-        work = (case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB") for rank in range(case.p))
-    return ClosedForm(formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks))
+        work = (
+            case.m * sum(sum(times[kind][rank :: case.p]) for kind in "FB")
+            for rank in range(case.p)
+        )
+    return ClosedForm(
+        formula, makespan, makespan if span is None else span, tuple(work), tuple(peaks)
+    )
 
 
 def _ratio(part: Time, whole: Time) -> Time:
@@ -119,7 +133,8 @@ def predict(
     *,
     round_size: int | None = None,
 ) -> ClosedForm:
-    """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name and sizes.
+    """The closed form for the schedule that :func:`course_pp.schedule.build` makes of the same name
+    and sizes.
 
     Raises:
         NoClosedForm: where the conditions of the form do not hold, or none is known.
@@ -144,8 +159,8 @@ def naive(case: Case) -> ClosedForm:
 def gpipe(case: Case) -> ClosedForm:
     """(m + p - 1)(f + B), hence a bubble of (p - 1) / (m + p - 1); all m microbatches are kept.
 
-    Huang et al. 2019, "GPipe", section 2.3. Exact for unequal stages too: the slowest one sets the pace. Latency adds
-    2 (p - 1) L, once down and once up, **however many microbatches there are**.
+    Huang et al. 2019, "GPipe", section 2.3. Exact for unequal stages too: the slowest one sets the
+    pace. Latency adds 2 (p - 1) L, once down and once up, **however many microbatches there are**.
     """
     times, messages = case.costs.durations(case.p), 2 * sum(case.costs.transfers(case.p))
     passes = (sum(times[kind]) + (case.m - 1) * max(times[kind]) for kind in "FB")
@@ -156,10 +171,12 @@ def gpipe(case: Case) -> ClosedForm:
 def one_f_one_b(case: Case) -> ClosedForm:
     """(m + p - 1)(f + B), as GPipe; rank r keeps min(m, p - r) activations. Equal stages.
 
-    Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2 (PipeDream-Flush).
+    Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training", section 3.2
+    (PipeDream-Flush).
 
-    Latency adds 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L, **which grows with m**: the first rank may have p microbatches in
-    flight, and a round trip of 2 (p - 1) messages stands between each p of them and the next. Exact for every L.
+    Latency adds 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L, **which grows with m**: the first rank may have
+    p microbatches in flight, and a round trip of 2 (p - 1) messages stands between each p of them
+    and the next. Exact for every L.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
@@ -169,15 +186,18 @@ def one_f_one_b(case: Case) -> ClosedForm:
 
 
 def eager_1f1b(case: Case) -> ClosedForm:
-    """(m + p - 1)(f + B) + 2 (p - 1) L, as GPipe on the same links, while 2 L <= f + B. Equal stages.
+    """(m + p - 1)(f + B) + 2 (p - 1) L, as GPipe on the same links, while 2 L <= f + B. Equal
+    stages.
 
-    Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4 (eager-1F1B); rank r keeps
-    min(m, 2 (p - 1 - r) + 1) activations. Exact for every L.
+    Zhuang et al. 2023, "On optimizing the communication of model parallelism", section 4
+    (eager-1F1B); rank r keeps min(m, 2 (p - 1 - r) + 1) activations. Exact for every L.
     """
     f, b, w, latency = case.equal_stages()
     p, m, both = case.p, case.m, f + b + w
     beyond = max(0, 2 * latency - both)
-    makespan = (m + p - 1) * both + 2 * (p - 1) * latency + (m - 1) * (p - 1) // (2 * p - 1) * beyond
+    makespan = (
+        (m + p - 1) * both + 2 * (p - 1) * latency + (m - 1) * (p - 1) // (2 * p - 1) * beyond
+    )
     formula = "(m + p - 1)(f + B) + 2 (p - 1) L + ⌊(m - 1)(p - 1) / (2p - 1)⌋ max(0, 2 L - f - B)"
     return predicted(case, formula, makespan, [min(m, 2 * (p - 1 - rank) + 1) for rank in range(p)])
 
@@ -185,39 +205,51 @@ def eager_1f1b(case: Case) -> ClosedForm:
 def interleaved_1f1b(case: Case) -> ClosedForm:
     """(m v + p - 1)(f + B): the bubble is that of 1F1B over v, as f and B are those of a chunk.
 
-    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    section 2.2, for rounds of p microbatches. Holds for equal stages and any rounds of at least p, the last included;
-    rank r keeps min(m v, (v - 1) n + 2 (p - 1 - r) + 1) activations with n a round.
+    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", section 2.2, for rounds of p microbatches. Holds for equal stages and any rounds
+    of at least p, the last included; rank r keeps min(m v, (v - 1) n + 2 (p - 1 - r) + 1)
+    activations with n a round.
 
-    Latency up to f and up to B adds 2 (p - 1) L on the way in and out. Each further chunk waits for what comes round
-    by p links, less what the rank does meanwhile, backward with the q microbatches of the last round. For n = p that is
-    2 (v p - 1) L in all. Above f or B it grows with m, and there is no form here.
+    Latency up to f and up to B adds 2 (p - 1) L on the way in and out. Each further chunk waits for
+    what comes round by p links, less what the rank does meanwhile, backward with the q microbatches
+    of the last round. For n = p that is 2 (v p - 1) L in all. Above f or B it grows with m, and
+    there is no form here.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
     n = case.round_size or microbatches_a_round(p, m, v)
     last = m % n or n
-    case.require(v == 1 or min(n, last) >= p, "rounds have at least p microbatches, the last included")
+    case.require(
+        v == 1 or min(n, last) >= p, "rounds have at least p microbatches, the last included"
+    )
     case.require(latency <= min(f, b + w), "the latency is at most f and at most B")
     makespan = (m * v + p - 1) * (f + b + w) + 2 * (p - 1) * latency
     if v > 1 and p > 1:
         waits = max(0, p * latency - (n - p) * f) + max(0, p * latency - (last - p) * (b + w))
         makespan += (v - 1) * waits
-    formula = "(m v + p - 1)(f + B) + 2 (p - 1) L + (v - 1)(max(0, p L - (n - p) f) + max(0, p L - (q - p) B))"
+    formula = (
+        "(m v + p - 1)(f + B) + 2 (p - 1) L + (v - 1)(max(0, p L - (n - p) f) + max(0, p L - (q -"
+        " p) B))"
+    )
     warm_up = [(v - 1) * n + 2 * (p - 1 - rank) for rank in range(p)]
     return predicted(case, formula, makespan, [min(m * v, ahead + 1) for ahead in warm_up])
 
 
 def looped_bfs(case: Case) -> ClosedForm:
-    """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved schedule, all m v kept.
+    """(m v + p - 1)(f + B) without latency and for m >= p: the makespan of the interleaved
+    schedule, all m v kept.
 
-    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. Exact for all sizes and latencies with
-    equal stages: a rank turns to its next chunk once it has sent all microbatches of this one and the first of them has
-    come round. So latency up to (m / p - 1) f costs 2 (p - 1) L alone.
+    Lamy-Poirier 2023, "Breadth-first pipeline parallelism", arXiv:2211.05953. Exact for all sizes
+    and latencies with equal stages: a rank turns to its next chunk once it has sent all
+    microbatches of this one and the first of them has come round. So latency up to (m / p - 1) f
+    costs 2 (p - 1) L alone.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
-    makespan = sum((v - 1) * max(m * t, p * (t + latency)) + (p - 1) * (t + latency) + m * t for t in (f, b + w))
+    makespan = sum(
+        (v - 1) * max(m * t, p * (t + latency)) + (p - 1) * (t + latency) + m * t
+        for t in (f, b + w)
+    )
     formula = "Σ over t in (f, B) of (v - 1) max(m t, p (t + L)) + (p - 1)(t + L) + m t"
     return predicted(case, formula, makespan, [m * v] * p)
 
@@ -225,9 +257,10 @@ def looped_bfs(case: Case) -> ClosedForm:
 def hanayo(case: Case) -> ClosedForm:
     """m v (f + B) + 2 (p - 1)(max(f, B) + (m / p - 1)|B - f|): however many waves, the same idle time.
 
-    Liu et al. 2023, "Hanayo", section 3, for m = p, where the bubble is 2 (p - 1) max(f, B), two ranks' way in and out.
-    More microbatches are units of p one after the other, which fit into one another without a gap only if f = B. Rank r
-    keeps p v - (p - 1 - r) activations. Holds for equal stages, m a multiple of p and no latency.
+    Liu et al. 2023, "Hanayo", section 3, for m = p, where the bubble is 2 (p - 1) max(f, B), two
+    ranks' way in and out. More microbatches are units of p one after the other, which fit into one
+    another without a gap only if f = B. Rank r keeps p v - (p - 1 - r) activations. Holds for equal
+    stages, m a multiple of p and no latency.
     """
     f, b, w, latency = case.equal_stages()
     p, m, v = case.p, case.m, case.v
@@ -240,8 +273,9 @@ def hanayo(case: Case) -> ClosedForm:
 def chimera(case: Case) -> ClosedForm:
     """m (f + B) + (p - 2)(max(f, B) + (m / p - 1)|B - f|); rank r keeps p / 2 + 1 + min(r, p - 1 - r) activations.
 
-    Li and Hoefler 2021, "Chimera", section 3.1 and table 2: for f = B a bubble of (p - 2) / (2m + p - 2); for B = 2f
-    and m = p one of (p - 2) / (3m / 2 + p - 2). Holds for equal stages, m a multiple of p and no latency.
+    Li and Hoefler 2021, "Chimera", section 3.1 and table 2: for f = B a bubble of (p - 2) / (2m + p
+    - 2); for B = 2f and m = p one of (p - 2) / (3m / 2 + p - 2). Holds for equal stages, m a
+    multiple of p and no latency.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
@@ -262,18 +296,23 @@ def _between_units(case: Case) -> Time:
 def zb_h1(case: Case) -> ClosedForm:
     """m (f + B) + (p - 1) max(f, b, f + b - w); every rank keeps min(m, p) activations.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - w): the case
-    w <= f and w <= b, which includes f = b = w, a third of 1F1B's. Holds for one chunk, equal stages and m >= p.
+    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b
+    - w): the case w <= f and w <= b, which includes f = b = w, a third of 1F1B's. Holds for one
+    chunk, equal stages and m >= p.
 
-    Latency adds 4 (p - 1) L while 2 L <= w, w <= f, w <= b and m > p: it delays the first rank twice by a round trip,
-    then deferred weight gradients hide it. Above, it grows with m as for 1F1B.
+    Latency adds 4 (p - 1) L while 2 L <= w, w <= f, w <= b and m > p: it delays the first rank
+    twice by a round trip, then deferred weight gradients hide it. Above, it grows with m as for
+    1F1B.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
     case.require(case.v == 1, "there is one chunk a rank")
     case.require(m >= p, "m is at least p")
     if latency:
-        case.require(m > p and w <= min(f, b) and 2 * latency <= w, "m > p, w <= f, w <= b and, for latency, 2 L <= w")
+        case.require(
+            m > p and w <= min(f, b) and 2 * latency <= w,
+            "m > p, w <= f, w <= b and, for latency, 2 L <= w",
+        )
     work, wait = m * (f + b + w), 4 * (p - 1) * latency
     makespan = work + (p - 1) * max(f, b, f + b - w) + wait
     span = work + (p - 1) * max(b, f + b - w) + wait
@@ -284,9 +323,10 @@ def zb_h1(case: Case) -> ClosedForm:
 def zb_h2(case: Case) -> ClosedForm:
     """m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w); every rank keeps 2p - 1 activations.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b - 2w) within the
-    longest span: the case of f + b >= 2w and b at most 2f and 2w. The makespan is longer than the span because the last
-    rank starts (p - 1) f late. Holds for equal stages, m >= 2p - 1 and no latency.
+    Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.3, gives a bubble of (p - 1)(f + b
+    - 2w) within the longest span: the case of f + b >= 2w and b at most 2f and 2w. The makespan is
+    longer than the span because the last rank starts (p - 1) f late. Holds for equal stages, m >=
+    2p - 1 and no latency.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
@@ -294,15 +334,22 @@ def zb_h2(case: Case) -> ClosedForm:
     late = max(b - f, b - w, f + b - 2 * w)
     work = m * (f + b + w)
     formula = "m (f + B) + (p - 1) max(f, f + b - 2w, b - f, b - w)"
-    return predicted(case, formula, work + (p - 1) * max(f, late), [2 * p - 1] * p, span=work + (p - 1) * max(0, late))
+    return predicted(
+        case,
+        formula,
+        work + (p - 1) * max(f, late),
+        [2 * p - 1] * p,
+        span=work + (p - 1) * max(0, late),
+    )
 
 
 def zb_v(case: Case) -> ClosedForm:
-    """2m (f + B) + (p - 1) f; every rank keeps 2p activations of half-size stages, as much as 1F1B's first rank.
+    """2m (f + B) + (p - 1) f; every rank keeps 2p activations of half-size stages, as much as
+    1F1B's first rank.
 
-    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6, for f = b = w. Holds for equal
-    stages, f = b, f / 2 <= w <= f, m >= 2p - 1 and no latency; the longest span then has a bubble of
-    (p - 1)(f + b - 2w).
+    Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 6, for f = b = w.
+    Holds for equal stages, f = b, f / 2 <= w <= f, m >= 2p - 1 and no latency; the longest span
+    then has a bubble of (p - 1)(f + b - 2w).
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
@@ -310,14 +357,18 @@ def zb_v(case: Case) -> ClosedForm:
     case.require(f == b and w <= f <= 2 * w, "f = b and f / 2 <= w <= f")
     work = 2 * m * (f + b + w)
     formula = "2 m (f + B) + (p - 1) f"
-    return predicted(case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w))
+    return predicted(
+        case, formula, work + (p - 1) * f, [2 * p] * p, span=work + (p - 1) * (f + b - 2 * w)
+    )
 
 
 def v_half(case: Case) -> ClosedForm:
-    """2m (f + B) + (3p - 4) f for an odd p, (3p - 7) f for an even one above 2; p + 1 or p + 2 half-size activations.
+    """2m (f + B) + (3p - 4) f for an odd p, (3p - 7) f for an even one above 2; p + 1 or p + 2
+    half-size activations.
 
-    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
-    memory, half of 1F1B's 2p. Holds for f = b = w, equal stages, m >= 2p and no latency.
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2
+    and table 1, has the memory, half of 1F1B's 2p. Holds for f = b = w, equal stages, m >= 2p and
+    no latency.
     """
     f, p = _equal_halves(case), case.p
     late = {1: 0, 2: 1}.get(p, 3 * p - (4 if p % 2 else 7))
@@ -327,17 +378,20 @@ def v_half(case: Case) -> ClosedForm:
 
 
 def v_min(case: Case) -> ClosedForm:
-    """2m (f + B) + (4p - 5) f, or (4p - 7) f for a p that 3 divides; 2 ⌊(p + 1) / 3⌋ + 2 half-size activations.
+    """2m (f + B) + (4p - 5) f, or (4p - 7) f for a p that 3 divides; 2 ⌊(p + 1) / 3⌋ + 2 half-size
+    activations.
 
-    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2 and table 1, has the
-    memory, a third of 1F1B's 2p. The first rank keeps one less where p is one less than a multiple of 3. Holds for
-    f = b = w, equal stages, m >= 2p and no latency.
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3.2
+    and table 1, has the memory, a third of 1F1B's 2p. The first rank keeps one less where p is one
+    less than a multiple of 3. Holds for f = b = w, equal stages, m >= 2p and no latency.
     """
     f, p = _equal_halves(case), case.p
     makespan = 6 * case.m * f + (4 * p - (5 if p % 3 else 7) if p > 1 else 0) * f
     most = 2 * ((p + 1) // 3) + 2
     peaks = [most - (p % 3 == 2), *[most] * (p - 1)]
-    return predicted(case, "2 m (f + B) + (4p - 5) f, or (4p - 7) f if 3 divides p", makespan, peaks)
+    return predicted(
+        case, "2 m (f + B) + (4p - 5) f, or (4p - 7) f if 3 divides p", makespan, peaks
+    )
 
 
 def _equal_halves(case: Case) -> Time:
@@ -348,24 +402,30 @@ def _equal_halves(case: Case) -> Time:
 
 
 def dualpipe(case: Case) -> ClosedForm:
-    """The form of DualPipeV for p / 2 ranks and m / 2 microbatches; every rank keeps p + 1 activations.
+    """The form of DualPipeV for p / 2 ranks and m / 2 microbatches; every rank keeps p + 1
+    activations.
 
-    DeepSeek's DualPipe repository, table of bubbles: (PP/2 - 1)(F&B + B - 3W) with PP = p, under the conditions of
-    DualPipeV. Ranks r and p - 1 - r do the same, each for the other's direction.
+    DeepSeek's DualPipe repository, table of bubbles: (PP/2 - 1)(F&B + B - 3W) with PP = p, under
+    the conditions of DualPipeV. Ranks r and p - 1 - r do the same, each for the other's direction.
     """
     *_, latency = case.equal_stages()
     case.require(not latency, "there is no latency")
     half = dualpipe_v(replace(case, p=case.p // 2, m=case.m // 2, v=2))
-    work, peaks = (*half.work, *half.work[::-1]), (*half.peak_activations, *half.peak_activations[::-1])
+    work, peaks = (
+        (*half.work, *half.work[::-1]),
+        (*half.peak_activations, *half.peak_activations[::-1]),
+    )
     return replace(half, work=work, peak_activations=peaks)
 
 
 def dualpipe_v(case: Case) -> ClosedForm:
-    """The last rank's work + (p - 1)(o + B - 3w), where o is the time of an overlapped pair; 2p + 1 activations.
+    """The last rank's work + (p - 1)(o + B - 3w), where o is the time of an overlapped pair; 2p + 1
+    activations.
 
-    DeepSeek's DualPipe repository, table of bubbles, for DualPipeV; with PP = 2p stages it is there written
-    (PP/2 - 1)(F&B + B - 3W), with PP + 1 activations. The last rank runs n = 2 (m - p) - 1 pairs; a rank k
-    before it runs n + 1 - k. Holds for equal stages, f = b, w <= f, o >= f, o >= B and no latency.
+    DeepSeek's DualPipe repository, table of bubbles, for DualPipeV; with PP = 2p stages it is there
+    written (PP/2 - 1)(F&B + B - 3W), with PP + 1 activations. The last rank runs n = 2 (m - p) - 1
+    pairs; a rank k before it runs n + 1 - k. Holds for equal stages, f = b, w <= f, o >= f, o >= B
+    and no latency.
     """
     f, b, w, latency = case.equal_stages()
     p, m = case.p, case.m
@@ -382,10 +442,12 @@ def dualpipe_v(case: Case) -> ClosedForm:
 
 
 def pipedream(case: Case) -> ClosedForm:
-    """1F1B with an update after each backward: (m + p - 1)(f + B) + m u. One microbatch each f + B + u, no flush.
+    """1F1B with an update after each backward: (m + p - 1)(f + B) + m u. One microbatch each f + B
+    + u, no flush.
 
-    Narayanan et al. 2019, "PipeDream", section 3.2; rank r keeps min(m, p - r) activations, and as many versions of its
-    weights. Holds for one rank a stage, equal stages and either no latency or no time for updates.
+    Narayanan et al. 2019, "PipeDream", section 3.2; rank r keeps min(m, p - r) activations, and as
+    many versions of its weights. Holds for one rank a stage, equal stages and either no latency or
+    no time for updates.
     """
     *_, latency = case.equal_stages()
     update = case.costs.each("update", case.p)[0]
@@ -393,14 +455,17 @@ def pipedream(case: Case) -> ClosedForm:
     flushed = one_f_one_b(case)
     work = [busy + case.m * update for busy in flushed.work]
     formula = "(m + p - 1)(f + B) + m u + 2 (p - 1 + ⌊(m - 1)(p - 1) / p⌋) L"
-    return predicted(case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work)
+    return predicted(
+        case, formula, flushed.makespan + case.m * update, flushed.peak_activations, work=work
+    )
 
 
 def noam(replicas: Sequence[int]) -> int:
     """Microbatches that each replica of the first stage admits before its first backward.
 
-    PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan et al. 2019,
-    section 3.2); ``replicas`` says how many ranks share each stage. Replicas that update together can want more; see
+    PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan
+    et al. 2019, section 3.2); ``replicas`` says how many ranks share each stage. Replicas that
+    update together can want more; see
     :meth:`Partition.pace`.
     """
     if not replicas or min(replicas) < 1:

@@ -21,10 +21,14 @@ class Timeline:
     """The spans of ``n_ranks`` ranks, kept sorted by rank, then by time, which counts from 0.
 
     Attributes:
-        unit: ``"s"``, or nothing for relative costs. Of integers and fractions every number below is exact.
-        transfers: for each boundary between stages, how long a message between two ranks takes; empty if unknown.
-        receives: when which rank was blocked until a message was there, sorted as the spans are; empty if not measured.
-        edge_transfers: for each reader of each edge, how long a message between two ranks takes; empty if unknown.
+        unit: ``"s"``, or nothing for relative costs. Of integers and fractions every number below
+            is exact.
+        transfers: for each boundary between stages, how long a message between two ranks takes;
+            empty if unknown.
+        receives: when which rank was blocked until a message was there, sorted as the spans are;
+            empty if not measured.
+        edge_transfers: for each reader of each edge, how long a message between two ranks takes;
+            empty if unknown.
         edges, feedback: as of :class:`Schedule`.
         token_transfer: in generation, how long a token is on its way to the first stage.
         measured: whether ranks ran it, emulated ones included; what was simulated or fitted is not.
@@ -51,28 +55,34 @@ class Timeline:
         done: tuple[Span | Receive, ...] = (*self.spans, *self.receives)
         for each in done:
             if not 0 <= each.rank < self.n_ranks:
-                raise ValueError(f"{_name(each)} is on rank {each.rank}: give a rank from 0 to {self.n_ranks - 1}")
+                raise ValueError(
+                    f"{_name(each)} is on rank {each.rank}: give a rank from 0 to"
+                    f" {self.n_ranks - 1}"
+                )
             if not 0 <= each.start <= each.end < inf:  # false for NaN
                 raise ValueError(
-                    f"{_name(each)} runs from {each.start} to {each.end}: give finite times from 0 on, the start first"
+                    f"{_name(each)} runs from {each.start} to {each.end}: give finite times from 0"
+                    " on, the start first"
                 )
         # Stable, so spans of no length keep the order in which the rank did them.
         ordered = sorted(done, key=attrgetter("rank", "start", "end"))
         for before, after in pairwise(ordered):
             if before.rank == after.rank and after.start < before.end:
                 raise ValueError(
-                    f"{_name(before)} and {_name(after)} overlap on rank {after.rank}: the first ends at "
-                    f"{before.end}, the second starts at {after.start}; a rank does one thing at a time "
-                    "(a pair run together is one span with an Overlap)"
+                    f"{_name(before)} and {_name(after)} overlap on rank {after.rank}: the first"
+                    f" ends at {before.end}, the second starts at {after.start}; a rank does one"
+                    " thing at a time (a pair run together is one span with an Overlap)"
                 )
         object.__setattr__(self, "spans", tuple(each for each in ordered if isinstance(each, Span)))
-        object.__setattr__(self, "receives", tuple(each for each in ordered if isinstance(each, Receive)))
+        object.__setattr__(
+            self, "receives", tuple(each for each in ordered if isinstance(each, Receive))
+        )
 
     def __repr__(self) -> str:
         name = f"{self.name}, " if self.name else ""
         return (
-            f"Timeline({name}{self.n_ranks} ranks, {len(self.spans)} spans, "
-            f"makespan {format_time(self.makespan, self.unit)}, bubble {float(self.bubble_fraction):.1%})"
+            f"Timeline({name}{self.n_ranks} ranks, {len(self.spans)} spans, makespan"
+            f" {format_time(self.makespan, self.unit)}, bubble {float(self.bubble_fraction):.1%})"
         )
 
     @property
@@ -134,10 +144,11 @@ class Timeline:
 
     @cached_property
     def span_bubble_fraction(self) -> Time:
-        """``(T - busiest rank's work) / T``, where T is the longest any rank takes from first to last span.
+        """``(T - busiest rank's work) / T``, where T is the longest any rank takes from first to
+        last span.
 
-        The bubble as the zero-bubble papers count it: a rank may start late and end late without loss, as the next step
-        can begin meanwhile.
+        The bubble as the zero-bubble papers count it: a rank may start late and end late without
+        loss, as the next step can begin meanwhile.
         """
         longest = max((row[-1].end - row[0].start for row in self.by_rank if row), default=0)
         return (longest - max(self.busy)) / longest if longest else 0
@@ -149,11 +160,13 @@ class Timeline:
 
     @cached_property
     def peak_values(self) -> tuple[Time, ...]:
-        """For each rank, the most values of edges (one for each microbatch) held at once: memory beside activations.
+        """For each rank, the most values of edges (one for each microbatch) held at once: memory
+        beside activations.
 
-        One is held where a stage reads it: from the start of that stage's ``F``, or of the writer's on the same rank,
-        until the end of the stage's ``B`` or ``I``; of several readers on the rank the first one's, which goes backward
-        last. Without a backward, the last reader's ``F`` ends it. Neither what is on its way counts, nor gradients.
+        One is held where a stage reads it: from the start of that stage's ``F``, or of the writer's
+        on the same rank, until the end of the stage's ``B`` or ``I``; of several readers on the
+        rank the first one's, which goes backward last. Without a backward, the last reader's ``F``
+        ends it. Neither what is on its way counts, nor gradients.
         """
         return self.peak_memory(Costs(activation=0))
 
@@ -163,17 +176,23 @@ class Timeline:
         return tuple(map(most_versions, self.by_rank))
 
     def memory_curve(self, costs: Costs | None = None) -> tuple[Curve, ...]:
-        """Return for each rank, what it holds from when on: (time, amount) at each change, first at 0.
+        """Return for each rank, what it holds from when on: (time, amount) at each change, first at
+        0.
 
         Args:
-            costs: says what a forward keeps, what part ``I`` releases, and what values of edges and weights weigh;
-                activations and values are counted, one each, unless given.
+            costs: says what a forward keeps, what part ``I`` releases, and what values of edges and
+                weights weigh; activations and values are counted, one each, unless given.
         """
         costs = Costs() if costs is None else costs
-        kept, early = costs.each("activation", self.n_stages), costs.each("released_by_input_grad", self.n_stages)
+        kept, early = (
+            costs.each("activation", self.n_stages),
+            costs.each("released_by_input_grad", self.n_stages),
+        )
         weights = costs.each("weights", self.n_stages)
         values = costs.each("edge_activation", len(lanes_of(self.edges)))
-        return tuple(curve_of_rank(row, kept, early, weights, self.edges, values) for row in self.by_rank)
+        return tuple(
+            curve_of_rank(row, kept, early, weights, self.edges, values) for row in self.by_rank
+        )
 
     def peak_memory(self, costs: Costs | None = None) -> tuple[Time, ...]:
         """Return for each rank the highest point of its :meth:`memory_curve`, with weights of stages in its spans."""
@@ -187,8 +206,8 @@ class Timeline:
     def idle_gaps(self) -> tuple[Gap, ...]:
         """Every interval between 0 and the makespan in which a rank does nothing, by rank and time.
 
-        The cause names what the rank waits for: the output of another rank, or its transfer; and an action that could
-        have run meanwhile, if the rank's order did not keep it for later.
+        The cause names what the rank waits for: the output of another rank, or its transfer; and an
+        action that could have run meanwhile, if the rank's order did not keep it for later.
         """
         return tuple(gap for rank in range(self.n_ranks) for gap in _gaps_of_rank(self, rank))
 
@@ -196,7 +215,9 @@ class Timeline:
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that sets the makespan, in order: each starts when the one before or its message ends."""
         before = {id(later): earlier for row in self.by_rank for earlier, later in pairwise(row)}
-        span: Span | None = max((row[-1] for row in self.by_rank if row), key=lambda each: each.end, default=None)
+        span: Span | None = max(
+            (row[-1] for row in self.by_rank if row), key=lambda each: each.end, default=None
+        )
         path = []
         while span is not None:
             path.append(span)
@@ -217,11 +238,14 @@ def _peak_held(row: Sequence[Span]) -> int:
     for span in row:
         held.update((part.stage, part.microbatch) for part in span.action.parts if part.kind == "F")
         peak = max(peak, len(held))
-        held.difference_update((part.stage, part.microbatch) for part in span.action.parts if part.kind in "BW")
+        held.difference_update(
+            (part.stage, part.microbatch) for part in span.action.parts if part.kind in "BW"
+        )
     return peak
 
 
-# Why a rank waits, and which chain of work sets the end: both follow from where each span's inputs came from.
+# Why a rank waits, and which chain of work sets the end: both follow from where each span's inputs
+# came from.
 
 
 class Need(NamedTuple):
@@ -235,7 +259,8 @@ class Need(NamedTuple):
 class Inputs:
     """Finds the inputs of any span of a timeline.
 
-    A step may appear several times in one timeline; a span then takes what was last made before it started.
+    A step may appear several times in one timeline; a span then takes what was last made before it
+    started.
     """
 
     def __init__(self, tl: Timeline) -> None:
@@ -246,7 +271,9 @@ class Inputs:
         shares = tuple(max(1, len(on[stage])) for stage in range(max(1, tl.n_stages)))
         n_microbatches = 1 + max((part.microbatch for part in tl.actions), default=0)
         self._dependencies = Dependencies(n_microbatches, shares, tl.edges, tl.feedback)
-        self._travel = self._dependencies.travel_times(tl.transfers, tl.edge_transfers, tl.token_transfer)
+        self._travel = self._dependencies.travel_times(
+            tl.transfers, tl.edge_transfers, tl.token_transfer
+        )
         self._maker: dict[int, Span] = {}
         self._others: defaultdict[int, list[Span]] = defaultdict(list)
         for span in tl.spans:
@@ -266,7 +293,11 @@ class Inputs:
         for product in self._dependencies.needed_by(span.action):
             maker = self._maker.get(product)
             if product in self._others:
-                makers = (each for each in (maker, *self._others[product]) if each and each.end <= span.start)
+                makers = (
+                    each
+                    for each in (maker, *self._others[product])
+                    if each and each.end <= span.start
+                )
                 maker = max(makers, key=lambda each: each.end, default=None)
             if maker is not None and maker.end <= span.start:
                 arrival = maker.end
@@ -294,12 +325,18 @@ def _gaps_of_rank(tl: Timeline, rank: int) -> Iterator[Gap]:
             if span.start > ends[index]:
                 reason = _why(span, ends[index], needs[index], inputs, at)
                 ready, other = others[index]
-                # In a timeline of several steps the next step's first actions are ready too soon to mean anything.
+                # In a timeline of several steps the next step's first actions are ready too soon to
+                # mean anything.
                 if ready is not None and ready < span.start and not inputs.repeat:
-                    reason += f", though {row[other].action} could have started at {at(max(ready, ends[index]))}"
+                    reason += (
+                        f", though {row[other].action} could have started at"
+                        f" {at(max(ready, ends[index]))}"
+                    )
                 yield gap(ends[index], span.start, reason)
     if makespan > ends[-1]:
-        yield gap(ends[-1], makespan, "because its work is done" if row else "because it has no work")
+        yield gap(
+            ends[-1], makespan, "because its work is done" if row else "because it has no work"
+        )
 
 
 def _ready_later(needs: Sequence[Sequence[Need]]) -> list[tuple[Time | None, int]]:
@@ -314,9 +351,12 @@ def _ready_later(needs: Sequence[Sequence[Need]]) -> list[tuple[Time | None, int
     return found[::-1]
 
 
-def _why(span: Span, free_from: Time, needs: Sequence[Need], inputs: Inputs, at: Callable[[Time], str]) -> str:
+def _why(
+    span: Span, free_from: Time, needs: Sequence[Need], inputs: Inputs, at: Callable[[Time], str]
+) -> str:
     """Name the input of ``span`` that arrived last, or what else kept the rank from starting it."""
-    # What the rank made itself was there when it became free, so only the others can keep it waiting.
+    # What the rank made itself was there when it became free, so only the others can keep it
+    # waiting.
     foreign = [each for each in needs if each.maker.rank != span.rank]
     if not foreign:
         return f"before {span.action}, which needs nothing from another rank"

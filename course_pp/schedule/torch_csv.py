@@ -16,33 +16,45 @@ _PAIR = re.compile(r"\([^)]*\)")
 
 @checked
 def to_torch_csv(schedule: Schedule) -> str:
-    """Return ``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in it.
+    """Return ``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in
+    it.
 
     Asynchronous schedules and replicated stages are refused: torch has neither.
     """
     if any(part.kind == "U" for part in schedule.parts):
-        raise ValueError(f"{schedule!r} has optimizer steps (U), which torch's format cannot hold: leave them out")
+        raise ValueError(
+            f"{schedule!r} has optimizer steps (U), which torch's format cannot hold: leave"
+            " them out"
+        )
     if shared := [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]:
-        raise ValueError(f"{schedule!r} has stage {shared[0]} on several ranks, torch only on one: place it on one")
+        raise ValueError(
+            f"{schedule!r} has stage {shared[0]} on several ranks, torch only on one: place it"
+            " on one"
+        )
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(schedule.actions)
     return text.getvalue()
 
 
 @checked
-def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = None, name: str = "csv") -> Schedule:
+def from_torch_csv(
+    text: str, placement: Sequence[int | Sequence[int]] | None = None, name: str = "csv"
+) -> Schedule:
     """Read what :func:`to_torch_csv` or torch wrote.
 
     Args:
-        text: one row a rank, its cells separated by commas or, if it has none, by semicolons or tabs. Blank cells are
-            idle slots and are dropped; a blank line is a rank without actions.
-        placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless given.
+        text: one row a rank, its cells separated by commas or, if it has none, by semicolons or
+            tabs. Blank cells are idle slots and are dropped; a blank line is a rank without
+            actions.
+        placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless
+            given.
 
     Raises:
-        ValueError: for a cell that is no action, with its row and column, actions that are missing or too many, and a
-            placement that the rows contradict.
+        ValueError: for a cell that is no action, with its row and column, actions that are missing
+            or too many, and a placement that the rows contradict.
     """
-    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they separate otherwise.
+    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they
+    # separate otherwise.
     outside = _PAIR.sub("", text)
     separator = next((each for each in ",;\t" if each in outside), ",")
     cells = csv.reader(text.removeprefix("\ufeff").splitlines(), delimiter=separator)
@@ -51,14 +63,17 @@ def from_torch_csv(text: str, placement: Sequence[int | Sequence[int]] | None = 
         for rank, row in enumerate(cells)
     ]
     if not any(rows):
-        raise ValueError("the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1")
+        raise ValueError(
+            "the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1"
+        )
     placed = implied_placement(rows) if placement is None else normalised(placement)
     schedule = Schedule(name, placed, tuple(rows))
     if problems := problems_of_bookkeeping(schedule):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(
-            f"the rows of the CSV do not make a schedule: {problems[0]}{more}; every stage needs one forward and one "
-            "backward (B, or I and W) of every microbatch, or no backward at all"
+            f"the rows of the CSV do not make a schedule: {problems[0]}{more}; every stage needs"
+            " one forward and one backward (B, or I and W) of every microbatch, or no backward"
+            " at all"
         )
     return schedule
 

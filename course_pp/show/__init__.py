@@ -1,11 +1,14 @@
-"""Figures of schedules, timelines, memory and lost time; pictures of concepts; panels, the board, text and traces.
+"""Figures of schedules, timelines, memory and lost time; pictures of concepts; panels, the board,
+text and traces.
 
-Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text, shows itself in a
-notebook, and saves itself to PNG or SVG. Its title is the finding, unless ``title`` is given. What cannot be drawn is
-refused with a ValueError that says what to give. None of them imports torch or touches pyplot. Colours are Okabe and
-Ito's; letters, hatches or line styles say the same for those who see no colours.
+Each figure is a :class:`ChartFigure`: a matplotlib figure that carries its finding as alt text,
+shows itself in a notebook, and saves itself to PNG or SVG. Its title is the finding, unless
+``title`` is given. What cannot be drawn is refused with a ValueError that says what to give. None
+of them imports torch or touches pyplot. Colours are Okabe and Ito's; letters, hatches or line
+styles say the same for those who see no colours.
 
-Names are loaded when first used, so that drawing with text in a terminal does not wait for matplotlib.
+Names are loaded when first used, so that drawing with text in a terminal does not wait for
+matplotlib.
 """
 
 from importlib import import_module
@@ -112,7 +115,8 @@ def __getattr__(name: str) -> object:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    __tracebackhide__ = True  # what is missing is said in a sentence, and not where it was looked for
+    # what is missing is said in a sentence, and not where it was looked for
+    __tracebackhide__ = True
     try:
         return getattr(import_module(f"{__name__}.{home}"), name)
     except ModuleNotFoundError as error:

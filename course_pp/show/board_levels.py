@@ -46,13 +46,15 @@ LEVELS = (
     Level(
         1,
         "First steps",
-        "One microbatch goes down both stages and its gradient comes back. A backward takes twice a forward.",
+        "One microbatch goes down both stages and its gradient comes back. A backward takes twice a"
+        " forward.",
         *(2, 1, "naive", 6),
     ),
     Level(
         2,
         "Fill the pipeline",
-        "Three microbatches, one after another, would take 18. Let a second one start before the first is back.",
+        "Three microbatches, one after another, would take 18. Let a second one start before the"
+        " first is back.",
         *(2, 3, "gpipe", 12),
     ),
     Level(
@@ -65,7 +67,8 @@ LEVELS = (
     Level(
         4,
         "Deeper",
-        "Three stages, and each rank may hold as many activations as there are stages from it to the end.",
+        "Three stages, and each rank may hold as many activations as there are stages from it to"
+        " the end.",
         *(3, 4, "1f1b", 18),
         memory_limit=(3, 2, 1),
     ),
@@ -80,7 +83,8 @@ LEVELS = (
     Level(
         6,
         "Gaps filled with W",
-        "Three stages with the memory of 1F1B's first rank. Late weight gradients bring 18 down to 14.",
+        "Three stages with the memory of 1F1B's first rank. Late weight gradients bring 18 down"
+        " to 14.",
         *(3, 4, "zb_h1", 14),
         memory_limit=(3, 3, 3),
         split=True,
@@ -97,14 +101,16 @@ LEVELS = (
     Level(
         8,
         "Two stages a rank",
-        "Rank 0 holds stages 0 and 2, rank 1 holds 1 and 3. Shorter stages fill the pipeline sooner.",
+        "Rank 0 holds stages 0 and 2, rank 1 holds 1 and 3. Shorter stages fill the pipeline"
+        " sooner.",
         *(2, 4, "interleaved_1f1b", 27),
         memory_limit=(5, 3),
     ),
     Level(
         9,
         "Down and up",
-        "Rank 0 holds stages 0 and 3, so it starts and ends a microbatch. Split backwards leave it no gap.",
+        "Rank 0 holds stages 0 and 3, so it starts and ends a microbatch. Split backwards leave it"
+        " no gap.",
         *(2, 3, "zb_v", 19),
         memory_limit=(4, 4),
         split=True,
@@ -112,7 +118,8 @@ LEVELS = (
     Level(
         10,
         "Slow links",
-        "A message takes 1. In 1F1B every return trip then shows; a microbatch more in flight hides it.",
+        "A message takes 1. In 1F1B every return trip then shows; a microbatch more in flight"
+        " hides it.",
         *(2, 4, "1f1b_eager", 17),
         memory_limit=(3, 1),
         costs=Costs(latency=1),
@@ -129,7 +136,8 @@ LEVELS = (
     Level(
         12,
         "No name for it",
-        "Stage 1's forward takes 2, a message 1, and memory is short. Of the named schedules, 1F1B does best with 28.",
+        "Stage 1's forward takes 2, a message 1, and memory is short. Of the named schedules, 1F1B"
+        " does best with 28.",
         *(3, 4, "", 24),
         memory_limit=(3, 2, 2),
         costs=Costs(forward=(1, 2, 1), latency=1),
@@ -170,6 +178,10 @@ def references(
             continue  # not of this size
         kinds = {part.kind for part in schedule.parts}
         is_plain = all(isinstance(action, Action) for row in schedule.actions for action in row)
-        if is_plain and schedule.placement == normalised(placement) and kinds <= set("FBIW" if split else "FB"):
+        if (
+            is_plain
+            and schedule.placement == normalised(placement)
+            and kinds <= set("FBIW" if split else "FB")
+        ):
             found.setdefault(name, schedule)
     return {name: [list(map(str, row)) for row in each.actions] for name, each in found.items()}

@@ -1,11 +1,13 @@
 """The rules of the board: what may be placed where and why not, and who finishes it.
 
 Every action starts as soon as its rank is free and its inputs have arrived, so times are those of
-:func:`course_pp.schedule.simulate` at any moment of the game. An action goes to the end of its rank's row or into a gap
-that is long enough for it: nothing that was placed ever moves. So no order can deadlock with buffered sends.
+:func:`course_pp.schedule.simulate` at any moment of the game. An action goes to the end of its
+    rank's row or into a gap
+that is long enough for it: nothing that was placed ever moves. So no order can deadlock with
+buffered sends.
 
-``board_rules.js`` plays where no Python runs; a test holds its decisions, sentences and times against these. Costs are
-floats here, so that both languages do the same additions and comparisons.
+``board_rules.js`` plays where no Python runs; a test holds its decisions, sentences and times
+against these. Costs are floats here, so that both languages do the same additions and comparisons.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Game:
     Attributes:
         placement: the rank of each stage.
         limits: for each rank the most activations it may hold; None for no limit.
-        split: whether the backward comes in halves, ``I`` and ``W``; a whole ``B`` is then allowed too.
+        split: whether the backward comes in halves, ``I`` and ``W``; a whole ``B`` is then allowed
+            too.
     """
 
     placement: tuple[int, ...]
@@ -53,17 +56,25 @@ class Game:
 
     def __post_init__(self) -> None:
         if self.n_microbatches < 1:
-            raise ValueError(f"n_microbatches is {self.n_microbatches}: give an integer of at least 1")
+            raise ValueError(
+                f"n_microbatches is {self.n_microbatches}: give an integer of at least 1"
+            )
         for name, kind in (("forward", "F"), ("input_grad", "I"), ("weight_grad", "W")):
             if (least_time := min(self.durations[kind])) <= 0:
-                raise ValueError(f"{name} is {least_time:g}: on the board every action takes time, give more than 0")
+                raise ValueError(
+                    f"{name} is {least_time:g}: on the board every action takes time, give more"
+                    " than 0"
+                )
         if len(self.limits) != self.n_ranks:
             given = f"memory_limit has {len(self.limits)} values for {self.n_ranks} ranks"
             raise ValueError(f"{given}: give one number, or one for each")
         for rank, limit in enumerate(self.limits):
             least = self.placement.count(rank)
             if limit is not None and limit < least:
-                needs = f"one microbatch is held by each of rank {rank}'s stages, so give at least {least}"
+                needs = (
+                    f"one microbatch is held by each of rank {rank}'s stages, so give at least"
+                    f" {least}"
+                )
                 raise ValueError(f"memory_limit is {limit} on rank {rank}: {needs}")
 
     @property
@@ -95,8 +106,12 @@ class Game:
         """The makespan that no order can beat. A whole backward cannot leave its weight half for later."""
         costs = self.costs
         if not self.split:
-            costs = replace(costs, recompute=0, input_grad=costs.durations(self.n_stages)["B"], weight_grad=0)
-        return bound(self.n_ranks, self.n_microbatches, costs, self.limits, placement=self.placement)
+            costs = replace(
+                costs, recompute=0, input_grad=costs.durations(self.n_stages)["B"], weight_grad=0
+            )
+        return bound(
+            self.n_ranks, self.n_microbatches, costs, self.limits, placement=self.placement
+        )
 
     def as_json(self) -> dict[str, Any]:
         """As the browser takes it."""
@@ -152,8 +167,11 @@ class Position:
         spans = tuple(span for row in self.rows for span in row)
         return Timeline(self.game.n_ranks, spans, transfers=self.game.transfers, name="drawn")
 
-    def place(self, action: Action, at: float | None = None, index: int | None = None) -> int | None:
-        """Put ``action`` at the end of its row, or into the gap in which time ``at`` lies, or at ``index``.
+    def place(
+        self, action: Action, at: float | None = None, index: int | None = None
+    ) -> int | None:
+        """Put ``action`` at the end of its row, or into the gap in which time ``at`` lies, or at
+        ``index``.
 
         Returns its index in the row; None at the end. Raises Refused.
         """
@@ -185,7 +203,9 @@ class Position:
                 for order, kind in enumerate(self.game.kinds):
                     action = Action(stage, kind, microbatch)
                     if not self.why_not(action, at):
-                        found.append(((self.fit(action, at)[1].start, order, microbatch, stage), action))
+                        found.append(
+                            ((self.fit(action, at)[1].start, order, microbatch, stage), action)
+                        )
         return [action for _, action in sorted(found, key=lambda each: each[0])]
 
     def remove(self, action: Action) -> None:
@@ -196,36 +216,50 @@ class Position:
         self.rows, self._maker = [[] for _ in self.rows], {}
         cut = set()
         for span in before:  # makers before takers
-            if span.action == action or any(each not in self._maker for each in self._needs(span.action.parts[0])):
+            if span.action == action or any(
+                each not in self._maker for each in self._needs(span.action.parts[0])
+            ):
                 cut.add(span.rank)
             if span.rank not in cut:
                 self.rows[span.rank].append(span)
                 self._maker.update(dict.fromkeys(span.action.parts[0].provides, span))
 
-    def fit(self, action: Action, at: float | None = None, index: int | None = None) -> tuple[int, Span]:
+    def fit(
+        self, action: Action, at: float | None = None, index: int | None = None
+    ) -> tuple[int, Span]:
         """Return where in its row ``action`` would go and when it would run; raises Refused."""
         game, stage, microbatch = self.game, action.stage, action.microbatch
         if action.kind not in game.kinds:
             kinds = " and ".join([", ".join(game.kinds[:-1]), game.kinds[-1]])
             raise Refused(f"{action} is not for this board: it takes {kinds}")
         if stage >= game.n_stages or microbatch >= game.n_microbatches:
-            there = f"stages are 0 to {game.n_stages - 1}, microbatches 0 to {game.n_microbatches - 1}"
+            there = (
+                f"stages are 0 to {game.n_stages - 1}, microbatches 0 to {game.n_microbatches - 1}"
+            )
             raise Refused(f"there is no {action} here: {there}")
         for product in action.provides:
             if placed := self._maker.get(product):
-                raise Refused(f"{placed.action} is placed already, from {spelled(float(placed.start))}")
+                raise Refused(
+                    f"{placed.action} is placed already, from {spelled(float(placed.start))}"
+                )
         for product in self._needs(action):
             if product not in self._maker:
                 kinds = "F" if product.what == "activation" else "IB" if game.split else "B"
                 makers = " or ".join(f"{product.stage}{kind}{product.microbatch}" for kind in kinds)
                 own = "its own input gradient" if action.kind == "W" else "its own forward"
-                raise Refused(f"{action} needs {own if product.stage == stage else product}: place {makers} first")
+                raise Refused(
+                    f"{action} needs {own if product.stage == stage else product}: place {makers}"
+                    " first"
+                )
         rank, took = game.placement[stage], game.durations[action.kind][stage]
         row = self.rows[rank]
         if at is not None:
             for span in row:
                 if span.start <= at < span.end:
-                    busy = f"{span.action} from {spelled(float(span.start))} to {spelled(float(span.end))}"
+                    busy = (
+                        f"{span.action} from {spelled(float(span.start))} to"
+                        f" {spelled(float(span.end))}"
+                    )
                     raise Refused(f"rank {rank} is busy with {busy}: choose a time when it is free")
             index = sum(span.start <= at for span in row)
         index = len(row) if index is None else min(index, len(row))
@@ -233,15 +267,22 @@ class Position:
         start = max([free, *(self._arrival(product, rank) for product in self._needs(action))])
         if index < len(row) and start + took > row[index].start:
             after = f"{row[index].action} starts at {spelled(float(row[index].start))}"
-            cannot = f"{action} takes {spelled(took)} and cannot start before {spelled(start)} here, but {after}"
+            cannot = (
+                f"{action} takes {spelled(took)} and cannot start before {spelled(start)} here, but"
+                f" {after}"
+            )
             raise Refused(f"{cannot}: choose a longer gap")
         new, limit = Span(rank, action, start, start + took), game.limits[rank]
         if limit is not None and action.kind == "F":
-            counts = [_CHANGE[span.action.parts[0].kind] for span in (*row[:index], new, *row[index:])]
+            counts = [
+                _CHANGE[span.action.parts[0].kind] for span in (*row[:index], new, *row[index:])
+            ]
             most = max(list(accumulate(counts))[index:])
             if most > limit:
                 over = f"rank {rank} would hold {most} activations and its cap is {limit}"
-                raise Refused(f"with {action}, {over}: place a {'W or B' if game.split else 'B'} first")
+                raise Refused(
+                    f"with {action}, {over}: place a {'W or B' if game.split else 'B'} first"
+                )
         return index, new
 
     def _needs(self, action: Action) -> tuple[Product, ...]:
@@ -254,7 +295,8 @@ class Position:
 
 
 def play(position: Position, move: str) -> None:
-    """Make one move: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0`` taken away.
+    """Make one move: ``0F0`` at the end of a row, ``0W0@3`` before the fourth action, ``-0F0``
+    taken away.
 
     ``=0F0.1F0`` puts these in place of all: a position that was loaded. ``=`` clears the board.
     """
@@ -286,9 +328,11 @@ def replay(game: Game, moves: Sequence[str]) -> Position:
 
 
 def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> list[str]:
-    """Place what is left by a policy, or by a named order that the board has followed so far; returns the moves.
+    """Place what is left by a policy, or by a named order that the board has followed so far;
+    returns the moves.
 
-    Under a tight cap, what was placed can make the rest impossible: it stops there, and :func:`standstill` says why.
+    Under a tight cap, what was placed can make the rest impossible: it stops there, and
+    :func:`standstill` says why.
     """
     moves = []
     while (action := advice(position, policy, references)) is not None:
@@ -300,19 +344,25 @@ def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> lis
 def standstill(position: Position, policy: str, references: Mapping[str, Rows]) -> str:
     """Return why a policy, or a named order, has no next action; empty if the board is complete."""
     game, rows = position.game, [[str(span.action) for span in row] for row in position.rows]
-    candidates = [Action(stage, "F", i) for stage in range(game.n_stages) for i in range(game.n_microbatches)]
+    candidates = [
+        Action(stage, "F", i) for stage in range(game.n_stages) for i in range(game.n_microbatches)
+    ]
     if policy in references:
         order = references[policy]
         for rank, (row, whole) in enumerate(zip(rows, order, strict=True)):
             for done, named in zip(row, whole, strict=False):
                 if done != named:
                     return f"rank {rank} has {done} where {policy} has {named}"
-        candidates = [Action.parse(w[len(r)]) for r, w in zip(rows, order, strict=True) if len(r) < len(w)]
+        candidates = [
+            Action.parse(w[len(r)]) for r, w in zip(rows, order, strict=True) if len(r) < len(w)
+        ]
     full = (position.why_full(action) for action in candidates)
     return next(filter(None, full), "")
 
 
-def advice(position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None) -> Action | None:
+def advice(
+    position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None
+) -> Action | None:
     """Return what comes next, on ``rank`` or on any; None if there is nothing."""
     options = [
         option
@@ -324,7 +374,11 @@ def advice(position: Position, policy: str, references: Mapping[str, Rows], rank
 
 def recognised(position: Position, references: Mapping[str, Rows]) -> list[str]:
     """Return the names of the orders that the board has followed so far; none of an empty board."""
-    return [name for name, order in references.items() if any(position.rows) and _follows(position, order)]
+    return [
+        name
+        for name, order in references.items()
+        if any(position.rows) and _follows(position, order)
+    ]
 
 
 def _follows(position: Position, order: Rows) -> bool:

@@ -35,8 +35,8 @@ try:
     from traitlets import Dict, Int, List, Unicode
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "board() needs anywidget and ipywidgets, which this kernel lacks: start with `make lab`, or choose the "
-        "kernel of .venv",
+        "board() needs anywidget and ipywidgets, which this kernel lacks: start with `make lab`, or"
+        " choose the kernel of .venv",
         name=error.name,
     ) from None
 
@@ -46,11 +46,12 @@ _DONE = "levels done"
 
 
 class Board(AnyWidget):
-    """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods here.
+    """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods
+    here.
 
-    Its state is :attr:`moves`, a list of texts that each language replays (``board_rules.play``). It is kept in a file
-    beside the learner's progress, so the same board comes back after the kernel was restarted. A level's list opens
-    another level on the same board.
+    Its state is :attr:`moves`, a list of texts that each language replays (``board_rules.play``).
+    It is kept in a file beside the learner's progress, so the same board comes back after the
+    kernel was restarted. A level's list opens another level on the same board.
     """
 
     _esm = asset("board_rules.js") + "\n" + asset("board.js")
@@ -79,7 +80,10 @@ class Board(AnyWidget):
         own = None if level is None else level.reference
         self._references = references(placement, game.n_microbatches, game.split, own)
         told = json.dumps(game.as_json(), sort_keys=True)
-        self._name = f"{f'level {level.number}' if level else 'board'} {sha256(told.encode()).hexdigest()[:12]}"
+        self._name = (
+            f"{f'level {level.number}' if level else 'board'}"
+            f" {sha256(told.encode()).hexdigest()[:12]}"
+        )
         self._position = Position(game)
         moves, said = kept(self._name), ""
         try:
@@ -89,21 +93,40 @@ class Board(AnyWidget):
         if placed := sum(map(len, self._position.rows)):
             said = f"{counted(placed, 'action')} from last time; clear the board to begin anew."
         done = [int(number) for number in kept(_DONE) if number.isdecimal()]
-        state = {"game": game.as_json(), "words": self._words(said), "moves": moves, "undone": [], "ran": {}}
+        state = {
+            "game": game.as_json(),
+            "words": self._words(said),
+            "moves": moves,
+            "undone": [],
+            "ran": {},
+        }
         return {**state, "done": done, "chosen": level.number if level else 0}
 
     def _words(self, said: str) -> dict[str, Any]:
         level, game = self.level, self._game
         of = f"{game.n_ranks} ranks, {game.n_stages} stages, {game.n_microbatches} microbatches"
         return {
-            "title": f"Level {level.number} of {len(LEVELS)}: {level.title}" if level else f"A board of {of}",
-            "story": level.story if level else "Place every forward and backward; the fewer gaps, the better.",
+            "title": (
+                f"Level {level.number} of {len(LEVELS)}: {level.title}"
+                if level
+                else f"A board of {of}"
+            ),
+            "story": (
+                level.story
+                if level
+                else "Place every forward and backward; the fewer gaps, the better."
+            ),
             "par": None if self.par is None else float(self.par),
             "bound": float(self.bound),
             "levels": [each.title for each in LEVELS] if level else [],
-            # An order without a name is for hints alone: in a menu, one press would draw the answer.
-            "worked": {level.reference.name: self._references[level.reference.name]} if level else {},
-            "references": {name: order for name, order in self._references.items() if name in names()},
+            # An order without a name is for hints alone: in a menu, one press would draw the
+            # answer.
+            "worked": (
+                {level.reference.name: self._references[level.reference.name]} if level else {}
+            ),
+            "references": {
+                name: order for name, order in self._references.items() if name in names()
+            },
             "papers": {name: PAPERS[name] for name in self._references if name in PAPERS},
             "said": said,
         }
@@ -129,7 +152,8 @@ class Board(AnyWidget):
                 setattr(self, name, value)
 
     def _mark(self, change: Any) -> None:
-        keep(_DONE, sorted({*kept(_DONE), *map(str, change["new"])}))  # another board may have marked others
+        # another board may have marked others
+        keep(_DONE, sorted({*kept(_DONE), *map(str, change["new"])}))
 
     def _asked(self, _widget: Any, content: Any, _buffers: Any) -> None:
         """Answer the button. Nobody would see an exception of a message, so it is told on the board."""
@@ -234,7 +258,8 @@ class Board(AnyWidget):
         if position.left:
             why = standstill(position, policy, self._references)
             raise ValueError(
-                f"{policy} does not finish this board: {why}; undo, or fill by one of {', '.join(POLICIES)}"
+                f"{policy} does not finish this board: {why}; undo, or fill by one of"
+                f" {', '.join(POLICIES)}"
             )
         self._commit([*self.moves, *moves])
 
@@ -258,20 +283,25 @@ class Board(AnyWidget):
     def run(self) -> Timeline:
         """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.
 
-        Every gradient is compared with one process's, and the board says whether they are equal. Then the same order
-        runs at the pace of the board's costs: measured, or simulated if this machine is too busy.
+        Every gradient is compared with one process's, and the board says whether they are equal.
+        Then the same order runs at the pace of the board's costs: measured, or simulated if this
+        machine is too busy.
         """
         from course_pp.notebook import compare_gradients, emulate
 
         self.ran = {}  # or the browser would not be told of the same outcome twice
         if not self.is_complete:
-            raise ValueError(f"the board is not complete: {self._standing()} Place the rest, or let fill() do it")
+            raise ValueError(
+                f"the board is not complete: {self._standing()} Place the rest, or let fill() do it"
+            )
         schedule = self.schedule
         (difference,) = compare_gradients([schedule])
         equal = difference <= _EQUAL
         verdict = "gradients equal" if equal else f"gradients differ by {difference:.0e}"
         ran = emulate(schedule, self.costs)
-        spans = [[span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans]
+        spans = [
+            [span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans
+        ]
         said = f"Ran on {schedule.n_ranks} ranks: {ran.how} {float(ran.makespan):.2f}, drawn "
         said += f"{self._makespan}; {verdict} to one process's."
         self.ran = {
@@ -291,7 +321,10 @@ class Board(AnyWidget):
 
     def _standing(self) -> str:
         if self._position.left:
-            return f"{counted(sum(map(len, self._position.rows)), 'action')} placed, makespan {self._makespan}."
+            return (
+                f"{counted(sum(map(len, self._position.rows)), 'action')} placed, makespan"
+                f" {self._makespan}."
+            )
         against = "" if self.par is None else f", par {spelled(float(self.par))}"
         names = f"; this is {listed(list(self.recognised))}" if self.recognised else ""
         return f"Complete: makespan {self._makespan}{against}{names}."
@@ -328,7 +361,10 @@ def keep(name: str, moves: list[str]) -> str:
             boards = {each: made for each, made in {**_boards(), name: moves}.items() if made}
             write_atomically(file, json.dumps(boards, indent=1) + "\n")
     except OSError as error:
-        return f"This board will not outlive its kernel: {path} cannot be written ({error.strerror or error})."
+        return (
+            f"This board will not outlive its kernel: {path} cannot be written"
+            f" ({error.strerror or error})."
+        )
     return ""
 
 
@@ -357,26 +393,44 @@ def board(
         level: from 1 to 12; it sets everything else.
         n_ranks: p, one stage a rank unless there is a placement.
         n_microbatches: m.
-        placement: for each stage its rank, such as ``(0, 1, 1, 0)``; then ``n_ranks`` is not needed.
+        placement: for each stage its rank, such as ``(0, 1, 1, 0)``; then ``n_ranks`` is not
+            needed.
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given.
         memory_limit: activations that a rank may hold, one number or one for each rank.
         split: whether the backward comes in halves, ``I`` and ``W``.
     """
     if level is not None:
-        own = (n_ranks, n_microbatches, placement, costs, memory_limit, split) != (2, 4, None, None, None, False)
-        refuse_unless(not own, "board", "level", level, "a level has its own sizes; give the level alone, or none")
+        own = (n_ranks, n_microbatches, placement, costs, memory_limit, split) != (
+            2,
+            4,
+            None,
+            None,
+            None,
+            False,
+        )
+        refuse_unless(
+            not own,
+            "board",
+            "level",
+            level,
+            "a level has its own sizes; give the level alone, or none",
+        )
         if not 1 <= level <= len(LEVELS):
-            raise ValueError(f"level is {level}: give a level from 1 to {len(LEVELS)}, or leave it out")
+            raise ValueError(
+                f"level is {level}: give a level from 1 to {len(LEVELS)}, or leave it out"
+            )
         chosen = LEVELS[level - 1]
         return Board(chosen.game, chosen.costs, chosen)
     if placement is None:
         placement = range(n_ranks)
     if not placement or set(placement) != set(range(1 + max(placement))):
-        raise ValueError(f"placement is {tuple(placement)}: give every rank from 0 on at least one stage")
+        raise ValueError(
+            f"placement is {tuple(placement)}: give every rank from 0 on at least one stage"
+        )
     if (n_actions := 3 * len(placement) * n_microbatches) > _MOST_ACTIONS:
         raise ValueError(
-            f"n_microbatches={n_microbatches} on {len(placement)} stages make up to {n_actions:,} actions: nobody "
-            f"places more than {_MOST_ACTIONS} by hand, take fewer"
+            f"n_microbatches={n_microbatches} on {len(placement)} stages make up to {n_actions:,}"
+            f" actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
         )
     costs = Costs() if costs is None else costs
     return Board(game_of(placement, n_microbatches, costs, memory_limit, split), costs)

@@ -25,11 +25,14 @@ class _Cause(NamedTuple):
 
 
 @checked
-def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None = None) -> ChartFigure:
+def dependencies(
+    tl: Timeline, action: Action | Overlap | str, title: str | None = None
+) -> ChartFigure:
     """Draw the chain of actions that set the start of ``action``; everything else fades.
 
-    From the action back, each step is what was ready last: the input that came last, or the rank itself, busy with
-    something else. Solid arrows follow the chain, dashed ones come from the inputs that were ready before.
+    From the action back, each step is what was ready last: the input that came last, or the rank
+    itself, busy with something else. Solid arrows follow the chain, dashed ones come from the
+    inputs that were ready before.
 
     Args:
         action: one that is in the timeline, as a value or as it prints: ``"0B3"``.
@@ -40,15 +43,22 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
     timelines.draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
     boxes = timelines.boxes_of(tl, scale)
     timelines.draw_boxes(axes, boxes, alpha=_FADED)
-    lit = timelines.boxes_of(Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale)
+    lit = timelines.boxes_of(
+        Timeline(tl.n_ranks, tuple({cause.span for cause in (*chain, *others)}), tl.unit), scale
+    )
     timelines.draw_boxes(axes, lit)
     timelines.label_boxes(axes, lit, with_stage=has_several_stages_a_rank(tl))
     for cause, after in zip(chain[1:], chain, strict=False):
         _draw_arrow(axes, cause.span, after.span, scale, solid=True)
     for cause in others:
         _draw_arrow(axes, cause.span, span, scale, solid=False)
-    corner, width = (float(span.start) * scale, span.rank - timelines.ROW_FILL / 2), float(span.duration) * scale
-    frame = Rectangle(corner, width, timelines.ROW_FILL, fill=False, edgecolor="black", linewidth=2, zorder=5)
+    corner, width = (
+        (float(span.start) * scale, span.rank - timelines.ROW_FILL / 2),
+        float(span.duration) * scale,
+    )
+    frame = Rectangle(
+        corner, width, timelines.ROW_FILL, fill=False, edgecolor="black", linewidth=2, zorder=5
+    )
     frame.set_clip_on(False)
     axes.add_patch(frame)
     timelines.name_ranks(axes, tl.n_ranks)
@@ -58,7 +68,10 @@ def dependencies(tl: Timeline, action: Action | Overlap | str, title: str | None
     if len(actions) > _SPELLED_CHAIN:
         actions = [*actions[:4], "…", *actions[-4:]]
     sooner = "".join(f" It also needs {cause.product}, which is ready before." for cause in others)
-    told = f"Timeline with one chain of actions in full colour. {finding}. The chain: {' → '.join(actions)}.{sooner}"
+    told = (
+        f"Timeline with one chain of actions in full colour. {finding}. The chain:"
+        f" {' → '.join(actions)}.{sooner}"
+    )
     return figure.finish(axes, title, finding, told)
 
 
@@ -90,7 +103,11 @@ def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
                 if made:
                     last = max(made, key=lambda each: each.end)
                     is_message = last.rank != of.rank and tl.transfers
-                    transfer = tl.transfers[product.stage - (product.what == "gradient")] if is_message else 0
+                    transfer = (
+                        tl.transfers[product.stage - (product.what == "gradient")]
+                        if is_message
+                        else 0
+                    )
                     yield _Cause(last, last.end + transfer, product)
         if of in before:
             yield _Cause(before[of], before[of].end)
@@ -141,4 +158,7 @@ def _finding(tl: Timeline, chain: list[_Cause]) -> str:
     if len(chain) == 1:
         return f"{span.action} waits for nothing and starts at {at}"
     what = chain[1].product or f"rank {span.rank}, busy with {chain[1].span.action}"
-    return f"{span.action} starts at {at}, after {counted(len(chain) - 1, 'action')} in a row; last for {what}"
+    return (
+        f"{span.action} starts at {at}, after {counted(len(chain) - 1, 'action')} in a row; last"
+        f" for {what}"
+    )

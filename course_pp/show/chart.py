@@ -19,7 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.textpath import text_to_path
 from PIL import Image
 
-# Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour blindness.
+# Masataka Okabe and Kei Ito, "Color Universal Design", 2008: told apart under every common colour
+# blindness.
 BLACK = "#000000"
 ORANGE = "#E69F00"
 SKY_BLUE = "#56B4E9"
@@ -42,9 +43,11 @@ _PALETTE_SIZE = 128
 
 
 class ChartFigure(Figure):
-    """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global state.
+    """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global
+    state.
 
-    A notebook gets it as PNG, with the alt text in the output's metadata and as the plain-text form.
+    A notebook gets it as PNG, with the alt text in the output's metadata and as the plain-text
+    form.
     """
 
     def __init__(self, width: float, height: float) -> None:
@@ -56,7 +59,12 @@ class ChartFigure(Figure):
         """Return axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
         width, height = self.get_size_inches()
         return self.add_axes(
-            (left / width, bottom / height, (width - left - right) / width, (height - top - bottom) / height)
+            (
+                left / width,
+                bottom / height,
+                (width - left - right) / width,
+                (height - top - bottom) / height,
+            )
         )
 
     def png(self, quick: bool = False) -> bytes:
@@ -65,7 +73,9 @@ class ChartFigure(Figure):
         canvas.draw()
         drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
         data = BytesIO()
-        small = drawn.quantize(_PALETTE_SIZE, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+        small = drawn.quantize(
+            _PALETTE_SIZE, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+        )
         small.save(data, format="png", compress_level=1 if quick else 6)
         return data.getvalue()
 
@@ -80,7 +90,15 @@ class ChartFigure(Figure):
         described = f'role="img" {attributes}{close}\n <title>{alt}</title>\n <desc>{alt}</desc>'
         return head + tag + described + body
 
-    def finish(self, axes: Axes, title: str | None, finding: str, alt_text: str, pad: float = 9, x: float = 0) -> Self:
+    def finish(
+        self,
+        axes: Axes,
+        title: str | None,
+        finding: str,
+        alt_text: str,
+        pad: float = 9,
+        x: float = 0,
+    ) -> Self:
         """Head ``axes`` with ``title``, or with the finding unless one is given; return the figure, described."""
         axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=pad, x=x)
         self.alt_text = alt_text
@@ -104,8 +122,8 @@ class ChartFigure(Figure):
         return data, {"image/png": {"alt": self.alt_text, "width": width, "height": height}}
 
     def _ipython_display_(self) -> None:
-        # `%matplotlib inline` registers its own PNG formatter for every Figure, which would replace the
-        # bundle above by a picture of another size without alt text. This hook is asked first.
+        # `%matplotlib inline` registers its own PNG formatter for every Figure, which would replace
+        # the bundle above by a picture of another size without alt text. This hook is asked first.
         from IPython.display import display
 
         data, metadata = self._repr_mimebundle_()
@@ -116,7 +134,9 @@ class ChartFigure(Figure):
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
     """Return the width of ``text`` in points, in the default font at ``size`` points."""
-    width, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
+    width, _, _ = text_to_path.get_text_width_height_descent(
+        text, FontProperties(size=size), ismath=False
+    )
     return float(width)
 
 
@@ -136,7 +156,10 @@ def size_in_inches(axes: Axes) -> tuple[float, float]:
 
 
 def add_legend(
-    axes: Axes, handles: Sequence[Patch | Line2D] | None = None, gap: float = 0.27, spacing: float = 1.1
+    axes: Axes,
+    handles: Sequence[Patch | Line2D] | None = None,
+    gap: float = 0.27,
+    spacing: float = 1.1,
 ) -> None:
     """A legend in one line, ``gap`` inches below the axes on the right; of what has a label, unless given handles."""
     shown = axes.get_legend_handles_labels()[0] if handles is None else handles
@@ -174,4 +197,6 @@ def refuse_outside(least: int, most: int, **sizes: int) -> None:
     """Raise ValueError for the first of ``sizes`` that is smaller, or larger than what can be read."""
     for name, size in sizes.items():
         if not least <= size <= most:
-            raise ValueError(f"{name.replace('_of_', ' of ')} is {size}: give one from {least} to {most}")
+            raise ValueError(
+                f"{name.replace('_of_', ' of ')} is {size}: give one from {least} to {most}"
+            )

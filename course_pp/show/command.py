@@ -27,34 +27,65 @@ _PLAIN = str.maketrans({"·": ".", "─": "-", "→": ">", "Σ": "sum ", "⌊": 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help=f"one of {', '.join(names())}, or torch's name for it")
     sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--ranks", type=int, default=4, metavar="P", help="pipeline-parallel size (4)")
-    sizes.add_argument("--microbatches", type=int, default=8, metavar="M", help="microbatches a step (8)")
-    sizes.add_argument("--chunks", type=int, metavar="V", help="stages a rank (the schedule's own number)")
-    costs = parser.add_argument_group("costs", "one number such as 1, 0.5 or 1/3, or one a stage: 1,1,2,1")
+    sizes.add_argument(
+        "--ranks", type=int, default=4, metavar="P", help="pipeline-parallel size (4)"
+    )
+    sizes.add_argument(
+        "--microbatches", type=int, default=8, metavar="M", help="microbatches a step (8)"
+    )
+    sizes.add_argument(
+        "--chunks", type=int, metavar="V", help="stages a rank (the schedule's own number)"
+    )
+    costs = parser.add_argument_group(
+        "costs", "one number such as 1, 0.5 or 1/3, or one a stage: 1,1,2,1"
+    )
     costs.add_argument("--forward", type=_times, default=1, metavar="T", help="time of F (1)")
-    costs.add_argument("--input-grad", type=_times, default=1, metavar="T", help="time of I (1); B is I and W")
+    costs.add_argument(
+        "--input-grad", type=_times, default=1, metavar="T", help="time of I (1); B is I and W"
+    )
     costs.add_argument("--weight-grad", type=_times, default=1, metavar="T", help="time of W (1)")
-    costs.add_argument("--update", type=_times, default=0, metavar="T", help="time of U, an optimizer step (0)")
-    costs.add_argument("--latency", type=_times, default=0, metavar="T", help="time of a message between ranks (0)")
+    costs.add_argument(
+        "--update", type=_times, default=0, metavar="T", help="time of U, an optimizer step (0)"
+    )
+    costs.add_argument(
+        "--latency", type=_times, default=0, metavar="T", help="time of a message between ranks (0)"
+    )
     output = parser.add_argument_group("output")
-    output.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour the chart (auto)")
+    output.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="colour the chart (auto)",
+    )
     output.add_argument("--save", type=Path, metavar="FILE", help="save the figure as .svg or .png")
     for option, (what, _) in _WRITERS.items():
-        output.add_argument(f"--{option}", nargs="?", const="-", metavar="FILE", help=f"{what}; without FILE, print it")
+        output.add_argument(
+            f"--{option}",
+            nargs="?",
+            const="-",
+            metavar="FILE",
+            help=f"{what}; without FILE, print it",
+        )
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the chart and its numbers, and write the files asked for."""
-    targets = {option: target for option in _WRITERS if (target := getattr(arguments, option)) is not None}
+    targets = {
+        option: target for option in _WRITERS if (target := getattr(arguments, option)) is not None
+    }
     printed = [option for option, target in targets.items() if target == "-"]
     if len(printed) > 1:
-        raise ValueError("only one of --csv, --trace and --json can be printed: give the others a FILE")
+        raise ValueError(
+            "only one of --csv, --trace and --json can be printed: give the others a FILE"
+        )
     for option, target in targets.items():
         if not target:
             raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
     times = ("forward", "input_grad", "weight_grad", "update", "latency")
     costs = Costs(**{name: getattr(arguments, name) for name in times})
-    report = ScheduleReport(arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs)
+    report = ScheduleReport(
+        arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs
+    )
     if arguments.save:
         from course_pp import show
 
@@ -83,7 +114,9 @@ def _times(text: str) -> Time | tuple[Time, ...]:
     try:
         values = tuple(map(_time, text.split(",")))
     except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: give a number, or one a stage as in 1,1,2,1") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time: give a number, or one a stage as in 1,1,2,1"
+        ) from None
     except OverflowError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None
     return values if len(values) > 1 else values[0]
@@ -96,7 +129,9 @@ def _time(text: str) -> Time:
         float(Fraction(text) if "/" in text else text)  # refuses 0x
         return mantissa
     if "/" not in text and not 0 < abs(float(text)) < inf:
-        raise OverflowError(f"{text} is too large or too small: give a time between 1e-300 and 1e300")
+        raise OverflowError(
+            f"{text} is too large or too small: give a time between 1e-300 and 1e300"
+        )
     return Fraction(text)
 
 
@@ -107,14 +142,22 @@ def _numbers(report: ScheduleReport, width: int) -> str:
     lines = [
         ("makespan", format_time(tl.makespan)),
         ("bubble", f"{float(tl.bubble_fraction):.2%} of all rank time"),
-        ("span bubble", f"{float(tl.span_bubble_fraction):.2%} of the longest span, as zero-bubble papers count"),
+        (
+            "span bubble",
+            (
+                f"{float(tl.span_bubble_fraction):.2%} of the longest span, as zero-bubble papers"
+                " count"
+            ),
+        ),
         ("peaks", f"{peaks} activations{unit} held, rank by rank"),
         ("formula", f"{form.formula} = {format_time(form.makespan)}" if form else "none"),
         ("", report.verdict),
         ("longest gap", gap.cause if gap else "none"),
     ]
     return "\n".join(
-        textwrap.fill(f"{name:<12} {text}", width, subsequent_indent=" " * 13, break_on_hyphens=False)
+        textwrap.fill(
+            f"{name:<12} {text}", width, subsequent_indent=" " * 13, break_on_hyphens=False
+        )
         for name, text in lines
     )
 
@@ -141,7 +184,10 @@ def _as_json(report: ScheduleReport) -> str:
 
 
 _WRITERS: dict[str, tuple[str, Callable[[ScheduleReport], str]]] = {
-    "csv": ("the order of actions as torch reads it", lambda report: to_torch_csv(report.schedule).rstrip("\n")),
+    "csv": (
+        "the order of actions as torch reads it",
+        lambda report: to_torch_csv(report.schedule).rstrip("\n"),
+    ),
     "trace": (
         "the timeline for Perfetto or chrome://tracing",
         lambda report: to_trace(report.timeline, report.schedule.name),

@@ -46,15 +46,17 @@ def compare(
     names: tuple[str, str] | None = None,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of ``measured``.
+    """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of
+    ``measured``.
 
-    Dashed and solid lines mark where each ends; the right margin has how much later (+) or earlier (−) each rank
-    finishes than in the first.
+    Dashed and solid lines mark where each ends; the right margin has how much later (+) or earlier
+    (−) each rank finishes than in the first.
 
     Args:
-        predicted: where it has relative costs and ``measured`` seconds, one unit lasts so long that ranks are busy
-            equally long in both: the figure shows the difference in waiting alone.
-        names: what to call them, for example two schedules; "predicted", and "measured" or "simulated", unless given.
+        predicted: where it has relative costs and ``measured`` seconds, one unit lasts so long that
+            ranks are busy equally long in both: the figure shows the difference in waiting alone.
+        names: what to call them, for example two schedules; "predicted", and "measured" or
+            "simulated", unless given.
     """
     names = ("predicted", measured.how) if names is None else names
     n_ranks = measured.n_ranks
@@ -63,12 +65,16 @@ def compare(
             f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {n_ranks}: "
             "give two timelines with the same number of ranks"
         )
-    scale, unit = axis_unit(max(tl.makespan if tl.unit else 0 for tl in (predicted, measured)), measured.unit)
+    scale, unit = axis_unit(
+        max(tl.makespan if tl.unit else 0 for tl in (predicted, measured)), measured.unit
+    )
     rate = _seconds_per_unit(predicted, measured)
     sides = (_Side(predicted, names[0], scale * rate), _Side(measured, names[1], scale))
     labels = [
         f"{name} {format_time(end if measured.unit else float(amount(end)), measured.unit)}"
-        for name, end in zip(names, (float(predicted.makespan) * rate, measured.makespan), strict=True)
+        for name, end in zip(
+            names, (float(predicted.makespan) * rate, measured.makespan), strict=True
+        )
     ]
 
     row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
@@ -86,16 +92,23 @@ def compare(
     timelines.note_ranks(axes, {rank: f"ends {_signed(late[rank])}" for rank in ranks})
     timelines.draw_key(axes, kinds, has_idle=any(side.tl.bubble_fraction > 0 for side in sides))
     _mark_ends(axes, sides, labels)
-    timelines.name_time(axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}")
+    timelines.name_time(
+        axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}"
+    )
     finding = _finding(sides)
-    return figure.finish(axes, title, finding, _alt_text(sides, labels, finding, late, unit), pad=22, x=-0.6 / 7.2)
+    return figure.finish(
+        axes, title, finding, _alt_text(sides, labels, finding, late, unit), pad=22, x=-0.6 / 7.2
+    )
 
 
 def _seconds_per_unit(predicted: Timeline, measured: Timeline) -> float:
     if predicted.unit == measured.unit:
         return 1.0
     if measured.unit != "s":
-        raise ValueError("the first timeline is in seconds, the second in relative costs: give the measured one second")
+        raise ValueError(
+            "the first timeline is in seconds, the second in relative costs: give the measured one"
+            " second"
+        )
     if not sum(predicted.busy) or not sum(measured.busy):
         raise ValueError("one of the timelines has no work, so their units cannot be matched")
     return float(sum(measured.busy)) / float(sum(predicted.busy))
@@ -128,7 +141,9 @@ def _mark_ends(axes: Axes, sides: tuple[_Side, _Side], labels: list[str]) -> Non
     looks = ((0, (4, 2)), is_first_earlier), ("-", not is_first_earlier)
     for side, label, (style, is_earlier) in zip(sides, labels, looks, strict=True):
         # Below the boxes, or it would run through their labels.
-        axes.axvline(side.end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=0.5)
+        axes.axvline(
+            side.end, color="black", linestyle=style, linewidth=1.3, clip_on=False, zorder=0.5
+        )
         axes.annotate(
             label,
             (side.end, 1),
@@ -142,7 +157,9 @@ def _mark_ends(axes: Axes, sides: tuple[_Side, _Side], labels: list[str]) -> Non
 
 def _signed(amount: float) -> str:
     rounded = f"{abs(amount):.3g}"
-    return "±0" if rounded == "0" or abs(amount) < 5e-10 else f"{'+' if amount > 0 else '−'}{rounded}"
+    return (
+        "±0" if rounded == "0" or abs(amount) < 5e-10 else f"{'+' if amount > 0 else '−'}{rounded}"
+    )
 
 
 def _finding(sides: tuple[_Side, _Side]) -> str:
@@ -160,7 +177,9 @@ def _finding(sides: tuple[_Side, _Side]) -> str:
     return f"{subject} is {what} {sides[0].name}: bubble {bubbles}"
 
 
-def _alt_text(sides: tuple[_Side, _Side], labels: list[str], finding: str, late: list[float], unit: str) -> str:
+def _alt_text(
+    sides: tuple[_Side, _Side], labels: list[str], finding: str, late: list[float], unit: str
+) -> str:
     worst = max(range(len(late)), key=lambda rank: abs(late[rank]))
     suffix = "" if unit == "relative cost" else f" {unit}"
     where = (
@@ -174,5 +193,9 @@ def _alt_text(sides: tuple[_Side, _Side], labels: list[str], finding: str, late:
     what = named(schedules, f"Two timelines of {sizes} on one axis, {' and '.join(labels)} long")
     peaks = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_activations)}" for side in sides)
     values = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_values)}" for side in sides)
-    of_edges = f" Values of edges held: {values}." if any(any(side.tl.peak_values) for side in sides) else ""
+    of_edges = (
+        f" Values of edges held: {values}."
+        if any(any(side.tl.peak_values) for side in sides)
+        else ""
+    )
     return f"{what}. {finding}. {where}. Peak activations held: {peaks}.{of_edges}"

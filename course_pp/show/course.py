@@ -42,7 +42,9 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     """Draw the notebooks of the course, an arrow from each to those that build on it; ``here="03"`` marks one."""
     numbers = [notebook.number for notebook in NOTEBOOKS]
     if here is not None and here not in numbers:
-        raise ValueError(f"here is {here!r}: give the number of a notebook, one of {', '.join(numbers)}")
+        raise ValueError(
+            f"here is {here!r}: give the number of a notebook, one of {', '.join(numbers)}"
+        )
     spine = [number for number in numbers if number <= "03"]
     *most, last = (notebook.number for notebook in NOTEBOOKS if "03" in notebook.after)
     finding = f"{counted(len(numbers), 'notebook')}: {spine[0]} to {spine[-1]} in order, "
@@ -60,7 +62,9 @@ def course_map(here: str | None = None, title: str | None = None) -> ChartFigure
     told = []
     for notebook in NOTEBOOKS:
         x, y = corner(notebook.number)
-        look: dict[str, Any] = {"edge": chart.VERMILION, "line": 3.0} if notebook.number == here else {}
+        look: dict[str, Any] = (
+            {"edge": chart.VERMILION, "line": 3.0} if notebook.number == here else {}
+        )
         sketch.box((x, y), (width, _HIGH), zorder=3, **look)
         tag: dict[str, Any] = {"fill": chart.SKY_BLUE, "edge": "none", "bold": True, "zorder": 3.2}
         sketch.box((x + 0.04, y + 0.04), (0.3, 0.22), notebook.number, **tag)
@@ -78,7 +82,9 @@ def _places() -> dict[str, tuple[int, int]]:
     """Return column and row of each notebook: as far right as its longest way in, each branch in a row of its own."""
     columns: dict[str, int] = {}
     for notebook in NOTEBOOKS:  # what comes before is listed before
-        columns[notebook.number] = 1 + max((columns[before] for before in notebook.after), default=-1)
+        columns[notebook.number] = 1 + max(
+            (columns[before] for before in notebook.after), default=-1
+        )
     rows: dict[str, int] = {}
     taken: set[tuple[int, int]] = set()
     for notebook in NOTEBOOKS:

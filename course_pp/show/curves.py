@@ -1,7 +1,8 @@
-"""Curves and points: bubble against memory, speed-up against ranks, and where one way to train becomes the slower.
+"""Curves and points: bubble against memory, speed-up against ranks, and where one way to train
+becomes the slower.
 
-Costs are those of all layers of a rank, or of the whole model: a schedule that cuts them finer gets a share for each
-stage, so that every schedule does the same work and keeps the same bytes.
+Costs are those of all layers of a rank, or of the whole model: a schedule that cuts them finer gets
+a share for each stage, so that every schedule does the same work and keeps the same bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,15 @@ from course_pp.show import chart
 from course_pp.show.chart import WIDTH, ChartFigure, points_per_unit, text_width
 from course_pp.show.wording import amount, counted, listed, percent
 
-_COLOURS = (chart.BLUE, chart.VERMILION, chart.GREEN, chart.PURPLE, chart.ORANGE, chart.SKY_BLUE, chart.BLACK)
+_COLOURS = (
+    chart.BLUE,
+    chart.VERMILION,
+    chart.GREEN,
+    chart.PURPLE,
+    chart.ORANGE,
+    chart.SKY_BLUE,
+    chart.BLACK,
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 _DASHES = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)))
 _LABEL = 9.0
@@ -39,7 +48,9 @@ _NEAR_LINEAR = 0.8
 def _known(schedules: str | Sequence[str]) -> tuple[str, ...]:
     chosen = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     if not chosen:
-        raise ValueError("schedules is empty, so there is nothing to draw: give at least one schedule")
+        raise ValueError(
+            "schedules is empty, so there is nothing to draw: give at least one schedule"
+        )
     for name in chosen:
         find(name)
     return chosen
@@ -52,7 +63,10 @@ def _share(costs: Costs, n_parts: int) -> Costs:
     for name in (*of_parts, "activation", "released_by_input_grad", "weights"):
         value = getattr(costs, name)
         if isinstance(value, tuple):
-            raise ValueError(f"costs: {name} has a value for each stage, which schedules differ in: give one number")
+            raise ValueError(
+                f"costs: {name} has a value for each stage, which schedules differ in: give one"
+                " number"
+            )
         if value is not None and n_parts > 1:
             shares[name] = value / n_parts
     return replace(costs, **shares)
@@ -70,7 +84,13 @@ def _marker(i: int) -> dict[str, Any]:
     # Two curves in one place stay visible: of two neighbours one marker is smaller.
     size = 7.5 - 1.5 * (i % 2)
     marker = _MARKERS[i % len(_MARKERS)]
-    return {"color": _colour(i), "marker": marker, "markersize": size, "markerfacecolor": "white", "linestyle": ""}
+    return {
+        "color": _colour(i),
+        "marker": marker,
+        "markersize": size,
+        "markerfacecolor": "white",
+        "linestyle": "",
+    }
 
 
 def _begin(curves: Iterable[str], height: float) -> tuple[ChartFigure, Axes]:
@@ -99,7 +119,11 @@ def _name_ends(figure: ChartFigure, axes: Axes, ends: dict[str, float]) -> None:
     places = _apart([heights[i] for i in order], 1.3 * _LABEL / 72 / inches)
     for i, place in zip(order, places, strict=True):
         axes.plot([1], [place], transform=beside, clip_on=False, **_marker(i))
-        look: dict[str, Any] = {"textcoords": "offset points", "size": _LABEL, "va": "center_baseline"}
+        look: dict[str, Any] = {
+            "textcoords": "offset points",
+            "size": _LABEL,
+            "va": "center_baseline",
+        }
         axes.annotate(list(ends)[i], (1, place), xycoords="axes fraction", xytext=(17, 0), **look)
 
 
@@ -112,7 +136,9 @@ def _apart(values: Sequence[float], least: float) -> list[float]:
             other, others = groups.pop()
             middle, number = (middle * number + other * others) / (number + others), number + others
         groups.append((middle, number))
-    return [middle + least * (i - (number - 1) / 2) for middle, number in groups for i in range(number)]
+    return [
+        middle + least * (i - (number - 1) / 2) for middle, number in groups for i in range(number)
+    ]
 
 
 @dataclass(frozen=True)
@@ -125,7 +151,9 @@ class _Point:
 
     @property
     def label(self) -> str:
-        return listed([f"{name} (asynchronous)" if name == _ASYNCHRONOUS else name for name in self.names])
+        return listed(
+            [f"{name} (asynchronous)" if name == _ASYNCHRONOUS else name for name in self.names]
+        )
 
     @property
     def is_asynchronous(self) -> bool:
@@ -145,13 +173,15 @@ def pareto(
     schedules: str | Sequence[str] | None = None,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw the bubble of schedules against the peak memory of their fullest rank; a line joins those none other beats.
+    """Draw the bubble of schedules against the peak memory of their fullest rank; a line joins
+    those none other beats.
 
-    ``pipedream`` is drawn hollow and left out of the line: it computes another step, with older weights.
+    ``pipedream`` is drawn hollow and left out of the line: it computes another step, with older
+    weights.
 
     Args:
-        costs: of all layers of a rank, one number each; a chunk gets its share. Unless given, memory counts activations
-            of one microbatch in all layers of a rank.
+        costs: of all layers of a rank, one number each; a chunk gets its share. Unless given,
+            memory counts activations of one microbatch in all layers of a rank.
         schedules: all unless given; those that do not allow these sizes are named under the axis.
     """
     chosen = _known(names() if schedules is None else schedules)
@@ -160,7 +190,8 @@ def pareto(
     best = [point for point in rivals if not any(other.beats(point) for other in rivals)]
     best.sort(key=lambda point: point.memory)
     groups = {
-        point: _ANOTHER_STEP if point.is_asynchronous else _UNBEATEN if point in best else _BEATEN for point in points
+        point: _ANOTHER_STEP if point.is_asynchronous else _UNBEATEN if point in best else _BEATEN
+        for point in points
     }
     figure = ChartFigure(WIDTH, 4.6)
     axes = figure.axes_with_margins(left=0.75, right=0.4, bottom=0.6, top=0.47)
@@ -169,22 +200,36 @@ def pareto(
     largest = max([*(point.bubble for point in points), 0.01])
     axes.set_ylim(-0.03 * largest, 1.07 * largest)
     steps = [(point.memory, point.bubble) for point in best]
-    axes.plot(*zip(*steps, strict=True), color=chart.TEXT_GREY, linewidth=1.0, drawstyle="steps-post", zorder=1)
+    axes.plot(
+        *zip(*steps, strict=True),
+        color=chart.TEXT_GREY,
+        linewidth=1.0,
+        drawstyle="steps-post",
+        zorder=1,
+    )
     for group, look in _LOOKS.items():
         if mine := [point for point in points if groups[point] == group]:
             x, y = [point.memory for point in mine], [point.bubble for point in mine]
             axes.plot(x, y, linestyle="", markersize=7, clip_on=False, label=group, **look)
     axes.legend(loc="upper right", fontsize=8.5, frameon=False)
     _label_points(axes, points, best)
-    what = "activations of one microbatch in all layers of a rank" if costs is None else "unit of the costs"
+    what = (
+        "activations of one microbatch in all layers of a rank"
+        if costs is None
+        else "unit of the costs"
+    )
     note = f"; not possible with these sizes: {', '.join(refused)}" if refused else ""
     _describe(axes, f"peak memory of the fullest rank ({what}){note}", "bubble, of all rank time")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     axes.grid(color=chart.IDLE_GREY, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
 
-    finding = f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch', 'microbatches')}: "
-    finding += f"from {best[0].label} to {best[-1].label}, less bubble costs memory" * (len(best) > 1)
+    finding = (
+        f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch', 'microbatches')}: "
+    )
+    finding += f"from {best[0].label} to {best[-1].label}, less bubble costs memory" * (
+        len(best) > 1
+    )
     finding += f"{best[0].label} has the least bubble and the least memory" * (len(best) == 1)
     each = "; ".join(f"{p.label} {percent(p.bubble)} at {amount(p.memory)}" for p in points)
     missing = f" Not possible with these sizes: {listed(refused)}." if refused else ""
@@ -219,7 +264,9 @@ def _label_points(axes: Axes, points: Sequence[_Point], best: Sequence[_Point]) 
     points_x, points_y = points_per_unit(axes)
     taken = [(p.memory * points_x - 4, p.bubble * points_y - 4, 8.0, 8.0) for p in points]
     for before, after in pairwise(best):
-        x, y, right, low = (v * s for p in (before, after) for v, s in ((p.memory, points_x), (p.bubble, points_y)))
+        x, y, right, low = (
+            v * s for p in (before, after) for v, s in ((p.memory, points_x), (p.bubble, points_y))
+        )
         taken += [(x, y - 1, right - x, 2.0), (right - 1, low, 2.0, y - low)]
     edge = axes.get_xlim()[1] * points_x
 
@@ -227,14 +274,22 @@ def _label_points(axes: Axes, points: Sequence[_Point], best: Sequence[_Point]) 
         x, y, width, height = box
         if x < 2 or x + width > edge + 20 or y < 2:
             return False
-        return all(x + width <= a or a + w <= x or y + height <= b or b + h <= y for a, b, w, h in taken)
+        return all(
+            x + width <= a or a + w <= x or y + height <= b or b + h <= y for a, b, w, h in taken
+        )
 
     for point in sorted(points, key=lambda each: -each.bubble):
         width, height = text_width(point.label, _LABEL), 1.1 * _LABEL
         x, y = point.memory * points_x, point.bubble * points_y
         sides = [(x + 7, y - height / 2), (x - 7 - width, y - height / 2)]
-        sides += [(x - width / 2, y + sign * away - height / 2) for away in (13, 24, 35) for sign in (1, -1)]
-        box = next(filter(is_free, ((*side, width, height) for side in sides)), (*sides[0], width, height))
+        sides += [
+            (x - width / 2, y + sign * away - height / 2)
+            for away in (13, 24, 35)
+            for sign in (1, -1)
+        ]
+        box = next(
+            filter(is_free, ((*side, width, height) for side in sides)), (*sides[0], width, height)
+        )
         taken.append(box)
         offset = (box[0] - x, box[1] - y + 0.15 * height)
         where = (point.memory, point.bubble)
@@ -251,24 +306,32 @@ def speed_up(
     measured: Sequence[Timeline] = (),
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw how many times as fast as one rank each schedule is, on more and more ranks, with one model and one batch.
+    """Draw how many times as fast as one rank each schedule is, on more and more ranks, with one
+    model and one batch.
 
-    Lines are simulated, filled points are measured. Where a schedule does not allow a number of ranks, it has no point.
+    Lines are simulated, filled points are measured. Where a schedule does not allow a number of
+    ranks, it has no point.
 
     Args:
         schedules: names as for :func:`course_pp.schedule.build`, or one of them.
         ranks: numbers of ranks; the model is cut into as many stages, times the chunks.
         n_microbatches: m, however many ranks there are.
-        n_chunks: stages a rank, for the schedules that allow another number; their own unless given.
-        costs: of all layers of the model, one number each; a stage gets its share. Messages cost what they cost.
-        measured: steps under ``schedules``, by their names; of those that a busy machine simulated there is no point.
+        n_chunks: stages a rank, for the schedules that allow another number; their own unless
+            given.
+        costs: of all layers of the model, one number each; a stage gets its share. Messages cost
+            what they cost.
+        measured: steps under ``schedules``, by their names; of those that a busy machine simulated
+            there is no point.
     """
     schedules = _known(schedules)
     refuse_below(1, "speed_up", ranks=min(ranks, default=0), n_chunks=n_chunks)
     ran: dict[str, dict[int, float]] = {}  # how much work was done at once
     for tl in measured:
         if tl.measured and tl.name not in schedules:
-            raise ValueError(f"measured has {tl.name!r}, which is not drawn: name it in schedules, or leave it out")
+            raise ValueError(
+                f"measured has {tl.name!r}, which is not drawn: name it in schedules, or leave"
+                " it out"
+            )
         if tl.measured:
             ran.setdefault(tl.name, {})[tl.n_ranks] = float(tl.n_ranks * tl.utilisation)
     ranks, costs = sorted(set(ranks)), Costs() if costs is None else costs
@@ -281,7 +344,9 @@ def speed_up(
     axes.set_ylim(0.8, max(2, most) * 1.2)
     ends = list(axes.get_xlim())
     axes.plot(ends, ends, color=chart.TEXT_GREY, lw=1.0, zorder=1)
-    axes.fill_between(ends, [_NEAR_LINEAR * p for p in ends], ends, color=chart.IDLE_GREY, zorder=0, lw=0)
+    axes.fill_between(
+        ends, [_NEAR_LINEAR * p for p in ends], ends, color=chart.IDLE_GREY, zorder=0, lw=0
+    )
     ticks = [2**k for k in range(int(log2(max(2, most))) + 1)]
     axes.set_xticks(list(ranks), [str(p) for p in ranks])
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
@@ -292,51 +357,83 @@ def speed_up(
     for i, (name, points) in enumerate(simulated.items()):
         axes.plot(list(points), list(points.values()), color=_colour(i), linestyle=_dash(i), lw=1.6)
         seen = ran.get(name, {})
-        axes.plot(list(seen), list(seen.values()), **(_marker(i) | {"markerfacecolor": _colour(i)}), zorder=3)
+        axes.plot(
+            list(seen),
+            list(seen.values()),
+            **(_marker(i) | {"markerfacecolor": _colour(i)}),
+            zorder=3,
+        )
     _name_ends(figure, axes, {name: points[max(points)] for name, points in simulated.items()})
 
     lines, near = [], dict[int, list[str]]()
     for name, points in simulated.items():
         told = f"{name} " + ", ".join(f"{value:.3g} on {p}" for p, value in points.items())
         if name in ran:
-            told += "; measured " + ", ".join(f"{value:.3g} on {p}" for p, value in ran[name].items())
+            told += "; measured " + ", ".join(
+                f"{value:.3g} on {p}" for p, value in ran[name].items()
+            )
         lines.append(told)
         # The most ranks up to which every number drawn keeps 80 % of linear.
         short = [p for p, value in points.items() if value < _NEAR_LINEAR * p]
-        near.setdefault(max((p for p in points if not short or p < short[0]), default=1), []).append(name)
+        near.setdefault(
+            max((p for p in points if not short or p < short[0]), default=1), []
+        ).append(name)
     ends_of = ", ".join(f"{p} ({listed(near[p])})" for p in sorted(near, reverse=True))
-    finding = f"{counted(n_microbatches, 'microbatch', 'microbatches')}: near linear up to {ends_of} ranks"
-    alt_text = f"How many times as fast as one rank, against the number of ranks. {finding}. {'. '.join(lines)}."
+    finding = (
+        f"{counted(n_microbatches, 'microbatch', 'microbatches')}: near linear up to {ends_of}"
+        " ranks"
+    )
+    alt_text = (
+        f"How many times as fast as one rank, against the number of ranks. {finding}."
+        f" {'. '.join(lines)}."
+    )
     return figure.finish(axes, title, finding, alt_text)
 
 
-def _faster(name: str, ranks: Sequence[int], m: int, n_chunks: int | None, costs: Costs) -> dict[int, float]:
+def _faster(
+    name: str, ranks: Sequence[int], m: int, n_chunks: int | None, costs: Costs
+) -> dict[int, float]:
     """Return for each number of ranks that the schedule allows, how many times as fast as one it is."""
     entry, whole = find(name), _share(costs, 1)
-    alone = float(m * sum(getattr(whole, kind) for kind in ("forward", "input_grad", "weight_grad", "recompute")))
+    alone = float(
+        m
+        * sum(
+            getattr(whole, kind) for kind in ("forward", "input_grad", "weight_grad", "recompute")
+        )
+    )
     points, refusal = {}, None
     for p in ranks:
         try:
-            schedule = build(name, p, m, n_chunks if entry.any_chunks and entry.n_chunks > 1 else None)
+            schedule = build(
+                name, p, m, n_chunks if entry.any_chunks and entry.n_chunks > 1 else None
+            )
         except ValueError as problem:
             refusal = problem
             continue
-        # Schedules with a stage on two ranks have as many stages as ranks; others have v times as many.
+        # Schedules with a stage on two ranks have as many stages as ranks; others have v times as
+        # many.
         points[p] = alone / float(simulate(schedule, _share(costs, schedule.n_stages)).makespan)
     if not points:
-        raise ValueError(f"{name} allows none of the numbers in ranks, {list(ranks)}: {refusal}") from refusal
+        raise ValueError(
+            f"{name} allows none of the numbers in ranks, {list(ranks)}: {refusal}"
+        ) from refusal
     return points
 
 
 @checked
 def break_even(curves: Mapping[str, Mapping[int, float]], title: str | None = None) -> ChartFigure:
-    """Draw how long steps take beside data parallelism's, over the tokens of a sequence; both axes are logarithmic.
+    """Draw how long steps take beside data parallelism's, over the tokens of a sequence; both axes
+    are logarithmic.
 
     Args:
-        curves: by name, for each number of tokens, from 2 numbers on, the time over data parallelism's.
+        curves: by name, for each number of tokens, from 2 numbers on, the time over data
+            parallelism's.
         title: instead of the finding: where the curves pass 1.
     """
-    heights = {name: {tokens: log2(curve[tokens]) for tokens in sorted(curve)} for name, curve in curves.items()}
+    heights = {
+        name: {tokens: log2(curve[tokens]) for tokens in sorted(curve)}
+        for name, curve in curves.items()
+    }
     figure, axes = _begin(curves, 4.2)
     tokens = sorted({each for points in heights.values() for each in points})
     every = [height for points in heights.values() for height in points.values()]
@@ -349,14 +446,24 @@ def break_even(curves: Mapping[str, Mapping[int, float]], title: str | None = No
     axes.set_yticks(ticks, [f"{2**each}" if each >= 0 else f"1/{2**-each}" for each in ticks])
     axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
     axes.xaxis.set_minor_locator(NullLocator())
-    _describe(axes, "tokens of a sequence; grey: data parallelism is the faster", "step, over data parallelism's")
+    _describe(
+        axes,
+        "tokens of a sequence; grey: data parallelism is the faster",
+        "step, over data parallelism's",
+    )
     for i, points in enumerate(heights.values()):
-        axes.plot(list(points), list(points.values()), **{**_marker(i), "linestyle": _dash(i), "linewidth": 1.6})
+        axes.plot(
+            list(points),
+            list(points.values()),
+            **{**_marker(i), "linestyle": _dash(i), "linewidth": 1.6},
+        )
     _name_ends(figure, axes, {name: points[max(points)] for name, points in heights.items()})
 
     told, passes = [], []
     for name, curve in curves.items():
-        told.append(f"{name}: " + ", ".join(f"{curve[each]:.3g} at {each:,}" for each in sorted(curve)))
+        told.append(
+            f"{name}: " + ", ".join(f"{curve[each]:.3g} at {each:,}" for each in sorted(curve))
+        )
         if (at := crossing(curve)) is not None:
             passes.append(at)
             told[-1] += f"; passes 1 near {_rounded(at)}"

@@ -19,15 +19,20 @@ _FILLS = (chart.SKY_BLUE, chart.YELLOW, chart.ORANGE, chart.PURPLE)
 
 @checked
 def cut(
-    config: Any, layers: Sequence[tuple[int, int]], tokens: int, itemsize: int = 4, title: str | None = None
+    config: Any,
+    layers: Sequence[tuple[int, int]],
+    tokens: int,
+    itemsize: int = 4,
+    title: str | None = None,
 ) -> ChartFigure:
-    """Draw a model cut into stages, one a rank: what each holds, and what crosses each cut on the way there and back.
+    """Draw a model cut into stages, one a rank: what each holds, and what crosses each cut on the
+    way there and back.
 
     Over each cut go ``tokens × dim`` numbers of activations, and as many of their gradients.
 
     Args:
-        config: a :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and numbers of
-            parameters of the embedding, each layer and the head.
+        config: a :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers``
+            and numbers of parameters of the embedding, each layer and the head.
         layers: (start, end) of the layers of each of up to 8 stages, as
             :func:`course_pp.model.compute_layer_assignment` gives them.
         tokens: that go through at once, rows × length.
@@ -42,10 +47,15 @@ def cut(
     crossing = format_bytes(tokens * config.dim * itemsize)
     sizes, contents = [], []
     for stage, (start, end) in enumerate(layers):
-        first, last = config.n_embedding_parameters * (stage == 0), config.n_head_parameters * (stage == p - 1)
+        first, last = (
+            config.n_embedding_parameters * (stage == 0),
+            config.n_head_parameters * (stage == p - 1),
+        )
         sizes.append(itemsize * (first + sum(config.layer_parameters[start:end]) + last))
         held = ["the embedding"] * (stage == 0)
-        held += [f"layers {start} to {end - 1}" if end - start > 1 else f"layer {start}"] * (end > start)
+        held += [f"layers {start} to {end - 1}" if end - start > 1 else f"layer {start}"] * (
+            end > start
+        )
         contents.append(", ".join([*held, *["norm and head"] * (stage == p - 1)]))
     finding = f"{counted(config.n_layers, 'layer')} in one piece: nothing crosses"
     if p > 1:
@@ -55,36 +65,56 @@ def cut(
 
     gap = min(1.15, 3.2 / max(p - 1, 1)) if p > 1 else 0.0
     each = min(2.9, (WIDTH - 2 * MARGIN - (p - 1) * gap) / p)
-    note = f"{tokens:,} tokens; solid arrow: activation, dashed: gradient, {crossing} each" * (p > 1)
+    note = f"{tokens:,} tokens; solid arrow: activation, dashed: gradient, {crossing} each" * (
+        p > 1
+    )
     sketch = Sketch(p * each + (p - 1) * gap, _TOP + _HIGH + 0.4, title or finding, note)
     for stage in range(p):
         left = stage * (each + gap)
         _draw_stage(sketch, layers, stage, left, each)
         middle = left + each / 2
-        sketch.text((middle, _TOP + _HIGH + 0.14), format_bytes(sizes[stage]), SMALL, align="center")
-        sketch.text((middle, _TOP + _HIGH + 0.29), "of weights", SMALL, align="center", ink=chart.TEXT_GREY)
+        sketch.text(
+            (middle, _TOP + _HIGH + 0.14), format_bytes(sizes[stage]), SMALL, align="center"
+        )
+        sketch.text(
+            (middle, _TOP + _HIGH + 0.29), "of weights", SMALL, align="center", ink=chart.TEXT_GREY
+        )
     for stage in range(p - 1):
         x, there, back = stage * (each + gap) + each, _TOP + 0.42, _TOP + 0.86
         sketch.arrow((x + 0.05, there), (x + gap - 0.05, there), ink=chart.BLUE, line=2, head=13)
-        sketch.arrow((x + gap - 0.05, back), (x + 0.05, back), ink=chart.VERMILION, line=2, head=13, dashed=True)
+        sketch.arrow(
+            (x + gap - 0.05, back),
+            (x + 0.05, back),
+            ink=chart.VERMILION,
+            line=2,
+            head=13,
+            dashed=True,
+        )
         words = {"activation": there - 0.2, "gradient": back + 0.2}
         if max(width_of(word, SMALL) for word in (*words, crossing)) < gap - 0.1:
             for name, y in words.items():
                 sketch.text((x + gap / 2, y), f"{name}\n{crossing}", SMALL, align="center")
     held_by = "; ".join(
-        f"stage {stage} holds {contents[stage]}, {format_bytes(size)} of weights" for stage, size in enumerate(sizes)
+        f"stage {stage} holds {contents[stage]}, {format_bytes(size)} of weights"
+        for stage, size in enumerate(sizes)
     )
-    return sketch.finish(f"A model as a row of {counted(p, 'stage')}, one a rank. {finding}. {held_by}.")
+    return sketch.finish(
+        f"A model as a row of {counted(p, 'stage')}, one a rank. {finding}. {held_by}."
+    )
 
 
-def _draw_stage(sketch: Sketch, layers: Sequence[tuple[int, int]], stage: int, x: float, width: float) -> None:
+def _draw_stage(
+    sketch: Sketch, layers: Sequence[tuple[int, int]], stage: int, x: float, width: float
+) -> None:
     start, end = layers[stage]
     sketch.text((x + width / 2, 0.13), f"rank {stage}", align="center", bold=True)
     sketch.box((x, _TOP), (width, _HIGH), rounded=True, line=1.5)
     slabs = [("emb", chart.YELLOW)] * (stage == 0)
     slabs += [(str(layer), chart.SKY_BLUE) for layer in range(start, end)]
     slabs += [("head", chart.ORANGE)] * (stage == len(layers) - 1)
-    sketch.text((x + width / 2, _TOP + 0.16), f"stage {stage}", SMALL, align="center", ink=chart.TEXT_GREY)
+    sketch.text(
+        (x + width / 2, _TOP + 0.16), f"stage {stage}", SMALL, align="center", ink=chart.TEXT_GREY
+    )
     inner, left = width - 0.16, x + 0.08
     # Ends are as wide as their names, layers share the rest.
     ends = {name: min(0.42, inner / 3) for name, _ in slabs if not name.isdigit()}
@@ -102,16 +132,24 @@ def _draw_stage(sketch: Sketch, layers: Sequence[tuple[int, int]], stage: int, x
     if each < 0.17:  # too thin for a name each
         corner, wide = x + 0.08 + ends.get("emb", 0.0), each * (end - start)
         sketch.box((corner, top), (wide, high), fill=chart.SKY_BLUE)
-        sketch.text((corner + wide / 2, top + high / 2), f"{start}–{end - 1}", SMALL, align="center", on_white=True)
+        sketch.text(
+            (corner + wide / 2, top + high / 2),
+            f"{start}–{end - 1}",
+            SMALL,
+            align="center",
+            on_white=True,
+        )
 
 
 @checked
 def carried(cut: Any, title: str | None = None) -> ChartFigure:
-    """Draw the calls of a model's modules in a row, the cuts between stages, and each tensor that crosses one.
+    """Draw the calls of a model's modules in a row, the cuts between stages, and each tensor that
+    crosses one.
 
-    An arrow leads from the module that makes tensors to each that reads them, and out to the right if the model returns
-    them; ×3 stands at the arrow of three. It is blue if each stage on its way reads them, and orange and dashed if some
-    only hand them on. ``cut`` is what :func:`course_pp.parallel.split.crossing` returns, of up to 24 calls.
+    An arrow leads from the module that makes tensors to each that reads them, and out to the right
+    if the model returns them; ×3 stands at the arrow of three. It is blue if each stage on its way
+    reads them, and orange and dashed if some only hand them on. ``cut`` is what
+    :func:`course_pp.parallel.split.crossing` returns, of up to 24 calls.
     """
     n_calls = len(cut.calls)
     refuse_outside(1, 24, calls_of_cut=n_calls)
@@ -121,19 +159,28 @@ def carried(cut: Any, title: str | None = None) -> ChartFigure:
     top = (1 + max(levels, default=0)) * _LEVEL + 0.1
     each = min(0.95, (WIDTH - 2 * MARGIN) / n_calls)
     finding = _finding(cut)
-    note = "blue: read in every stage on its way; orange, dashed: some only hand it on" if cut.values else ""
+    note = (
+        "blue: read in every stage on its way; orange, dashed: some only hand it on"
+        if cut.values
+        else ""
+    )
     labels = _labels(cut, each)
     below = _BELOW + _ROW * max([1, *(row for *_, row in labels)])
     sketch = Sketch(n_calls * each, top + _BOX + below, title or finding, note)
     for number, name in enumerate(cut.calls):
         *_, before, last = ["", *str(name).split(".")]
-        short = f"{before}.{last}" if last.isdigit() and before else last  # h.3 of transformer.h.3, norm of model.norm
+        # h.3 of transformer.h.3, norm of model.norm
+        short = f"{before}.{last}" if last.isdigit() and before else last
         fill = _FILLS[_stage_of(cut, number) % len(_FILLS)]
         place = ((number * each + 0.03, top), (each - 0.06, _BOX))
         sketch.box(*place, short.replace("_", "\n"), fill=fill, sizes=(SMALL, LEAST))
     for stage, (start, end) in enumerate(pairwise((0, *cut.begins, n_calls))):
-        words = f"stage {stage}" if (end - start) * each > width_of("stage 0", SMALL) else str(stage)
-        sketch.text(((start + end) / 2 * each, top + _BOX + 0.14), words, SMALL, align="center", bold=True)
+        words = (
+            f"stage {stage}" if (end - start) * each > width_of("stage 0", SMALL) else str(stage)
+        )
+        sketch.text(
+            ((start + end) / 2 * each, top + _BOX + 0.14), words, SMALL, align="center", bold=True
+        )
     for begin, (words, x, row) in zip(cut.begins, labels, strict=True):
         line = [(begin * each, 0.0), (begin * each, top + _BOX + 0.22)]
         sketch.line(*line, ink="black", line=1.6, dashed=True, zorder=3)
@@ -141,14 +188,16 @@ def carried(cut: Any, title: str | None = None) -> ChartFigure:
     for (key, value), level in zip(drawn.items(), levels, strict=True):
         _draw_value(sketch, cut, value, counts[key], each, (top, top - 0.1 - level * _LEVEL))
     told = [
-        f"the cut before {cut.calls[begin]} carries {format_bytes(sum(value.n_bytes for value in over))}, made by "
-        f"{listed(_makers(cut, over))}"
+        f"the cut before {cut.calls[begin]} carries"
+        f" {format_bytes(sum(value.n_bytes for value in over))}, made by"
+        f" {listed(_makers(cut, over))}"
         for begin in cut.begins
         if (over := _over(cut, begin))
     ]
     spelled = "; ".join(told)
     return sketch.finish(
-        f"A model's modules in a row. {finding}. " + (f"{spelled[0].upper()}{spelled[1:]}." if told else "")
+        f"A model's modules in a row. {finding}. "
+        + (f"{spelled[0].upper()}{spelled[1:]}." if told else "")
     )
 
 
@@ -157,7 +206,9 @@ def _labels(cut: Any, each: float) -> list[tuple[str, float, int]]:
     labels, row_ends = [], [float("-inf")] * len(cut.begins)
     for begin in cut.begins:
         over = _over(cut, begin)
-        words = f"{counted(len(over), 'tensor')}, {format_bytes(sum(value.n_bytes for value in over))}"
+        words = (
+            f"{counted(len(over), 'tensor')}, {format_bytes(sum(value.n_bytes for value in over))}"
+        )
         half = width_of(words, SMALL) / 2 + 0.04
         x = min(max(begin * each, half), len(cut.calls) * each - half)
         row = next(i for i, end in enumerate(row_ends) if end <= x - half)
@@ -172,14 +223,19 @@ def _levels(values: Sequence[Any]) -> list[int]:
     found: dict[int, int] = {}
     for index, value in sorted(enumerate(values), key=lambda each: each[1].read[-1] - each[1].made):
         start, end = value.made, value.read[-1]
-        level = next((i for i, row in enumerate(taken) if all(end <= a or b <= start for a, b in row)), len(taken))
+        level = next(
+            (i for i, row in enumerate(taken) if all(end <= a or b <= start for a, b in row)),
+            len(taken),
+        )
         taken += [[]] if level == len(taken) else []
         taken[level].append((start, end))
         found[index] = level
     return [found[index] for index in range(len(values))]
 
 
-def _draw_value(sketch: Sketch, cut: Any, value: Any, count: int, each: float, between: Point) -> None:
+def _draw_value(
+    sketch: Sketch, cut: Any, value: Any, count: int, each: float, between: Point
+) -> None:
     top, height = between
     past, start = _passes(cut, value), (value.made + 0.62) * each
     ink = chart.VERMILION if past else chart.BLUE

@@ -1,6 +1,7 @@
 """A panel that rebuilds, simulates and redraws a schedule whenever a slider moves.
 
-Plain functions go from settings to a report, and from that to what is shown; :class:`Panel` connects them to widgets.
+Plain functions go from settings to a report, and from that to what is shown; :class:`Panel`
+connects them to widgets.
 """
 
 from base64 import b64encode
@@ -22,7 +23,8 @@ try:
     from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "explore() needs ipywidgets, which this kernel lacks: start with `make lab`, or choose the kernel of .venv",
+        "explore() needs ipywidgets, which this kernel lacks: start with `make lab`, or choose the"
+        " kernel of .venv",
         name=error.name,
     ) from None
 
@@ -31,10 +33,10 @@ _DOTS_PER_INCH = 120
 _NONE = -1  # a menu whose value is None shows nothing
 _CELL = "padding:0 14px 0 0;text-align:left"
 _DEFINITIONS = (
-    "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et al. 2021) "
-    "divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m for GPipe and 1F1B; the "
-    "zero-bubble papers (Qi et al. 2024) put T, the longest time from a rank's first action to its last, in place "
-    "of the makespan: (T − work of the busiest rank) / T"
+    "The bubble b is the idle share of all rank time, up to the makespan. Megatron-LM (Narayanan et"
+    " al. 2021) divides the idle time by the work instead, which is b / (1 − b), and (p − 1) / m"
+    " for GPipe and 1F1B; the zero-bubble papers (Qi et al. 2024) put T, the longest time from a"
+    " rank's first action to its last, in place of the makespan: (T − work of the busiest rank) / T"
 )
 # Wide enough to hit the value one wants.
 _WIDE: dict[str, Any] = {"style": {"description_width": "10em"}, "layout": {"width": "35em"}}
@@ -61,9 +63,11 @@ class Settings:
 
 
 def explore(**settings: Any) -> "Panel":
-    """Show a panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, the reason for any gap.
+    """Show a panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, the
+    reason for any gap.
 
-    ``settings`` say where to start, by the names of :class:`Settings`: ``schedule="zb_h1", n_ranks=8``.
+    ``settings`` say where to start, by the names of :class:`Settings`: ``schedule="zb_h1",
+    n_ranks=8``.
     """
     return Panel(Settings(**settings))
 
@@ -77,7 +81,8 @@ def report_of(settings: Settings) -> ScheduleReport:
     if settings.slow_stage is not None:
         if not 0 <= settings.slow_stage < n_stages:
             raise ValueError(
-                f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose one of them, or none"
+                f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose"
+                " one of them, or none"
             )
         factors[settings.slow_stage] = settings.slowdown
 
@@ -99,8 +104,13 @@ def report_of(settings: Settings) -> ScheduleReport:
 def figure_of(report: ScheduleReport, gap: Gap | None) -> ChartFigure:
     figure = timeline(report.timeline)
     if gap is not None:
-        corner, look = (float(gap.start), gap.rank - ROW_FILL / 2), dict[str, Any](edgecolor="black", linewidth=2)
-        frame = Rectangle(corner, float(gap.duration), ROW_FILL, fill=False, clip_on=False, zorder=5, **look)
+        corner, look = (
+            (float(gap.start), gap.rank - ROW_FILL / 2),
+            dict[str, Any](edgecolor="black", linewidth=2),
+        )
+        frame = Rectangle(
+            corner, float(gap.duration), ROW_FILL, fill=False, clip_on=False, zorder=5, **look
+        )
         figure.axes[0].add_patch(frame)
         figure.alt_text += f" Framed: {gap.cause}."
     return figure
@@ -114,7 +124,12 @@ def numbers_html(report: ScheduleReport) -> str:
         bubbles = (of.bubble_fraction, of_the_work(of.bubble_fraction), of.span_bubble_fraction)
         return [format_time(of.makespan), *map(percent, bubbles)]
 
-    names = ["makespan", "bubble b, of all rank time", "b / (1 − b), of the work", "bubble, of the longest span"]
+    names = [
+        "makespan",
+        "bubble b, of all rank time",
+        "b / (1 − b), of the work",
+        "bubble, of the longest span",
+    ]
     form = report.closed_form
     columns = (names, column(report.timeline), column(form) if form else ["–"] * len(names))
     return _table([("", "simulated", "closed form"), *zip(*columns, strict=True)])
@@ -139,7 +154,15 @@ def ranks_html(report: ScheduleReport) -> str:
         predicted = str(form.peak_activations[rank]) if form else "–"
         busy = percent(tl.busy[rank] / tl.makespan if tl.makespan else 0)
         style = f"background:{chart.BLUE};height:0.7em;width:{round(120 * peak / highest)}px"
-        rows.append((str(rank), busy, str(peak), predicted, f'<div aria-hidden="true" style="{style}"></div>'))
+        rows.append(
+            (
+                str(rank),
+                busy,
+                str(peak),
+                predicted,
+                f'<div aria-hidden="true" style="{style}"></div>',
+            )
+        )
     return _table(rows)
 
 
@@ -156,7 +179,9 @@ class Panel(VBox):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.controls = _controls(settings)
-        self.picture, self.cause, self.numbers, self.ranks, self.formula = (HTML() for _ in range(5))
+        self.picture, self.cause, self.numbers, self.ranks, self.formula = (
+            HTML() for _ in range(5)
+        )
         self.gap = Dropdown(description="why idle:", **_WIDE)
         self._report: ScheduleReport | None = None
         self._figure: ChartFigure | None = None
@@ -168,7 +193,8 @@ class Panel(VBox):
                 self.picture,
                 HBox([self.gap, self.cause], layout=side_by_side),
                 HBox(
-                    [VBox([self.numbers, self.formula], layout=Layout(width="35em")), self.ranks], layout=side_by_side
+                    [VBox([self.numbers, self.formula], layout=Layout(width="35em")), self.ranks],
+                    layout=side_by_side,
                 ),
                 HTML(_sentence(_DEFINITIONS)),
             ]
@@ -179,13 +205,17 @@ class Panel(VBox):
         self.update()
 
     def update(self, _change: object = None) -> None:
-        self.settings = replace(self.settings, **{name: _value(control) for name, control in self.controls.items()})
+        self.settings = replace(
+            self.settings, **{name: _value(control) for name, control in self.controls.items()}
+        )
         try:
             self._report = report_of(self.settings)
         except ValueError as problem:
             self._report = self._figure = None
             self._offer_gaps(())
-            self.picture.value = f'<p role="alert" style="font-size:110%">{escape(str(problem))}</p>'
+            self.picture.value = (
+                f'<p role="alert" style="font-size:110%">{escape(str(problem))}</p>'
+            )
             self.numbers.value = self.ranks.value = self.formula.value = self.cause.value = ""
             return
         self._offer_gaps(self._report.timeline.idle_gaps)
@@ -202,7 +232,10 @@ class Panel(VBox):
         gap = None if self.gap.value is None else gaps[self.gap.value]
         self._figure = figure_of(self._report, gap)
         self._figure.set_dpi(_DOTS_PER_INCH)
-        data, alt = b64encode(self._figure.png(quick=True)).decode("ascii"), escape(self._figure.alt_text)
+        data, alt = (
+            b64encode(self._figure.png(quick=True)).decode("ascii"),
+            escape(self._figure.alt_text),
+        )
         style = "display:block;width:100%;max-width:860px"
         self.picture.value = f'<img src="data:image/png;base64,{data}" alt="{alt}" style="{style}">'
         self.cause.value = _sentence(gap.cause if gap else "no rank is ever idle")
@@ -211,7 +244,8 @@ class Panel(VBox):
         """Fill the menu and choose the longest gap, without drawing for every step of it."""
         self.gap.unobserve(self.frame, "value")
         self.gap.options = [
-            (f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", i) for i, gap in enumerate(gaps)
+            (f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", i)
+            for i, gap in enumerate(gaps)
         ]
         self.gap.value = gaps.index(max(gaps, key=lambda gap: gap.duration)) if gaps else None
         self.gap.disabled = not gaps
@@ -234,13 +268,17 @@ def _controls(settings: Settings) -> dict[str, Widget]:
 
     def times(text: str, least: float = 0.0, most: float = 4.0) -> Widget:
         # Quarters are exact in binary, so simulation and formula agree to the last digit.
-        return FloatSlider(description=text, min=least, max=most, step=0.25, readout_format=".2f", **_WIDE)
+        return FloatSlider(
+            description=text, min=least, max=most, step=0.25, readout_format=".2f", **_WIDE
+        )
 
     # In two columns, from left to right.
     controls = {
         "schedule": choice("schedule", {name: name for name in names()}),
         "forward": times("forward f"),
-        "n_chunks": choice("chunks a rank", {"the schedule's own": _NONE, **{str(n): n for n in range(1, 5)}}),
+        "n_chunks": choice(
+            "chunks a rank", {"the schedule's own": _NONE, **{str(n): n for n in range(1, 5)}}
+        ),
         "input_grad": times("input gradient b"),
         "n_ranks": whole("ranks p", 16),
         "weight_grad": times("weight gradient w"),
@@ -254,7 +292,8 @@ def _controls(settings: Settings) -> dict[str, Widget]:
         value, control = getattr(settings, field.name), controls[field.name]
         try:
             control.value = _none_of(control) if value is None else value
-            is_shown = _value(control) == value and not isinstance(value, bool)  # Python takes True for 1
+            # Python takes True for 1
+            is_shown = _value(control) == value and not isinstance(value, bool)
         except Exception:  # ipywidgets raises TraitError, which is no ValueError
             is_shown = False
         if not is_shown:

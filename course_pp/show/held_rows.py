@@ -49,8 +49,9 @@ def memory(
     """Draw for each rank what it holds over time, all to one scale, with the peak in the margin.
 
     Args:
-        costs: what activations, values of edges and versions of the weights weigh. Without it (stage, microbatch)
-            activations count 1, from the start of their ``F`` to the end of ``B`` or ``W``, as do values of edges.
+        costs: what activations, values of edges and versions of the weights weigh. Without it
+            (stage, microbatch) activations count 1, from the start of their ``F`` to the end of
+            ``B`` or ``W``, as do values of edges.
         measured: draw the bytes that a recorder counted in that run instead: ``recorder.memory()``.
         kind: which of these: ``activation``, ``buffer``, ``queued``, ``version`` or ``total``.
     """
@@ -78,13 +79,23 @@ def memory(
     timelines.draw_idle(axes, tl.n_ranks, end)
     areas = [_area(curve, rank, scale, end, highest) for rank, curve in enumerate(curves)]
     axes.add_collection(PolyCollection(areas, facecolors=chart.SKY_BLUE, linewidths=0, zorder=1))
-    axes.add_collection(LineCollection([area[1:-1] for area in areas], colors=chart.BLUE, linewidths=1.1, zorder=3))
+    axes.add_collection(
+        LineCollection([area[1:-1] for area in areas], colors=chart.BLUE, linewidths=1.1, zorder=3)
+    )
     levels = [[(0, top), (end, top)] for top in (min(y for _, y in area) for area in areas)]
-    axes.add_collection(LineCollection(levels, colors=chart.TEXT_GREY, linewidths=0.7, linestyles="dotted", zorder=4))
+    axes.add_collection(
+        LineCollection(
+            levels, colors=chart.TEXT_GREY, linewidths=0.7, linestyles="dotted", zorder=4
+        )
+    )
     if costs is not None and any(costs.each("weights", tl.n_stages)):
-        weights = tl.memory_curve(replace(costs, activation=0, released_by_input_grad=0, edge_activation=0))
+        weights = tl.memory_curve(
+            replace(costs, activation=0, released_by_input_grad=0, edge_activation=0)
+        )
         bottoms = [_area(curve, rank, scale, end, highest) for rank, curve in enumerate(weights)]
-        axes.add_collection(PolyCollection(bottoms, facecolors=chart.ORANGE, linewidths=0, zorder=2, **_STRIPES))
+        axes.add_collection(
+            PolyCollection(bottoms, facecolors=chart.ORANGE, linewidths=0, zorder=2, **_STRIPES)
+        )
         key = [Patch(facecolor=chart.ORANGE, label="weights, every version", **_STRIPES)]
         others = "activations and values" if has_values else "activations"
         add_legend(axes, [*key, Patch(facecolor=chart.SKY_BLUE, label=others)])
@@ -102,16 +113,23 @@ def memory(
     first = next(time for time, held in curves[rank] if held == peaks[rank])
     at = f"{round(float(first) * scale, 4):g}" + (f" {unit}" if tl.unit else "")
     told += f" {finding}. Rank {rank} reaches {spell(peaks[rank])} at time {at}."
-    kept = [f"rank {rank} {versions}" for rank, versions in enumerate(tl.weight_versions) if versions > 1]
+    kept = [
+        f"rank {rank} {versions}"
+        for rank, versions in enumerate(tl.weight_versions)
+        if versions > 1
+    ]
     told += f" Versions of the weights kept: {listed(kept)}." if kept else ""
     return figure.finish(axes, title, finding, told)
 
 
-def _area(curve: _Curve, rank: int, scale: float, end: float, highest: float) -> list[tuple[float, float]]:
+def _area(
+    curve: _Curve, rank: int, scale: float, end: float, highest: float
+) -> list[tuple[float, float]]:
     """Return the corners of the area under a curve, in the row of ``rank``."""
     floor = rank + ROW_FILL / 2
     corners, level = [(0.0, floor)], floor
-    # Of several changes at one time the last counts: one released and the next taken at once is no change.
+    # Of several changes at one time the last counts: one released and the next taken at once is no
+    # change.
     for time, held in dict(curve).items():
         x, height = float(time) * scale, ROW_FILL * float(held) / (highest or 1)
         corners += [(x, level), (x, floor - height)]
@@ -139,11 +157,13 @@ class _Used:
 
 @checked
 def versions(tl: Timeline, ledger: Ledger, title: str | None = None) -> ChartFigure:
-    """Draw which version of its stage's weights each forward and backward used, and which each update made.
+    """Draw which version of its stage's weights each forward and backward used, and which each
+    update made.
 
-    A box has the colour and the number of its version; backwards are hatched. A diamond is an update, with the version
-    that it makes. A heavy frame and ``≠`` mark a backward that used another version than its forward.
-    ``ledger`` is of the same schedule: ``EmulatedRun.ledger``, or what :func:`course_pp.schedule.ledger` returns.
+    A box has the colour and the number of its version; backwards are hatched. A diamond is an
+    update, with the version that it makes. A heavy frame and ``≠`` mark a backward that used
+    another version than its forward. ``ledger`` is of the same schedule: ``EmulatedRun.ledger``, or
+    what :func:`course_pp.schedule.ledger` returns.
     """
     if not any(action.kind == "U" for action in tl.actions):
         raise ValueError(f"{tl!r} has no updates (U), so one version: draw it with show.timeline")
@@ -165,16 +185,25 @@ def versions(tl: Timeline, ledger: Ledger, title: str | None = None) -> ChartFig
         Patch(facecolor=chart.SKY_BLUE, hatch="////", edgecolor="white", label="B  backward"),
     ]
     if any(each.differs for each in used):
-        handles.append(Patch(facecolor="white", edgecolor="black", linewidth=2, label="≠  not its forward's"))
+        handles.append(
+            Patch(facecolor="white", edgecolor="black", linewidth=2, label="≠  not its forward's")
+        )
     mark: dict[str, Any] = {"linestyle": "", "marker": "D", "color": chart.BLACK, "markersize": 5}
     add_legend(axes, [*handles, Line2D([], [], label="an update makes a version", **mark)])
 
-    finding, told = _late(ledger), f"Timeline with the version of the weights that each action used; {sizes(tl)}"
+    finding, told = (
+        _late(ledger),
+        f"Timeline with the version of the weights that each action used; {sizes(tl)}",
+    )
     rows_of = []
     for stage in sorted({use.stage for use in ledger.uses}):
         uses = [use for use in ledger.uses if use.stage == stage]
-        each = [f"F{use.microbatch} v{use.forward}, B{use.microbatch} v{use.backward}" for use in uses]
-        rows_of.append(f"Stage {stage}: {', '.join(each)}, {counted(len(ledger.updates(stage)), 'update')}")
+        each = [
+            f"F{use.microbatch} v{use.forward}, B{use.microbatch} v{use.backward}" for use in uses
+        ]
+        rows_of.append(
+            f"Stage {stage}: {', '.join(each)}, {counted(len(ledger.updates(stage)), 'update')}"
+        )
     return figure.finish(axes, title, finding, f"{told}. {finding}. {'. '.join(rows_of)}.")
 
 
@@ -182,15 +211,27 @@ def _draw_versions(axes: Axes, used: Collection[_Used]) -> None:
     points_x, points_y = points_per_unit(axes)
     for hatch, kinds in (("", "F"), ("////", "BIW")):
         mine = [each for each in used if each.box.action.kind in kinds]
-        corners, colours = [each.box.corners(0.5 / points_x, 0.5 / points_y) for each in mine], [u.colour for u in mine]
+        corners, colours = (
+            [each.box.corners(0.5 / points_x, 0.5 / points_y) for each in mine],
+            [u.colour for u in mine],
+        )
         # The hatch takes the colour of the edge.
         axes.add_collection(
-            PolyCollection(corners, facecolors=colours, edgecolors="#FFFFFF99", linewidths=0, hatch=hatch, zorder=1)
+            PolyCollection(
+                corners,
+                facecolors=colours,
+                edgecolors="#FFFFFF99",
+                linewidths=0,
+                hatch=hatch,
+                zorder=1,
+            )
         )
     wrong = [each.box.corners(1.4 / points_x, 1.4 / points_y) for each in used if each.differs]
     if wrong:
         axes.add_collection(
-            PolyCollection(wrong, facecolors="none", edgecolors=chart.BLACK, linewidths=2.0, zorder=1.5)
+            PolyCollection(
+                wrong, facecolors="none", edgecolors=chart.BLACK, linewidths=2.0, zorder=1.5
+            )
         )
 
 
@@ -207,7 +248,9 @@ def _label_versions(axes: Axes, used: Collection[_Used]) -> None:
             for text in each.words[-n_lines:]
         )
 
-    n_lines, size = next(((n, size) for n in (2, 1) for size in _SIZES if fits(size, n)), (1, _SIZES[-1]))
+    n_lines, size = next(
+        ((n, size) for n in (2, 1) for size in _SIZES if fits(size, n)), (1, _SIZES[-1])
+    )
     labels, step = Labels(), 0.62 * size / points_y
     on_hatch = defaultdict[str, list[timelines.Placed]](list)
     for each in used:
@@ -235,9 +278,18 @@ def _draw_updates(axes: Axes, tl: Timeline, scale: float) -> None:
             diamonds.append([(x - wide, y), (x, y - high), (x + wide, y), (x, y + high)])
             text = f"v{done[span.rank, part.stage]}"
             # Beside the diamond, on its left: on its right there is no room behind the last.
-            labels.add(x - wide - (2 + text_width(text, 7.5) / 2) / points_x, y - 5.5 / points_y, text, 7.5)
+            labels.add(
+                x - wide - (2 + text_width(text, 7.5) / 2) / points_x, y - 5.5 / points_y, text, 7.5
+            )
     axes.add_collection(
-        PolyCollection(diamonds, facecolors=chart.BLACK, edgecolors="white", linewidths=0.8, zorder=4, clip_on=False)
+        PolyCollection(
+            diamonds,
+            facecolors=chart.BLACK,
+            edgecolors="white",
+            linewidths=0.8,
+            zorder=4,
+            clip_on=False,
+        )
     )
     axes.add_artist(labels)
 
@@ -252,5 +304,8 @@ def _late(ledger: Ledger) -> str:
     if len(set(late)) == 1:
         told = f"up to {counted(late[0], 'update')} late on every stage"
     else:
-        told = f"up to {listed([str(each) for each in late])} updates late on stages 0 to {len(late) - 1}"
+        told = (
+            f"up to {listed([str(each) for each in late])} updates late on stages 0 to"
+            f" {len(late) - 1}"
+        )
     return f"{ledger.versions}: gradients are {told}; forward and backward agree"

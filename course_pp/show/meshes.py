@@ -45,8 +45,11 @@ class Dimension:
     crosses: int
 
 
-def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int, rank: int | None = None) -> tuple[Dimension, ...]:
-    """Return the dimensions of more than one rank, for ranks numbered node by node and the last dimension fastest.
+def dimensions_of(
+    sizes: Mapping[str, int], gpus_per_node: int, rank: int | None = None
+) -> tuple[Dimension, ...]:
+    """Return the dimensions of more than one rank, for ranks numbered node by node and the last
+    dimension fastest.
 
     With a ``rank``, only its groups are in them.
     """
@@ -65,17 +68,22 @@ def dimensions_of(sizes: Mapping[str, int], gpus_per_node: int, rank: int | None
 def mesh(
     layout: Mapping[str, int] | Any, gpus_per_node: int = 8, rank: int = 0, title: str | None = None
 ) -> ChartFigure:
-    """Draw the ranks on their nodes, once for each dimension: one letter a group, and the links of ``rank``'s group.
+    """Draw the ranks on their nodes, once for each dimension: one letter a group, and the links of
+    ``rank``'s group.
 
-    Solid links stay inside a node, dashed ones leave it and are slow. The numbers of the ranks stand where all of them
-    have room.
+    Solid links stay inside a node, dashed ones leave it and are slow. The numbers of the ranks
+    stand where all of them have room.
 
     Args:
-        layout: a :class:`course_pp.parallel.DistributedConfig`, or sizes by name, outermost dimension first:
-            ``{"pp": 2, "tp": 8}``, of up to 128 ranks.
+        layout: a :class:`course_pp.parallel.DistributedConfig`, or sizes by name, outermost
+            dimension first: ``{"pp": 2, "tp": 8}``, of up to 128 ranks.
         rank: whose neighbours to mark.
     """
-    sizes = dict(layout) if isinstance(layout, Mapping) else {name: getattr(layout, name) for name in DIMENSIONS}
+    sizes = (
+        dict(layout)
+        if isinstance(layout, Mapping)
+        else {name: getattr(layout, name) for name in DIMENSIONS}
+    )
     refuse_below(1, "mesh", **sizes, gpus_per_node=gpus_per_node)
     n_ranks = prod(sizes.values())
     refuse_outside(1, _MOST_RANKS, ranks_of_layout=n_ranks)
@@ -86,8 +94,12 @@ def mesh(
     dimensions = dimensions_of(sizes, per_node) or (Dimension("one rank", 1, ((0,),), 0),)
     inside = [each.name for each in dimensions if not each.crosses]
     across = [each.name for each in dimensions if each.crosses]
-    links = [f"{listed(inside)} {'stays' if len(inside) == 1 else 'stay'} inside a node"] * bool(inside)
-    links += [f"{listed(across)} {'crosses' if len(across) == 1 else 'cross'} the slow links"] * bool(across)
+    links = [f"{listed(inside)} {'stays' if len(inside) == 1 else 'stay'} inside a node"] * bool(
+        inside
+    )
+    links += [
+        f"{listed(across)} {'crosses' if len(across) == 1 else 'cross'} the slow links"
+    ] * bool(across)
     finding = f"{counted(n_ranks, 'rank')}, {per_node} a node: {', '.join(links)}"
 
     n_panels, n_nodes = len(dimensions), n_ranks // per_node
@@ -96,11 +108,16 @@ def mesh(
     if cell * per_node < 1.9:
         cell = min(room, 1.9) / per_node
     panel, high = cell * per_node, min(cell, 0.42)
-    key = f"n0: node; letter: group; thick: the group of rank {rank}; dashed link: leaves the node, slow"
+    key = (
+        f"n0: node; letter: group; thick: the group of rank {rank}; dashed link: leaves the node,"
+        " slow"
+    )
     width = _LABEL + n_panels * panel + (n_panels - 1) * _GAP + 0.05
     sketch = Sketch(width, _HEAD + n_nodes * (high + _BETWEEN) + 0.08, title or finding, key)
     for i, dimension in enumerate(dimensions):
-        _draw_panel(sketch, dimension, _LABEL + i * (panel + _GAP), (cell, high), per_node, n_nodes, rank)
+        _draw_panel(
+            sketch, dimension, _LABEL + i * (panel + _GAP), (cell, high), per_node, n_nodes, rank
+        )
     for node in range(n_nodes):
         y = _HEAD + _BETWEEN + node * (high + _BETWEEN) + high / 2
         sketch.text((0, y), f"n{node}", SMALL, ink=chart.TEXT_GREY)
@@ -108,31 +125,50 @@ def mesh(
     for dimension in dimensions:
         mine = next(group for group in dimension.groups if rank in group)
         told.append(
-            f"{dimension.name}: {counted(len(dimension.groups), 'group')} of {len(mine)}, {dimension.stride} apart, "
-            f"{dimension.crosses} of them across nodes; rank {rank} is with {listed([str(each) for each in mine])}"
+            f"{dimension.name}: {counted(len(dimension.groups), 'group')} of {len(mine)},"
+            f" {dimension.stride} apart, {dimension.crosses} of them across nodes; rank {rank} is"
+            f" with {listed([str(each) for each in mine])}"
         )
     grid = f"{counted(n_nodes, 'node')} of {per_node}, once for each dimension of the mesh"
     return sketch.finish(f"Ranks on {grid}. {finding}. {'. '.join(told)}.")
 
 
 def _draw_panel(
-    sketch: Sketch, dimension: Dimension, left: float, cell: Point, per_node: int, n_nodes: int, rank: int
+    sketch: Sketch,
+    dimension: Dimension,
+    left: float,
+    cell: Point,
+    per_node: int,
+    n_nodes: int,
+    rank: int,
 ) -> None:
     (width, high), row = cell, cell[1] + _BETWEEN
     panel = width * per_node
     sketch.text((left, 0.08), dimension.name, WORDS + 1, bold=True)
     size, number = len(dimension.groups[0]), len(dimension.groups)
-    where = f"across nodes: {dimension.crosses} of {number}" if dimension.crosses else "inside a node: all"
+    where = (
+        f"across nodes: {dimension.crosses} of {number}"
+        if dimension.crosses
+        else "inside a node: all"
+    )
     words = f"{counted(number, 'group')} of {size}, {dimension.stride} apart\n{where}"
-    sketch.text((left, 0.4), words if width_of(words, SMALL) < panel + _GAP else wrapped(words, panel, LEAST), SMALL)
+    sketch.text(
+        (left, 0.4),
+        words if width_of(words, SMALL) < panel + _GAP else wrapped(words, panel, LEAST),
+        SMALL,
+    )
 
     def corner(of: int) -> Point:
         return left + of % per_node * width, _HEAD + _BETWEEN + of // per_node * row
 
     for node in range(n_nodes):
         frame = (left - 0.04, _HEAD + _BETWEEN + node * row - 0.04)
-        sketch.box(frame, (panel + 0.08, high + 0.08), edge="#999999", line=0.8, rounded=True, zorder=1)
-    letters = {each: _letter(index) for index, group in enumerate(dimension.groups) for each in group}
+        sketch.box(
+            frame, (panel + 0.08, high + 0.08), edge="#999999", line=0.8, rounded=True, zorder=1
+        )
+    letters = {
+        each: _letter(index) for index, group in enumerate(dimension.groups) for each in group
+    }
     names = {each: f"{each}{letter}" for each, letter in letters.items()}
     if not all(fitting_size(name, width, high, (WORDS, SMALL)) for name in names.values()):
         names = letters

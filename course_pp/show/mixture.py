@@ -15,7 +15,10 @@ _ROW = 0.4
 
 @checked
 def routing(
-    choices: Sequence[Sequence[int]], n_experts: int, words: Sequence[str] = (), title: str | None = None
+    choices: Sequence[Sequence[int]],
+    n_experts: int,
+    words: Sequence[str] = (),
+    title: str | None = None,
 ) -> ChartFigure:
     """Draw which experts each token goes to: a line from each token to every expert that it chose.
 
@@ -28,35 +31,55 @@ def routing(
     refuse_outside(1, 12, n_experts=n_experts)
     strange = [expert for row in choices for expert in row if not 0 <= expert < n_experts]
     if strange:
-        raise ValueError(f"choices has expert {strange[0]}, but n_experts={n_experts}: number them from 0")
+        raise ValueError(
+            f"choices has expert {strange[0]}, but n_experts={n_experts}: number them from 0"
+        )
     loads = [sum(expert in row for row in choices) for expert in range(n_experts)]
-    finding = _finding_of_loads(loads, f"{counted(len(choices), 'token')}, {len(choices[0])} choices each")
+    finding = _finding_of_loads(
+        loads, f"{counted(len(choices), 'token')}, {len(choices[0])} choices each"
+    )
     note = "solid line: first choice; dashed: further ones"
     sketch = Sketch(_WIDE, 2 * _HIGH + _BETWEEN + 0.3, title or finding, note)
     names = [str(word) for word in words] or [str(token) for token in range(len(choices))]
     tokens, experts = _WIDE / len(choices), _WIDE / n_experts
     for token, row in enumerate(choices):
         middle = (token + 0.5) * tokens
-        sketch.box((token * tokens + 0.04, 0), (tokens - 0.08, _HIGH), names[token], fill=chart.IDLE_GREY)
+        sketch.box(
+            (token * tokens + 0.04, 0), (tokens - 0.08, _HIGH), names[token], fill=chart.IDLE_GREY
+        )
         for rank, expert in enumerate(row):
             colour = SERIES[expert % len(SERIES)][0]
             # The lines of an expert end side by side.
             end = (expert + (1 + token) / (len(choices) + 1)) * experts
-            sketch.line((middle, _HIGH), (end, _HIGH + _BETWEEN), ink=colour, line=1.8, dashed=rank > 0)
+            sketch.line(
+                (middle, _HIGH), (end, _HIGH + _BETWEEN), ink=colour, line=1.8, dashed=rank > 0
+            )
     for expert, load in enumerate(loads):
         fill, ink = SERIES[expert % len(SERIES)] if load else ("white", "black")
         place = ((expert * experts + 0.05, _HIGH + _BETWEEN), (experts - 0.1, _HIGH))
         name = f"expert {expert}" if experts > 0.8 else str(expert)
         sketch.box(*place, name, fill=fill, ink=ink, dashed=not load)
         below = (_HIGH + _BETWEEN + _HIGH) + 0.16
-        sketch.text(((expert + 0.5) * experts, below), counted(load, "token"), SMALL, align="center", bold=load == 0)
-    told = [f"{name} to {listed([str(expert) for expert in row])}" for name, row in zip(names, choices, strict=True)]
-    return sketch.finish(f"Tokens above, experts below, a line for each choice. {finding}. {'; '.join(told)}.")
+        sketch.text(
+            ((expert + 0.5) * experts, below),
+            counted(load, "token"),
+            SMALL,
+            align="center",
+            bold=load == 0,
+        )
+    told = [
+        f"{name} to {listed([str(expert) for expert in row])}"
+        for name, row in zip(names, choices, strict=True)
+    ]
+    return sketch.finish(
+        f"Tokens above, experts below, a line for each choice. {finding}. {'; '.join(told)}."
+    )
 
 
 @checked
 def loads(tokens: Mapping[str, Sequence[int]], title: str | None = None) -> ChartFigure:
-    """Draw how many tokens each expert got, a row for each name, with the largest over the mean behind it.
+    """Draw how many tokens each expert got, a row for each name, with the largest over the mean
+    behind it.
 
     Args:
         tokens: by name, of up to 12 rows, the number of tokens of each of up to 16 experts.
@@ -85,7 +108,8 @@ def loads(tokens: Mapping[str, Sequence[int]], title: str | None = None) -> Char
 
 @checked
 def exchange(sends: Sequence[Sequence[int]], title: str | None = None) -> ChartFigure:
-    """Draw an all-to-all as a matrix: ``sends[i][j]`` is how many rows rank i sends to rank j, of up to 8 ranks.
+    """Draw an all-to-all as a matrix: ``sends[i][j]`` is how many rows rank i sends to rank j, of
+    up to 8 ranks.
 
     Sums of rows are what ranks send, sums of columns what they get and have to work on.
     """
@@ -93,14 +117,20 @@ def exchange(sends: Sequence[Sequence[int]], title: str | None = None) -> ChartF
     refuse_outside(1, 8, ranks_of_sends=n)
     rows = [list(row) for row in sends]
     if any(len(row) != n for row in rows):
-        raise ValueError(f"sends has rows of {listed([str(len(row)) for row in rows])} numbers: give {n}, one a rank")
+        raise ValueError(
+            f"sends has rows of {listed([str(len(row)) for row in rows])} numbers: give {n}, one a"
+            " rank"
+        )
     gets = [sum(row[j] for row in rows) for j in range(n)]
     mean = sum(gets) / n
     fullest = [j for j in range(n) if gets[j] == max(gets)]
     finding = f"Every rank gets {gets[0]:,} rows"
     if len(fullest) < n:
         most = f"{max(gets):,} rows, {max(gets) / mean:.3g} times the mean"
-        finding = f"{listed_ranks(fullest).capitalize()} get{'s' * (len(fullest) == 1)} {most}: all others wait for it"
+        finding = (
+            f"{listed_ranks(fullest).capitalize()} get{'s' * (len(fullest) == 1)} {most}: all"
+            " others wait for it"
+        )
     sketch = _grid(
         [*rows, gets],
         [f"to rank {j}" for j in range(n)],
@@ -132,7 +162,9 @@ def _grid(
     most = max(1, max(max(row) for row in rows[:shaded]))
     sketch = Sketch(left + wide * len(columns) + right, 0.3 + _ROW * len(rows), title, note)
     for column, name in enumerate(columns):
-        sketch.text((left + (column + 0.5) * wide, 0.13), name, SMALL, align="center", ink=chart.TEXT_GREY)
+        sketch.text(
+            (left + (column + 0.5) * wide, 0.13), name, SMALL, align="center", ink=chart.TEXT_GREY
+        )
     end = left + wide * len(columns) + right
     sketch.text((end, 0.13), behind[0], SMALL, align="right", ink=chart.TEXT_GREY)
     for number, (name, row) in enumerate(zip(names, rows, strict=True)):
@@ -141,9 +173,19 @@ def _grid(
         sketch.text((end, top + _ROW / 2), behind[number + 1], align="right", bold=True)
         for column, value in enumerate(row):
             share = value / most if number < shaded else 0.0
-            fill, ink = (_shade(share), "white" if share > 0.7 else "black") if number < shaded else ("white", "black")
+            fill, ink = (
+                (_shade(share), "white" if share > 0.7 else "black")
+                if number < shaded
+                else ("white", "black")
+            )
             place = ((left + column * wide + 0.02, top + 0.02), (wide - 0.04, _ROW - 0.04))
-            sketch.box(*place, f"{value:,}", fill=fill, ink=ink, edge="none" if number < shaded else chart.TEXT_GREY)
+            sketch.box(
+                *place,
+                f"{value:,}",
+                fill=fill,
+                ink=ink,
+                edge="none" if number < shaded else chart.TEXT_GREY,
+            )
     return sketch
 
 
@@ -156,7 +198,11 @@ def _shade(share: float) -> str:
 def _finding_of_loads(loads: Sequence[int], of: str) -> str:
     mean, most = sum(loads) / len(loads), max(loads)
     idle = [str(expert) for expert, load in enumerate(loads) if not load]
-    nobody = f", and nobody chose {'expert' if len(idle) == 1 else 'experts'} {listed(idle)}" if idle else ""
+    nobody = (
+        f", and nobody chose {'expert' if len(idle) == 1 else 'experts'} {listed(idle)}"
+        if idle
+        else ""
+    )
     if most == mean:
         return f"{of}: every expert gets {counted(most, 'token')}"
     return f"{of}: expert {loads.index(most)} gets {most}, the mean is {amount(mean)}{nobody}"

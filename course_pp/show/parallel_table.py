@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from course_pp.base.arguments import checked, refuse_below
 from course_pp.show.wording import format_bytes
 
-_STATE = 16  # bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision kin
+# bytes a parameter: weights, gradients and AdamW's two moments in float32, or their mixed-precision
+# kin
+_STATE = 16
 
 
 class Parallelism(NamedTuple):
@@ -39,7 +41,14 @@ _WORDS = {
         "links are slow, and there are many microbatches to fill it",
     ),
 }
-_HEADINGS = ("", "cuts", "a rank sends in a step", "bytes", "a rank keeps", "the better choice when")
+_HEADINGS = (
+    "",
+    "cuts",
+    "a rank sends in a step",
+    "bytes",
+    "a rank keeps",
+    "the better choice when",
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,11 @@ class ParallelismTable:
     def finding(self) -> str:
         data, pipeline = self["data"].sent, self["pipeline"].sent
         ratio = max(data, pipeline) / min(data, pipeline)
-        more, less = ("Data parallelism", "a pipeline") if pipeline < data else ("A pipeline", "data parallelism")
+        more, less = (
+            ("Data parallelism", "a pipeline")
+            if pipeline < data
+            else ("A pipeline", "data parallelism")
+        )
         meet = f"they meet at {self.break_even_tokens:,.0f} tokens a step"
         return f"{more} sends {ratio:.2g} times as much as {less}; {meet}"
 
@@ -69,13 +82,23 @@ class ParallelismTable:
             return format_bytes(n_bytes).replace(" ", "\N{NO-BREAK SPACE}")
 
         return [
-            (row.name, row.cuts, row.formula, on_one_line(row.sent), on_one_line(row.state), row.better)
+            (
+                row.name,
+                row.cuts,
+                row.formula,
+                on_one_line(row.sent),
+                on_one_line(row.state),
+                row.better,
+            )
             for row in self.rows
         ]
 
     def __str__(self) -> str:
         lines = [_HEADINGS, ("---",) * len(_HEADINGS), *self._cells()]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + f"\n\n{self.finding}. {self.note}"
+        return (
+            "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+            + f"\n\n{self.finding}. {self.note}"
+        )
 
     _repr_markdown_ = __str__
 
@@ -95,7 +118,8 @@ class ParallelismTable:
 
 @checked
 def parallelisms(config: Any, n_ranks: int, tokens: int, itemsize: int = 2) -> ParallelismTable:
-    """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and keeps.
+    """Compare data, FSDP, tensor and pipeline parallelism for one model: what each cuts, sends and
+    keeps.
 
     With N parameters, L layers of width d, and A = tokens · d numbers in a step's activations, n ranks send, each::
 
@@ -106,11 +130,13 @@ def parallelisms(config: Any, n_ranks: int, tokens: int, itemsize: int = 2) -> P
         pipeline   2 A                an activation down, a gradient up: Narayanan et al. 2021, arXiv:2104.04473,
                                       section 3.2
 
-    The first two do not depend on the tokens, the last two not on N (but through L and d). Embedding and head of the
-    tensor-parallel model are left out, and a pipeline's rank is one in the middle.
+    The first two do not depend on the tokens, the last two not on N (but through L and d).
+    Embedding and head of the tensor-parallel model are left out, and a pipeline's rank is one in
+    the middle.
 
     Args:
-        config: :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and ``n_parameters``.
+        config: :class:`course_pp.model.ModelConfig`, or anything with its ``dim``, ``n_layers`` and
+            ``n_parameters``.
         n_ranks: in the one dimension that each way uses.
         tokens: of the whole batch of a step.
         itemsize: bytes of a weight, a gradient, an activation.
@@ -132,7 +158,8 @@ def parallelisms(config: Any, n_ranks: int, tokens: int, itemsize: int = 2) -> P
         for name, (cuts, formula, better) in _WORDS.items()
     )
     note = (
-        f"n = {n_ranks} ranks; N = {config.n_parameters:,} parameters; L = {config.n_layers} layers; A = {tokens:,} "
-        f"tokens × {config.dim:,} wide; {itemsize} bytes a number. A rank keeps 16 bytes for each parameter it stores."
+        f"n = {n_ranks} ranks; N = {config.n_parameters:,} parameters; L = {config.n_layers}"
+        f" layers; A = {tokens:,} tokens × {config.dim:,} wide; {itemsize} bytes a number. A rank"
+        " keeps 16 bytes for each parameter it stores."
     )
     return ParallelismTable(rows, ring * config.n_parameters / config.dim, note)

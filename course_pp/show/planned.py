@@ -20,17 +20,20 @@ from course_pp.show.wording import counted
 _MOST_RANKS = 64
 _MOST_NODES = 8
 _ABOVE = 1.55  # inches of the bar of the step
-# Of the nodes: a row, what is between two, the names of nodes, the heading, a line of the key, and the widest box.
+# Of the nodes: a row, what is between two, the names of nodes, the heading, a line of the key, and
+# the widest box.
 _HIGH, _BETWEEN, _LABEL, _TOP, _LINE, _WIDEST = 0.28, 0.17, 0.75, 0.32, 0.22, 0.62
 _LETTERS = {"pp": "p", "dp_replicate": "r", "dp_shard": "s", "tp": "t"}
 
 
 @checked
 def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> ChartFigure:
-    """Draw a prediction: the parts of its step, the memory of each pipeline rank, and the mesh on the nodes.
+    """Draw a prediction: the parts of its step, the memory of each pipeline rank, and the mesh on
+    the nodes.
 
-    The mesh shows the groups of ``rank``: with whom it shares tensors, stages and data, and over which links. With more
-    than 8 nodes, only the nodes of its neighbours are drawn. Up to 64 pipeline ranks have room.
+    The mesh shows the groups of ``rank``: with whom it shares tensors, stages and data, and over
+    which links. With more than 8 nodes, only the nodes of its neighbours are drawn. Up to 64
+    pipeline ranks have room.
     """
     ranks, cluster, parts = prediction.peak_memory, prediction.cluster, prediction.parts
     refuse_outside(1, _MOST_RANKS, ranks_of_prediction=len(ranks))
@@ -41,7 +44,9 @@ def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> Cha
     nodes = _nodes_shown(groups, rank, cluster.n_nodes, cluster.gpus_per_node)
 
     gaps = sum(b - a > 1 for a, b in pairwise((-1, *nodes)))
-    meshed = _TOP + len(nodes) * (_HIGH + _BETWEEN) + gaps * _BETWEEN + 0.05 + (1 + len(groups)) * _LINE
+    meshed = (
+        _TOP + len(nodes) * (_HIGH + _BETWEEN) + gaps * _BETWEEN + 0.05 + (1 + len(groups)) * _LINE
+    )
     height, below, width = 0.8 + 0.22 * len(ranks), meshed + 0.1, WIDTH - 0.35
     figure = ChartFigure(WIDTH, _ABOVE + height + below)
     times = figure.axes_with_margins(left=0.8, right=0.2, bottom=below + height + 0.7, top=0.45)
@@ -55,16 +60,20 @@ def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> Cha
     memory.set_xlim(0, 1.05 * max(*totals, prediction.budget) / 1e9)
     memory.set_xlabel("GB at the fullest; dashed: what a GPU can give", loc="left", fontsize=9)
     links = [
-        f"between nodes, {cluster.inter_bandwidth / 1e9:.3g} GB/s a GPU"
-        if group.crosses
-        else f"in a node, {float(cluster.intra_bandwidth or 0) / 1e9:.3g} GB/s"
+        (
+            f"between nodes, {cluster.inter_bandwidth / 1e9:.3g} GB/s a GPU"
+            if group.crosses
+            else f"in a node, {float(cluster.intra_bandwidth or 0) / 1e9:.3g} GB/s"
+        )
         for group in groups
     ]
     told = [
         f"{group.name}: {counted(len(group.groups[0]), 'rank')}, {group.stride} apart, {link}"
         for group, link in zip(groups, links, strict=True)
     ]
-    _draw_neighbours(Pen(mesh, width, meshed), groups, told, nodes, rank, n_ranks, cluster.gpus_per_node, width)
+    _draw_neighbours(
+        Pen(mesh, width, meshed), groups, told, nodes, rank, n_ranks, cluster.gpus_per_node, width
+    )
 
     fullest = max(range(len(ranks)), key=totals.__getitem__)
     largest = max(parts, key=lambda name: parts[name])
@@ -74,15 +83,30 @@ def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> Cha
     alt = f"{finding}: {totals[fullest] / 1e9:.3g} of {prediction.budget / 1e9:.3g} GB. "
     alt += f"A step takes {prediction.step_s:.3g} s: "
     alt += ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds > 1e-9)
-    near = [f"{words}, an arrow to rank {_after(group, rank)}" for words, group in zip(told, groups, strict=True)]
-    alt += f". Neighbours of rank {rank}: {'; '.join(near)}." if groups else ". One rank, without neighbours."
+    near = [
+        f"{words}, an arrow to rank {_after(group, rank)}"
+        for words, group in zip(told, groups, strict=True)
+    ]
+    alt += (
+        f". Neighbours of rank {rank}: {'; '.join(near)}."
+        if groups
+        else ". One rank, without neighbours."
+    )
     return figure.finish(times, title, finding, alt, pad=6)
 
 
 def _stack(axes: Axes, bars: Sequence[Mapping[str, float]], names: list[str], unit: float) -> None:
     """Draw one stacked bar a row, the kinds in their own order; a kind without bytes is not in the legend."""
     kinds = [kind for kind in bars[0] if any(bar[kind] > 1e-9 for bar in bars)]
-    list(stack(axes, {kind: [bar[kind] / unit for bar in bars] for kind in kinds}, BYTES, height=0.75, linewidth=0.6))
+    list(
+        stack(
+            axes,
+            {kind: [bar[kind] / unit for bar in bars] for kind in kinds},
+            BYTES,
+            height=0.75,
+            linewidth=0.6,
+        )
+    )
     axes.set_ylim(len(bars) - 0.5, -0.5)
     name_rows(axes, names, chart.SMALL)
     add_legend(axes, gap=0.4, spacing=1.2)
@@ -97,7 +121,9 @@ def _after(group: Dimension, rank: int) -> int:
     return ranks[(at + 1) % len(ranks)]
 
 
-def _nodes_shown(groups: Sequence[Dimension], rank: int, n_nodes: int, gpus_per_node: int) -> list[int]:
+def _nodes_shown(
+    groups: Sequence[Dimension], rank: int, n_nodes: int, gpus_per_node: int
+) -> list[int]:
     """Return all nodes; of too many, those of ``rank`` and of the next in each of its groups, and the last."""
     if n_nodes <= _MOST_NODES:
         return list(range(n_nodes))
@@ -120,15 +146,24 @@ def _draw_neighbours(
     y, tops = _TOP + 0.02, {}
     for before, node in pairwise((-1, *nodes)):
         if node - before > 1:
-            words, right = f"{counted(node - before - 1, 'node')} not shown", _LABEL + cell * per_node
+            words, right = (
+                f"{counted(node - before - 1, 'node')} not shown",
+                _LABEL + cell * per_node,
+            )
             pen.text((right, y - 0.02), words, LEAST, align="right", ink=chart.TEXT_GREY)
             y += _BETWEEN
         tops[node] = y
         pen.text((0, y + _HIGH / 2), f"node {node}", SMALL, ink=chart.TEXT_GREY)
         y += _HIGH + _BETWEEN
     excerpt = f", {len(nodes)} of {n_nodes:,} nodes" if len(nodes) < n_nodes else ""
-    pen.text((0, 0.08), f"Rank {rank:,} of {n_ranks:,} and its neighbours{excerpt}", WORDS + 1, bold=True)
-    looks = {each: (*SERIES[i], _LETTERS[group.name]) for i, group in enumerate(groups) for each in group.groups[0]}
+    pen.text(
+        (0, 0.08), f"Rank {rank:,} of {n_ranks:,} and its neighbours{excerpt}", WORDS + 1, bold=True
+    )
+    looks = {
+        each: (*SERIES[i], _LETTERS[group.name])
+        for i, group in enumerate(groups)
+        for each in group.groups[0]
+    }
 
     def corner(of: int) -> Point:
         return _LABEL + of % per_node * cell, tops[of // per_node]
@@ -137,19 +172,38 @@ def _draw_neighbours(
         fill, ink, letter = looks.get(each, ("#E8E8E8", "black", ""))
         if each == rank:
             fill, ink, letter = "black", "white", ""
-        look: dict[str, Any] = {"fill": fill, "ink": ink, "edge": "white", "bold": each == rank, "zorder": 3}
+        look: dict[str, Any] = {
+            "fill": fill,
+            "ink": ink,
+            "edge": "white",
+            "bold": each == rank,
+            "zorder": 3,
+        }
         for words in (f"{each} {letter}".strip(), letter, ""):
             if pen.box(corner(each), (cell, _HIGH), words, **look) or not words:
                 break
     for i, group in enumerate(groups):
-        _draw_link(pen, corner(rank), corner(_after(group, rank)), cell, (i + 1) / (len(groups) + 1))
+        _draw_link(
+            pen, corner(rank), corner(_after(group, rank)), cell, (i + 1) / (len(groups) + 1)
+        )
     y = tops[nodes[-1]] + _HIGH + 0.2
     for (fill, ink), group, words in zip(SERIES, groups, told, strict=False):
         letter = _LETTERS[group.name]
-        pen.box((0, y - 0.08), (0.22, 0.16), letter, fill=fill, ink=ink, edge="white", sizes=(SMALL, LEAST))
+        pen.box(
+            (0, y - 0.08),
+            (0.22, 0.16),
+            letter,
+            fill=fill,
+            ink=ink,
+            edge="white",
+            sizes=(SMALL, LEAST),
+        )
         pen.text((0.3, y), words, SMALL)
         y += _LINE
-    key = "arrow: to the next of a group, of the last stage to the one before; dashed: it leaves the node"
+    key = (
+        "arrow: to the next of a group, of the last stage to the one before; dashed: it leaves the"
+        " node"
+    )
     pen.text((0, y), key if groups else "one rank has no neighbours", SMALL, ink=chart.TEXT_GREY)
 
 
@@ -158,10 +212,20 @@ def _draw_link(pen: Pen, one: Point, other: Point, cell: float, x: float) -> Non
     (x0, y0), (x1, y1) = one, other
     if y0 == y1:
         start, end, top = x0 + cell * x, x1 + cell * 0.5, y0 - 0.01
-        pen.arrow((start, top), (start, top - 0.08), (end, top - 0.08), (end, top), line=1.2, head=6, zorder=6)
+        pen.arrow(
+            (start, top),
+            (start, top - 0.08),
+            (end, top - 0.08),
+            (end, top),
+            line=1.2,
+            head=6,
+            zorder=6,
+        )
         return
     start, end = x0 + cell * x, x1 + cell * x
-    leaves, arrives, lane = (y0 + _HIGH, y1, y1 - 0.08) if y1 > y0 else (y0, y1 + _HIGH, y1 + _HIGH + 0.08)
+    leaves, arrives, lane = (
+        (y0 + _HIGH, y1, y1 - 0.08) if y1 > y0 else (y0, y1 + _HIGH, y1 + _HIGH + 0.08)
+    )
     points = [(start, leaves), (end, arrives)]
     if start != end:
         points = [(start, leaves), (start, lane), (end, lane), (end, arrives)]
@@ -187,12 +251,22 @@ def published(rows: Mapping[str, tuple[float, float]], title: str | None = None)
     axes.set_xlim(0, 1.06 * max(*told, *predicted))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     for i, error in enumerate(errors.values()):
-        axes.text(1.01, i, f"{error:+.1%}", transform=axes.get_yaxis_transform(), size=9, va="center_baseline")
+        axes.text(
+            1.01,
+            i,
+            f"{error:+.1%}",
+            transform=axes.get_yaxis_transform(),
+            size=9,
+            va="center_baseline",
+        )
     name_rows(axes, rows)
     axes.grid(axis="x", color=chart.IDLE_GREY, linewidth=0.8, zorder=0)
     axes.set_xlabel("seconds of a step", loc="left", fontsize=9)
     axes.legend(loc="upper right", frameon=False, fontsize=chart.SMALL)
     each = "; ".join(
-        f"{name} {told:.3g} s, predicted {p:.3g} s ({errors[name]:+.1%})" for name, (told, p) in rows.items()
+        f"{name} {told:.3g} s, predicted {p:.3g} s ({errors[name]:+.1%})"
+        for name, (told, p) in rows.items()
     )
-    return figure.finish(axes, title, finding, f"Published steps and predicted ones. {finding}. {each}.")
+    return figure.finish(
+        axes, title, finding, f"Published steps and predicted ones. {finding}. {each}."
+    )

@@ -21,7 +21,8 @@ _MOST_SPANS = 5000
 class Player:
     """A timeline with a cursor that plays, pauses and steps, in a notebook or on a page of its own.
 
-    Nothing is loaded from elsewhere. Where scripts do not run there is the still picture, :attr:`figure`.
+    Nothing is loaded from elsewhere. Where scripts do not run there is the still picture,
+    :attr:`figure`.
     """
 
     def __init__(self, tl: Timeline, title: str | None = None) -> None:
@@ -30,13 +31,18 @@ class Player:
 
     def html(self) -> str:
         """Return a piece of a page: the still picture, and the script that puts the moving one in its place."""
-        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace(
+            "</", "<\\/"
+        )
         name = f"cpp-{sha256(data.encode()).hexdigest()[:12]}"
         picture = b64encode(self.figure.png()).decode("ascii")
         alt = escape(self.figure.alt_text)
         still = f'<img src="data:image/png;base64,{picture}" alt="{alt}" style="max-width:100%">'
         # The attribute keeps JupyterLab's shortcuts away from the arrow keys.
-        root = f'<div class="cpp-player" data-player="{name}" data-lm-suppress-shortcuts="true" role="group"'
+        root = (
+            f'<div class="cpp-player" data-player="{name}" data-lm-suppress-shortcuts="true"'
+            ' role="group"'
+        )
         label = f'aria-label="timeline that moves: {escape(self._data["title"])}"'
         return (
             f"<style>{asset('player.css')}</style>{root} {label}>{still}</div>"
@@ -47,9 +53,14 @@ class Player:
         """Write a page of its own, ``.html``, which needs nothing else."""
         path = Path(path)
         if path.suffix.lower() != ".html":
-            raise ValueError(f"cannot save a timeline that moves as {path.name!r}: end the name in .html")
+            raise ValueError(
+                f"cannot save a timeline that moves as {path.name!r}: end the name in .html"
+            )
         head = f'<meta charset="utf-8"><title>{escape(self._data["title"])}</title>'
-        page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{self.html()}</body></html>\n'
+        page = (
+            "<!DOCTYPE html>\n<html"
+            f' lang="en"><head>{head}</head><body>{self.html()}</body></html>\n'
+        )
         path.write_text(page, encoding="utf-8")
         return path
 
@@ -62,11 +73,14 @@ class Player:
 def play(tl: Timeline, title: str | None = None) -> Player:
     """Show a timeline of up to 5000 spans that moves: play, pause and step with buttons or keys.
 
-    Left of the cursor is what has happened; each rank says which microbatches' activations it holds; messages under way
-    go from row to row. Space plays and pauses, the arrow keys step from event to event.
+    Left of the cursor is what has happened; each rank says which microbatches' activations it
+    holds; messages under way go from row to row. Space plays and pauses, the arrow keys step from
+    event to event.
     """
     if not 0 < len(tl.spans) <= _MOST_SPANS or not tl.makespan:
-        raise ValueError(f"{len(tl.spans)} spans, makespan {tl.makespan}: give 1 to {_MOST_SPANS} that take time")
+        raise ValueError(
+            f"{len(tl.spans)} spans, makespan {tl.makespan}: give 1 to {_MOST_SPANS} that take time"
+        )
     return Player(tl, title)
 
 
@@ -88,7 +102,9 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
         "scale": scale,
         "unit": unit if tl.unit else "",
         "digits": 1 if longest >= 10 else 2,
-        "looks": {kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()},
+        "looks": {
+            kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()
+        },
         "events": sorted({0.0, *times}),
         "spans": [
             {
@@ -113,14 +129,17 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
                 "end": float(held.end),
                 "name": f"{held.stage}·{held.microbatch}" if several else str(held.microbatch),
             }
-            for held in sorted(held_activations(tl), key=lambda each: (each.rank, each.stage, each.microbatch))
+            for held in sorted(
+                held_activations(tl), key=lambda each: (each.rank, each.stage, each.microbatch)
+            )
         ],
         "messages": [
             {
                 "from": message.maker.rank,
                 "to": message.taker.rank,
                 "sent": float(message.maker.end),
-                # In a measured timeline without transfer times, a message is there when it is taken.
+                # In a measured timeline without transfer times, a message is there when it is
+                # taken.
                 "there": float(message.arrival if knows_transfers else message.taker.start),
                 "taken": float(message.taker.start),
                 "what": message.product.what,

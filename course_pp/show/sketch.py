@@ -19,7 +19,8 @@ _POINTS_PER_INCH = 72
 _LINE = 1.35  # height of a line of text over the size of its letters
 _PADDING = 0.04
 
-# Masataka Okabe and Kei Ito's colours in an order in which neighbours differ in lightness, with letters that show.
+# Masataka Okabe and Kei Ito's colours in an order in which neighbours differ in lightness, with
+# letters that show.
 SERIES = (
     (chart.SKY_BLUE, "black"),
     (chart.VERMILION, "black"),
@@ -54,7 +55,9 @@ def wrapped(text: str, width: float, size: float = WORDS) -> str:
     return "\n".join(lines)
 
 
-def fitting_size(text: str, width: float, height: float, sizes: Sequence[float] = (WORDS, SMALL, LEAST)) -> float:
+def fitting_size(
+    text: str, width: float, height: float, sizes: Sequence[float] = (WORDS, SMALL, LEAST)
+) -> float:
     """Return the largest of ``sizes`` in which ``text`` fits a box of so many inches; 0 if none does."""
     for size in sizes:
         if width_of(text, size) <= width - 2 * _PADDING and height_of(text, size) <= height:
@@ -102,7 +105,9 @@ class Pen:
         }
         patch: Patch
         if rounded:
-            patch = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style)
+            patch = FancyBboxPatch(
+                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style
+            )
         else:
             patch = Rectangle((x, y), width, height, **style)
         self._axes.add_artist(patch)
@@ -131,7 +136,15 @@ class Pen:
         self._write(place, text, size, align, ink, "bold" if bold else "normal", behind, zorder)
 
     def _write(
-        self, place: Point, text: str, size: float, align: str, ink: str, weight: str, behind: Any, zorder: float
+        self,
+        place: Point,
+        text: str,
+        size: float,
+        align: str,
+        ink: str,
+        weight: str,
+        behind: Any,
+        zorder: float,
     ) -> None:
         one_line = "\n" not in text
         self._axes.text(
@@ -177,7 +190,12 @@ class Pen:
         self._axes.add_artist(patch)
 
     def line(
-        self, *points: Point, ink: str = chart.TEXT_GREY, line: float = 1.0, dashed: bool = False, zorder: float = 1
+        self,
+        *points: Point,
+        ink: str = chart.TEXT_GREY,
+        line: float = 1.0,
+        dashed: bool = False,
+        zorder: float = 1,
     ) -> None:
         """A line through ``points``, without a head."""
         self.arrow(*points, ink=ink, line=line, dashed=dashed, head=0, zorder=zorder)
@@ -188,19 +206,25 @@ class Sketch(Pen):
 
     def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
         # A title may be wider than what it is about.
-        sheet = min(WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1)))
+        sheet = min(
+            WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1))
+        )
         sheet = max(sheet, width + 2 * MARGIN)
         words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
         top = 0.28 + height_of(words, TITLE)
         small = wrapped(note, sheet - 2 * MARGIN, SMALL)
         bottom = MARGIN + (height_of(small, SMALL) + 0.08 if note else 0.0)
         self.figure = ChartFigure(sheet, top + height + bottom)
-        axes = self.figure.axes_with_margins(left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top)
+        axes = self.figure.axes_with_margins(
+            left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top
+        )
         super().__init__(axes, width, height)
         place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
         self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
         below = (place[0], 0.1 / self.figure.get_figheight())
-        self.figure.text(*below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY)
+        self.figure.text(
+            *below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY
+        )
 
     def finish(self, alt_text: str) -> ChartFigure:
         """Return the figure, described for those who do not see it."""

@@ -1,6 +1,8 @@
-"""A timeline as a chart: one row a rank, one box an action, labels where they fit, idle time in grey.
+"""A timeline as a chart: one row a rank, one box an action, labels where they fit, idle time in
+grey.
 
-:func:`timeline` draws one; other figures of rows (chains, comparisons, memory, versions) use its parts.
+:func:`timeline` draws one; other figures of rows (chains, comparisons, memory, versions) use its
+    parts.
 """
 
 from collections import defaultdict
@@ -29,7 +31,14 @@ from course_pp.schedule import KINDS, Action, Span, Timeline
 from course_pp.schedule.edges import spelled
 from course_pp.show import chart
 from course_pp.show.chart import SMALL, WIDTH, ChartFigure, add_legend, points_per_unit, text_width
-from course_pp.show.wording import axis_unit, finding, has_several_stages_a_rank, named, percent, spelled_peaks
+from course_pp.show.wording import (
+    axis_unit,
+    finding,
+    has_several_stages_a_rank,
+    named,
+    percent,
+    spelled_peaks,
+)
 
 ROW_FILL = 0.86
 _LABEL_SIZES = (8.5, 7.0, 6.0)
@@ -64,10 +73,10 @@ _LINES: dict[str, tuple[str, tuple[float, tuple[float, ...]]]] = {
 def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     """Draw a predicted or measured timeline. The title is its finding unless one is given.
 
-    A box reads ``F3``, forward of microbatch 3, or ``2F3`` where a rank has several stages; a label that
-    does not fit is shortened to the microbatch, then left out. A dark foot tells a rank's later chunks from its first.
-    Lines are messages beyond the neighbour: values of edges, their gradients, and tokens on their way back.
-    The right margin has each rank's busy share.
+    A box reads ``F3``, forward of microbatch 3, or ``2F3`` where a rank has several stages; a label
+    that does not fit is shortened to the microbatch, then left out. A dark foot tells a rank's
+    later chunks from its first. Lines are messages beyond the neighbour: values of edges, their
+    gradients, and tokens on their way back. The right margin has each rank's busy share.
     """
     figure, axes, scale, unit = begin(tl, heights=(0.13, 0.42, 4.2), right=0.75)
     draw_idle(axes, tl.n_ranks, float(tl.makespan) * scale)
@@ -84,17 +93,24 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     what = named(tl.name, f"{'Measured timeline' if tl.measured else 'Timeline'}, one row a rank")
     # Forwards alone hold nothing: nothing waits for a backward, as in generation.
     forward_only = {part.kind for span in tl.spans for part in span.action.parts} == {"F"}
-    held = "forwards only" if forward_only else f"peak activations held: {spelled_peaks(tl.peak_activations)}"
+    held = (
+        "forwards only"
+        if forward_only
+        else f"peak activations held: {spelled_peaks(tl.peak_activations)}"
+    )
     held += f"; values of edges held: {spelled_peaks(tl.peak_values)}" * any(tl.peak_values)
     found = finding(tl)
     return figure.finish(axes, title, found, f"{what}. {found}; {held}.{_told_far_messages(tl)}")
 
 
-def begin(tl: Timeline, heights: tuple[float, float, float], right: float) -> tuple[ChartFigure, Axes, float, str]:
-    """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the unit of its axis.
+def begin(
+    tl: Timeline, heights: tuple[float, float, float], right: float
+) -> tuple[ChartFigure, Axes, float, str]:
+    """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the
+    unit of its axis.
 
-    ``heights`` are inches of a row at least, at most, and of all rows together between these bounds; ``right`` the
-    margin's.
+    ``heights`` are inches of a row at least, at most, and of all rows together between these
+    bounds; ``right`` the margin's.
     """
     least, most, together = heights
     figure = ChartFigure(WIDTH, 1.15 + tl.n_ranks * min(most, max(least, together / tl.n_ranks)))
@@ -117,17 +133,22 @@ class Box:
 
     def corners(self, gap_x: float = 0, gap_y: float = 0) -> list[tuple[float, float]]:
         """Return the corners of the box, each side moved inwards."""
-        return rectangle(self.left + gap_x, self.right - gap_x, self.bottom + gap_y, self.top - gap_y)
+        return rectangle(
+            self.left + gap_x, self.right - gap_x, self.bottom + gap_y, self.top - gap_y
+        )
 
 
 def rectangle(left: float, right: float, bottom: float, top: float) -> list[tuple[float, float]]:
     return [(left, bottom), (right, bottom), (right, top), (left, top)]
 
 
-def boxes_of(tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float = ROW_FILL) -> list[Box]:
+def boxes_of(
+    tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float = ROW_FILL
+) -> list[Box]:
     """Return one box an action; an overlapped pair shares its span, forward above backward.
 
-    ``scale`` leads to units of the axis; boxes are ``fill`` rows high, and moved down by ``offset``.
+    ``scale`` leads to units of the axis; boxes are ``fill`` rows high, and moved down by
+    ``offset``.
     """
     return [
         Box(
@@ -142,9 +163,14 @@ def boxes_of(tl: Timeline, scale: float = 1.0, offset: float = 0.0, fill: float 
     ]
 
 
-def draw_idle(axes: Axes, n_ranks: int, end: float, offset: float = 0.0, fill: float = ROW_FILL) -> None:
+def draw_idle(
+    axes: Axes, n_ranks: int, end: float, offset: float = 0.0, fill: float = ROW_FILL
+) -> None:
     """Lay a grey bar under each row, which shows where nothing covers it."""
-    bars = [rectangle(0, end, rank + offset - fill / 2, rank + offset + fill / 2) for rank in range(n_ranks)]
+    bars = [
+        rectangle(0, end, rank + offset - fill / 2, rank + offset + fill / 2)
+        for rank in range(n_ranks)
+    ]
     axes.add_collection(PolyCollection(bars, facecolors=chart.IDLE_GREY, linewidths=0, zorder=0))
 
 
@@ -156,26 +182,44 @@ def draw_boxes(axes: Axes, boxes: Collection[Box], alpha: float = 1.0) -> None:
         if not mine:
             continue
         widths = sorted(points_x * (box.right - box.left) for box in mine)
-        # A full gap between boxes of two points would leave nothing of them. White lines instead would take longer.
+        # A full gap between boxes of two points would leave nothing of them. White lines instead
+        # would take longer.
         gap = min(0.9, 0.15 * widths[len(widths) // 2]) / 2
-        corners = [box.corners(min(gap / points_x, (box.right - box.left) / 4), gap / points_y) for box in mine]
-        more = {"hatch": look.hatch or None, "hatchcolor": "#FFFFFF66", "alpha": alpha if alpha < 1 else None}
-        _draw_path(axes, corners, look.colour, snap=False, **more)  # snapped, narrow gaps would come and go
+        corners = [
+            box.corners(min(gap / points_x, (box.right - box.left) / 4), gap / points_y)
+            for box in mine
+        ]
+        more = {
+            "hatch": look.hatch or None,
+            "hatchcolor": "#FFFFFF66",
+            "alpha": alpha if alpha < 1 else None,
+        }
+        # snapped, narrow gaps would come and go
+        _draw_path(axes, corners, look.colour, snap=False, **more)
 
 
-def _draw_path(axes: Axes, polygons: Sequence[Sequence[tuple[float, float]]], colour: str, **more: object) -> None:
+def _draw_path(
+    axes: Axes, polygons: Sequence[Sequence[tuple[float, float]]], colour: str, **more: object
+) -> None:
     """Draw equal polygons as one path. add_patch would walk along every edge to find limits, which are set already."""
     path = Path.make_compound_path_from_polys(np.array(polygons))
-    axes.add_artist(PathPatch(path, **{"facecolor": colour, "edgecolor": "none", "linewidth": 0, **more}))
+    axes.add_artist(
+        PathPatch(path, **{"facecolor": colour, "edgecolor": "none", "linewidth": 0, **more})
+    )
 
 
 def _draw_feet(axes: Axes, tl: Timeline, boxes: Collection[Box]) -> int:
     """Give each box a dark foot as high as its chunk's number on the rank; return the most chunks of a rank."""
-    held = [sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank]
+    held = [
+        sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank
+    ]
     chunk_of = {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
     step = min(_FOOT, _ALL_FEET / max([1, *chunk_of.values()]))
     later = [box for box in boxes if chunk_of[box.action.stage]]
-    feet = [rectangle(box.left, box.right, box.top - step * chunk_of[box.action.stage], box.top) for box in later]
+    feet = [
+        rectangle(box.left, box.right, box.top - step * chunk_of[box.action.stage], box.top)
+        for box in later
+    ]
     if feet:
         _draw_path(axes, feet, chart.TEXT_GREY, edgecolor="white", linewidth=0.4, zorder=1.5)
     return 1 + max(chunk_of.values(), default=0)
@@ -199,7 +243,9 @@ class Labels(Artist):
 
     @property
     def placed(self) -> list[Placed]:
-        return [(text, size, x, y) for (text, size), points in self._points.items() for x, y in points]
+        return [
+            (text, size, x, y) for (text, size), points in self._points.items() for x, y in points
+        ]
 
     def draw(self, renderer: RendererBase) -> None:
         """Draw as glyphs that are rasterised once and copied, or, where text stays text (SVG), as text."""
@@ -213,14 +259,21 @@ class Labels(Artist):
             if isinstance(renderer, RendererAgg):
                 to_pixels = Affine2D().scale(pixels)
                 places, outline = Path(points), _glyphs(text, size)
-                renderer.draw_markers(graphics, outline, to_pixels, places, self.axes.transData, self._colour)
+                renderer.draw_markers(
+                    graphics, outline, to_pixels, places, self.axes.transData, self._colour
+                )
                 continue
-            half_width, half_height = pixels * text_width(text, size) / 2, pixels * _digit_height(size) / 2
+            half_width, half_height = (
+                pixels * text_width(text, size) / 2,
+                pixels * _digit_height(size) / 2,
+            )
             _, height = renderer.get_canvas_width_height()
             for x, y in self.axes.transData.transform(points):
                 baseline = y - half_height
                 baseline = height - baseline if renderer.flipy() else baseline
-                renderer.draw_text(graphics, x - half_width, baseline, text, FontProperties(size=size), 0)
+                renderer.draw_text(
+                    graphics, x - half_width, baseline, text, FontProperties(size=size), 0
+                )
         graphics.restore()
 
 
@@ -241,15 +294,24 @@ def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
     boxes = list(boxes)
     points_x, points_y = points_per_unit(axes)
     digits = "0" * len(str(max((box.action.microbatch for box in boxes), default=0)))
-    widest = max((box.action.kind for box in boxes), key=lambda kind: text_width(kind, 10), default="")
+    widest = max(
+        (box.action.kind for box in boxes), key=lambda kind: text_width(kind, 10), default=""
+    )
 
     @cache
     def fitting(width: float, height: float, stage: str) -> tuple[bool, float] | None:
         """Return whether stage and kind have room, and the size of the letters; None without room for the number."""
-        # A full name in the smallest letters is read by nobody; the number alone has room for larger ones.
-        for is_full, size in [*((True, size) for size in _LABEL_SIZES[:-1]), *((False, size) for size in _LABEL_SIZES)]:
+        # A full name in the smallest letters is read by nobody; the number alone has room for
+        # larger ones.
+        for is_full, size in [
+            *((True, size) for size in _LABEL_SIZES[:-1]),
+            *((False, size) for size in _LABEL_SIZES),
+        ]:
             room = points_x * width - _LABEL_PADDING
-            if size <= points_y * height and text_width(is_full * (stage + widest) + digits, size) <= room:
+            if (
+                size <= points_y * height
+                and text_width(is_full * (stage + widest) + digits, size) <= room
+            ):
                 return is_full, size
         return None
 
@@ -274,7 +336,10 @@ def back_labels(axes: Axes, placed: Mapping[str, Collection[Placed]]) -> None:
     for colour, labels in placed.items():
         patches = []
         for text, size, x, y in labels:
-            wide, high = (text_width(text, size) / 2 + 1) / points_x, (_digit_height(size) / 2 + 1) / points_y
+            wide, high = (
+                (text_width(text, size) / 2 + 1) / points_x,
+                (_digit_height(size) / 2 + 1) / points_y,
+            )
             patches.append(rectangle(x - wide, x + wide, y - high, y + high))
         _draw_path(axes, patches, colour, zorder=1.2)
 
@@ -300,7 +365,9 @@ def name_time(axes: Axes, unit: str, what: str = "time") -> None:
     axes.tick_params(axis="x", labelsize=SMALL)
 
 
-def note_ranks(axes: Axes, notes: Mapping[int, str], heading: str = "", size: float = SMALL) -> None:
+def note_ranks(
+    axes: Axes, notes: Mapping[int, str], heading: str = "", size: float = SMALL
+) -> None:
     """Write a note in the right margin for each rank, in letters that fit its row, and a heading above."""
     points_x, points_y = points_per_unit(axes)
     _, right = axes.get_xlim()
@@ -310,16 +377,29 @@ def note_ranks(axes: Axes, notes: Mapping[int, str], heading: str = "", size: fl
     for rank, note in notes.items():
         labels.add(right + (5 + text_width(note, size) / 2) / points_x, rank, note, size)
     axes.add_artist(labels)
-    look: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "color": chart.TEXT_GREY}
+    look: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "color": chart.TEXT_GREY,
+    }
     axes.annotate(heading, (1, 1), xytext=(5, 4), size=SMALL, **look)
 
 
 def draw_key(
-    axes: Axes, kinds: Collection[str], has_idle: bool, n_chunks: int = 1, lines: Sequence[Line2D] = ()
+    axes: Axes,
+    kinds: Collection[str],
+    has_idle: bool,
+    n_chunks: int = 1,
+    lines: Sequence[Line2D] = (),
 ) -> None:
     """Name every colour in use, the foot of a rank's later chunks, and lines, on the line of the axis label."""
     handles: list[Patch | Line2D] = [
-        Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=f"{kind}  {KINDS[kind]}")
+        Patch(
+            facecolor=look.colour,
+            hatch=look.hatch,
+            edgecolor="white",
+            label=f"{kind}  {KINDS[kind]}",
+        )
         for kind, look in LOOKS.items()
         if kind in kinds
     ]
@@ -336,10 +416,15 @@ def _draw_far_messages(axes: Axes, tl: Timeline, scale: float) -> list[Line2D]:
     """Draw a line for each message that skips stages, from its maker to its reader; return entries for a key."""
     ways: dict[str, list[list[tuple[float, float]]]] = {}
     for what, start, end in _far_messages(tl):
-        way = [(float(start.end) * scale, float(start.rank)), (float(end.start) * scale, float(end.rank))]
+        way = [
+            (float(start.end) * scale, float(start.rank)),
+            (float(end.start) * scale, float(end.rank)),
+        ]
         ways.setdefault(what, []).append(way)
     for what, drawn in ways.items():
-        lines = LineCollection(drawn, linestyles=[_LINES[what][1]], colors=[chart.BLACK], linewidths=[1.1], zorder=4)
+        lines = LineCollection(
+            drawn, linestyles=[_LINES[what][1]], colors=[chart.BLACK], linewidths=[1.1], zorder=4
+        )
         lines.set_alpha(0.75)
         axes.add_collection(lines, autolim=False)
     return [
@@ -354,7 +439,10 @@ def _told_far_messages(tl: Timeline) -> str:
     n = {kind: sum(what == kind for what, _, _ in _far_messages(tl)) for kind in _LINES}
     told = ""
     if tl.edges:
-        told += f" Lines show {spelled(tl.edges)}: {n['value']} messages forward, {n['value gradient']} back."
+        told += (
+            f" Lines show {spelled(tl.edges)}: {n['value']} messages forward, {n['value gradient']}"
+            " back."
+        )
     if n["token"]:
         told += f" Lines show {n['token']} tokens on their way from the last stage to the first."
     return told

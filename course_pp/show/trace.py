@@ -13,13 +13,17 @@ _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
 @checked
 def to_trace(tl: Timeline, name: str = "pipeline") -> str:
-    """Return the timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per message.
+    """Return the timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per
+    message.
 
-    A slice is an action, or an idle gap with its cause; a counter per rank has the activations held. A second stays a
-    second; a unit of relative cost becomes a millisecond. Source of the format: the Chromium project's document "Trace
-    Event Format", whose times are in microseconds. ``name`` is the process under which the ranks are listed.
+    A slice is an action, or an idle gap with its cause; a counter per rank has the activations
+    held. A second stays a second; a unit of relative cost becomes a millisecond. Source of the
+    format: the Chromium project's document "Trace Event Format", whose times are in microseconds.
+    ``name`` is the process under which the ranks are listed.
     """
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": name}}
+    ]
     for rank in range(tl.n_ranks):
         events.append(_event("M", rank, name="thread_name", args={"name": f"rank {rank}"}))
         events.append(_event("M", rank, name="thread_sort_index", args={"sort_index": rank}))
@@ -34,11 +38,22 @@ def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
 def _slices(tl: Timeline) -> Iterator[dict[str, Any]]:
     def slice_of(of: Span | Gap, name: str, category: str, args: dict[str, Any]) -> dict[str, Any]:
         begin = _microseconds(tl, of.start)
-        return _event("X", of.rank, name=name, cat=category, ts=begin, dur=_microseconds(tl, of.end) - begin, args=args)
+        return _event(
+            "X",
+            of.rank,
+            name=name,
+            cat=category,
+            ts=begin,
+            dur=_microseconds(tl, of.end) - begin,
+            args=args,
+        )
 
     for span in tl.spans:
         kinds = " and ".join(KINDS[part.kind] for part in span.action.parts)
-        args = {name: [getattr(part, name) for part in span.action.parts] for name in ("stage", "microbatch")}
+        args = {
+            name: [getattr(part, name) for part in span.action.parts]
+            for name in ("stage", "microbatch")
+        }
         yield slice_of(span, str(span.action), kinds, args)
     for gap in tl.idle_gaps:
         yield slice_of(gap, "idle", "idle", {"cause": gap.cause})
@@ -48,7 +63,10 @@ def _arrows(tl: Timeline) -> Iterator[dict[str, Any]]:
     """From the action that makes an activation or gradient to the one on another rank that takes it."""
     for number, message in enumerate(messages(tl), start=1):
         maker, taker, what = message.maker, message.taker, message.product.what
-        sent, taken = _microseconds(tl, (maker.start + maker.end) / 2), _microseconds(tl, taker.start)
+        sent, taken = (
+            _microseconds(tl, (maker.start + maker.end) / 2),
+            _microseconds(tl, taker.start),
+        )
         yield _event("s", maker.rank, id=number, name=what, cat="message", ts=sent)
         yield _event("f", taker.rank, id=number, name=what, cat="message", ts=taken, bp="e")
 
@@ -58,7 +76,9 @@ def _counters(tl: Timeline) -> Iterator[dict[str, Any]]:
     for rank, curve in enumerate(tl.memory_curve()):
         for time, held in dict(curve).items():  # of several changes at one time the last counts
             ts = _microseconds(tl, time)
-            yield _event("C", rank, name=f"{what} held by rank {rank}", ts=ts, args={"held": float(held)})
+            yield _event(
+                "C", rank, name=f"{what} held by rank {rank}", ts=ts, args={"held": float(held)}
+            )
 
 
 def _microseconds(tl: Timeline, time: Time) -> float:

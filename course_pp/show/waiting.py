@@ -22,13 +22,16 @@ _CLEARANCE = 22  # points between the centre of a rank and the tip of an arrow
 def waits(waits: Iterable[Any]) -> ChartFigure:
     """Draw an arrow from each waiting rank to each rank it waits for, and highlight a cycle.
 
-    ``waits`` has for each rank its ``rank``, the ``operation`` it is in, and the ``peers`` it waits for, if any. The
-    peers of a collective are the ranks that have not entered it. A peer that nobody reports on is drawn too.
+    ``waits`` has for each rank its ``rank``, the ``operation`` it is in, and the ``peers`` it waits
+    for, if any. The peers of a collective are the ranks that have not entered it. A peer that
+    nobody reports on is drawn too.
     """
     given = list(waits)
     by_rank = {wait.rank: wait for wait in sorted(given, key=lambda wait: wait.rank)}
     if len(by_rank) < max(1, len(given)):
-        raise ValueError(f"waits has {len(given)}, for {len(by_rank)} ranks: give one for each rank")
+        raise ValueError(
+            f"waits has {len(given)}, for {len(by_rank)} ranks: give one for each rank"
+        )
     cycle = find_cycle({rank: sorted(wait.peers) for rank, wait in by_rank.items()})
     first = cycle.index(min(cycle)) if cycle else 0
     cycle = cycle[first:] + cycle[:first]
@@ -38,15 +41,21 @@ def waits(waits: Iterable[Any]) -> ChartFigure:
     figure, axes = _canvas(places)
     for wait in by_rank.values():
         for peer in sorted(wait.peers):
-            _draw_arrow(axes, places[wait.rank], places[peer], wait.operation, after.get(wait.rank) == peer)
+            _draw_arrow(
+                axes, places[wait.rank], places[peer], wait.operation, after.get(wait.rank) == peer
+            )
     for rank in ranks:
         _draw_rank(axes, rank, places[rank], _state(by_rank.get(rank)), rank in cycle)
     finding = _finding(by_rank, cycle, after, ranks)
-    figure.text(0.5, 1 - 0.3 / figure.get_figheight(), finding, ha="center", va="center", fontsize=11.5)
+    figure.text(
+        0.5, 1 - 0.3 / figure.get_figheight(), finding, ha="center", va="center", fontsize=11.5
+    )
     each = [
-        f"rank {w.rank} waits in {w.operation} for {_spelled_ranks(w.peers)}"
-        if w.peers
-        else f"rank {w.rank} waits for nobody ({_state(w)})"
+        (
+            f"rank {w.rank} waits in {w.operation} for {_spelled_ranks(w.peers)}"
+            if w.peers
+            else f"rank {w.rank} waits for nobody ({_state(w)})"
+        )
         for w in by_rank.values()
     ]
     figure.alt_text = f"Who waits for whom. {finding}. {'; '.join(each)}."
@@ -59,7 +68,9 @@ def _state(wait: Any) -> str:
     return "" if wait.peers else wait.operation or "working"
 
 
-def _finding(by_rank: dict[int, Any], cycle: Sequence[int], after: dict[int, int], ranks: Sequence[int]) -> str:
+def _finding(
+    by_rank: dict[int, Any], cycle: Sequence[int], after: dict[int, int], ranks: Sequence[int]
+) -> str:
     waiting = [wait for wait in by_rank.values() if wait.peers]
     if not waiting:
         return "No rank waits for another"
@@ -108,7 +119,9 @@ def _canvas(places: dict[int, tuple[float, float]]) -> tuple[ChartFigure, Axes]:
     return figure, axes
 
 
-def _draw_rank(axes: Axes, rank: int, place: tuple[float, float], state: str, in_cycle: bool) -> None:
+def _draw_rank(
+    axes: Axes, rank: int, place: tuple[float, float], state: str, in_cycle: bool
+) -> None:
     axes.add_patch(
         Circle(
             place,
@@ -119,15 +132,26 @@ def _draw_rank(axes: Axes, rank: int, place: tuple[float, float], state: str, in
             zorder=3,
         )
     )
-    axes.text(*place, str(rank), ha="center", va="center_baseline", size=13, weight="bold", zorder=4)
+    axes.text(
+        *place, str(rank), ha="center", va="center_baseline", size=13, weight="bold", zorder=4
+    )
     if state:
         (x, y), away = place, _NODE_RADIUS + 0.1
         # Outside the circle of ranks, where no arrow runs.
         if abs(x) > abs(y):
             side = math.copysign(1, x)
-            axes.text(x + side * away, y, state, ha="left" if x > 0 else "right", va="center", size=9)
+            axes.text(
+                x + side * away, y, state, ha="left" if x > 0 else "right", va="center", size=9
+            )
         else:
-            axes.text(x, y + math.copysign(away, y), state, ha="center", va="bottom" if y > 0 else "top", size=9)
+            axes.text(
+                x,
+                y + math.copysign(away, y),
+                state,
+                ha="center",
+                va="bottom" if y > 0 else "top",
+                size=9,
+            )
 
 
 def _draw_arrow(
@@ -135,7 +159,14 @@ def _draw_arrow(
 ) -> None:
     colour = chart.VERMILION if in_cycle else chart.TEXT_GREY
     if start == end:
-        axes.text(start[0], start[1] + _NODE_RADIUS + 0.1, f"↻ {operation}", ha="center", size=9, color=colour)
+        axes.text(
+            start[0],
+            start[1] + _NODE_RADIUS + 0.1,
+            f"↻ {operation}",
+            ha="center",
+            size=9,
+            color=colour,
+        )
         return
     # Curved, so that two ranks waiting for each other give two arrows.
     bend = 0.22

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from course_pp.base.arguments import checked
-from course_pp.schedule import Costs, Gap, Schedule, Time, Timeline, build, format_time, simulate, theory
+from course_pp.schedule import (
+    Costs,
+    Gap,
+    Schedule,
+    Time,
+    Timeline,
+    build,
+    format_time,
+    simulate,
+    theory,
+)
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
@@ -45,7 +55,13 @@ def format_bytes(n_bytes: Time) -> str:
     value = float(n_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1023.5:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+            return (
+                f"{value:.0f} B"
+                if unit == "B"
+                else f"{value:.3g} {unit}"
+                if value < 1000
+                else f"{value:.0f} {unit}"
+            )
         value /= 1024
     return f"{value:.3g} TiB"
 
@@ -59,7 +75,9 @@ def axis_unit(longest: Time, unit: str) -> tuple[float, str]:
 
 def sizes(of: Timeline | Schedule) -> str:
     """Return ``4 ranks, 8 microbatches``."""
-    return f"{counted(of.n_ranks, 'rank')}, {counted(of.n_microbatches, 'microbatch', 'microbatches')}"
+    return (
+        f"{counted(of.n_ranks, 'rank')}, {counted(of.n_microbatches, 'microbatch', 'microbatches')}"
+    )
 
 
 def finding(tl: Timeline) -> str:
@@ -68,7 +86,10 @@ def finding(tl: Timeline) -> str:
         return f"{counted(tl.n_ranks, 'rank')}, nothing done"
     # An emulated run is off by a little: more digits than two would be noise.
     took = tl.makespan if tl.unit == "s" or tl.makespan < 10 else round(float(tl.makespan), 2)
-    shares = f"busy {percent(tl.utilisation)} of {format_time(took, tl.unit)}, bubble {percent(tl.bubble_fraction)}"
+    shares = (
+        f"busy {percent(tl.utilisation)} of {format_time(took, tl.unit)}, bubble"
+        f" {percent(tl.bubble_fraction)}"
+    )
     # More work than time has been done by several at once; only otherwise is it worth a look.
     if tl.n_ranks > 1 and sum(tl.busy) <= 1.001 * tl.makespan and most_busy_at_once(tl) == 1:
         return f"One rank works at a time: {sizes(tl)}, {shares}"
@@ -78,7 +99,9 @@ def finding(tl: Timeline) -> str:
 def most_busy_at_once(tl: Timeline) -> int:
     """Return how many ranks work at the same time, at the most."""
     # At equal times an end sorts before a start: handing over is not working at the same time.
-    changes = sorted((time, step) for s in tl.spans if s.duration for time, step in ((s.start, 1), (s.end, -1)))
+    changes = sorted(
+        (time, step) for s in tl.spans if s.duration for time, step in ((s.start, 1), (s.end, -1))
+    )
     busy = most = 0
     for _, step in changes:
         busy += step
@@ -88,7 +111,9 @@ def most_busy_at_once(tl: Timeline) -> int:
 
 def has_several_stages_a_rank(tl: Timeline) -> bool:
     """Return whether a label needs the stage, because the row does not tell it."""
-    return any(len({part.stage for span in row for part in span.action.parts}) > 1 for row in tl.by_rank)
+    return any(
+        len({part.stage for span in row for part in span.action.parts}) > 1 for row in tl.by_rank
+    )
 
 
 def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) -> str:
@@ -99,13 +124,16 @@ def spelled_peaks(peaks: Sequence[Time], spell: Callable[[Time], str] = amount) 
         return f"{listed([spell(peak) for peak in peaks])} on ranks 0 to {len(peaks) - 1}"
     if list(peaks) in (sorted(peaks), sorted(peaks, reverse=True)):
         return f"{spell(peaks[0])} on rank 0 to {spell(peaks[-1])} on rank {len(peaks) - 1}"
-    most, least = (f"{spell(peak)}, on rank {peaks.index(peak)}" for peak in (max(peaks), min(peaks)))
+    most, least = (
+        f"{spell(peak)}, on rank {peaks.index(peak)}" for peak in (max(peaks), min(peaks))
+    )
     return f"at most {most}; at least {least}"
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """A schedule built, simulated and compared with its closed form: what the terminal and the panel both tell.
+    """A schedule built, simulated and compared with its closed form: what the terminal and the
+    panel both tell.
 
     Every property raises ValueError for what the schedule or the costs do not allow.
     """
@@ -119,7 +147,9 @@ class ScheduleReport:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return build(self.name, self.n_ranks, self.n_microbatches, self.n_chunks, round_size=self.round_size)
+        return build(
+            self.name, self.n_ranks, self.n_microbatches, self.n_chunks, round_size=self.round_size
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -136,7 +166,9 @@ class ScheduleReport:
     @property
     def closed_form(self) -> theory.ClosedForm | None:
         """None where the sizes and costs are outside the conditions of the form."""
-        return self._form_or_missing if isinstance(self._form_or_missing, theory.ClosedForm) else None
+        return (
+            self._form_or_missing if isinstance(self._form_or_missing, theory.ClosedForm) else None
+        )
 
     @cached_property
     def longest_gap(self) -> Gap | None:
@@ -154,7 +186,10 @@ class ScheduleReport:
             ("bubble within the longest span", tl.span_bubble_fraction, form.span_bubble_fraction),
         ]
         peaks = zip(tl.peak_activations, form.peak_activations, strict=True)
-        compared += [(f"peak of rank {rank}", peak, predicted) for rank, (peak, predicted) in enumerate(peaks)]
+        compared += [
+            (f"peak of rank {rank}", peak, predicted)
+            for rank, (peak, predicted) in enumerate(peaks)
+        ]
         differences = [
             f"{what} {format_time(predicted)} instead of {format_time(simulated)}"
             for what, simulated, predicted in compared

@@ -11,8 +11,13 @@ ChunkSpec = Mapping[str, Literal["rows", "same"]]
 """By keyword argument: whether its tensors are cut by rows, or it goes untouched to every microbatch."""
 
 _LISTS = {"arg_mbs": tuple, "kwarg_mbs": dict, "target_mbs": object}
-_READY = "give ready-made microbatches instead of the whole batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
-_ENTRIES = {"arg_mbs": "the tuple of the first stage's arguments, as in (x,)", "kwarg_mbs": "a dict of arguments"}
+_READY = (
+    "give ready-made microbatches instead of the whole batch (arg_mbs=, kwarg_mbs=, target_mbs=)"
+)
+_ENTRIES = {
+    "arg_mbs": "the tuple of the first stage's arguments, as in (x,)",
+    "kwarg_mbs": "a dict of arguments",
+}
 
 
 def are_ready(n_microbatches: int, whole: Iterable[str], **lists: Any) -> bool:
@@ -23,16 +28,19 @@ def are_ready(n_microbatches: int, whole: Iterable[str], **lists: Any) -> bool:
         lists: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``; None is not given.
 
     Raises:
-        ValueError: if one is no list of ``n_microbatches`` entries of its kind, or something whole stands beside it.
+        ValueError: if one is no list of ``n_microbatches`` entries of its kind, or something whole
+            stands beside it.
     """
     given = {name: entries for name, entries in lists.items() if entries is not None}
     for name, entries in given.items():
         if not isinstance(entries, list):
-            raise ValueError(f"{name} is a {type(entries).__name__}: give a list, one entry for each microbatch")
+            raise ValueError(
+                f"{name} is a {type(entries).__name__}: give a list, one entry for each microbatch"
+            )
         if len(entries) != n_microbatches:
             raise ValueError(
-                f"{name} has {len(entries)} entries, but the schedule has {n_microbatches} microbatches: give "
-                f"{n_microbatches}"
+                f"{name} has {len(entries)} entries, but the schedule has {n_microbatches}"
+                f" microbatches: give {n_microbatches}"
             )
         for i, entry in enumerate(entries):
             if not isinstance(entry, _LISTS[name]):
@@ -40,8 +48,8 @@ def are_ready(n_microbatches: int, whole: Iterable[str], **lists: Any) -> bool:
     beside = [name for name in whole if given]
     if beside:
         raise ValueError(
-            f"{beside[0]} is of a whole batch, and {', '.join(given)} of ready-made microbatches: give all of them by "
-            "microbatch, or all whole"
+            f"{beside[0]} is of a whole batch, and {', '.join(given)} of ready-made microbatches:"
+            " give all of them by microbatch, or all whole"
         )
     return bool(given)
 
@@ -51,25 +59,33 @@ def cut_keywords(
 ) -> list[dict[str, Any]]:
     """Return for each microbatch its keyword arguments.
 
-    Those that ``spec`` does not name are cut if they are tensors of two dimensions or more, the first of which is the
-    batch, and the same for all if they are numbers, strings or None. Of anything else only the caller knows.
+    Those that ``spec`` does not name are cut if they are tensors of two dimensions or more, the
+    first of which is the batch, and the same for all if they are numbers, strings or None. Of
+    anything else only the caller knows.
 
     Args:
-        spec: ``"rows"`` cuts a tensor, also those in tuples, lists and dicts; ``"same"`` passes any object untouched.
+        spec: ``"rows"`` cuts a tensor, also those in tuples, lists and dicts; ``"same"`` passes any
+            object untouched.
         rows: of the whole batch; 0 where it is not known.
 
     Raises:
-        ValueError: for an argument of which nobody said what it is; for one that cannot be cut; for a ``spec`` that
-            names no argument, or has other words.
+        ValueError: for an argument of which nobody said what it is; for one that cannot be cut; for
+            a ``spec`` that names no argument, or has other words.
     """
     said = dict(spec or {})
     for name, word in said.items():
         if name not in kwargs:
             given = ", ".join(kwargs) or "none"
-            raise ValueError(f"kwargs_chunk_spec names {name!r}, but the keyword arguments are {given}: leave it out")
+            raise ValueError(
+                f"kwargs_chunk_spec names {name!r}, but the keyword arguments are {given}: leave"
+                " it out"
+            )
         if word not in ("rows", "same"):
             raise ValueError(f"kwargs_chunk_spec[{name!r}] is {word!r}: give 'rows' or 'same'")
-    cut = {name: _cut(name, value, said.get(name), rows, n_microbatches) for name, value in kwargs.items()}
+    cut = {
+        name: _cut(name, value, said.get(name), rows, n_microbatches)
+        for name, value in kwargs.items()
+    }
     return [{name: parts[i] for name, parts in cut.items()} for i in range(n_microbatches)]
 
 
@@ -86,7 +102,9 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
 
 
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
-    if word == "same" or (word is None and (value is None or isinstance(value, bool | int | float | str))):
+    if word == "same" or (
+        word is None and (value is None or isinstance(value, bool | int | float | str))
+    ):
         return [value] * n
     if word is None and isinstance(value, Tensor) and value.dim() > 1 and _has_rows([value], rows):
         return list(value.tensor_split(n))
@@ -95,15 +113,16 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
         raise ValueError(_nobody_says(name, value, tensors, rows))
     if not tensors:
         raise ValueError(
-            f"keyword argument {name} is of class {type(value).__name__}, which kwargs_chunk_spec cannot cut by rows: "
-            f"say 'same' to give it whole to every microbatch, or {_READY}"
+            f"keyword argument {name} is of class {type(value).__name__}, which kwargs_chunk_spec"
+            f" cannot cut by rows: say 'same' to give it whole to every microbatch, or {_READY}"
         )
     if not _has_rows(tensors, rows):
         wrong = next(tuple(t.shape) for t in tensors if not _has_rows([t], rows))
         size = f", {rows}" if rows else ""
         raise ValueError(
-            f"keyword argument {name} is, or holds, a tensor of shape {wrong}, and kwargs_chunk_spec cuts it by rows: "
-            f"its first dimension must be the whole batch{size}; or say 'same', or {_READY}"
+            f"keyword argument {name} is, or holds, a tensor of shape {wrong}, and"
+            " kwargs_chunk_spec cuts it by rows: its first dimension must be the whole"
+            f" batch{size}; or say 'same', or {_READY}"
         )
     return cut_rows(value, tensors, n)
 
@@ -123,7 +142,10 @@ def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) ->
         what = f"a tensor of shape {tuple(value.shape)}, a number for each row or offsets"
     else:
         size = f", {rows}" if rows else ""
-        what = f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole batch{size}"
+        what = (
+            f"a tensor of shape {tuple(value.shape)}, whose first dimension is not the whole"
+            f" batch{size}"
+        )
     whole = "to give it whole to every microbatch"
     said = f"{{{name!r}: 'same'}} {whole}"
     if can_be_cut:
@@ -133,11 +155,15 @@ def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) ->
     return f"keyword argument {name} is {what}: say kwargs_chunk_spec={said}; or {_READY}"
 
 
-def cut_rows(value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..., Any] | None = None) -> list[Any]:
-    """Return ``value`` for each of ``n`` microbatches, its ``tensors`` cut along their first dimension.
+def cut_rows(
+    value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..., Any] | None = None
+) -> list[Any]:
+    """Return ``value`` for each of ``n`` microbatches, its ``tensors`` cut along their first
+    dimension.
 
     Args:
-        mapping: ``mapping(change, value)`` finds these tensors, in this order; :func:`map_tensors` unless given.
+        mapping: ``mapping(change, value)`` finds these tensors, in this order; :func:`map_tensors`
+            unless given.
     """
     pieces = [tensor.tensor_split(n) for tensor in tensors]
 

@@ -7,12 +7,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each group of rows with its matrix: x (rows, in), weights (groups, in, out) -> (rows, out).
+    """Multiply each group of rows with its matrix: x (rows, in), weights (groups, in, out) ->
+    (rows, out).
 
     The matrix of a group without rows gets a gradient of zeros.
 
     Args:
-        counts: (groups,) int64, how many of the rows each group has, in order; with the sum ``rows``.
+        counts: (groups,) int64, how many of the rows each group has, in order; with the sum
+            ``rows``.
     """
     if has_torch_function((x, weights)):  # somebody's mode, such as course_pp.step.late_weights'
         product: Tensor = handle_torch_function(grouped_product, (x, weights), x, weights, counts)
@@ -24,7 +26,12 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         return F.grouped_mm(x, weights, offs=counts.cumsum(0, dtype=torch.int32))
     if x.is_meta:  # where nobody knows the counts
         return x @ weights[0]
-    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weights.unbind(), strict=True)])
+    return torch.cat(
+        [
+            rows @ matrix
+            for rows, matrix in zip(x.split(counts.tolist()), weights.unbind(), strict=True)
+        ]
+    )
 
 
 def grouped_weight_gradient(x: Tensor, grad_output: Tensor, counts: Tensor) -> Tensor:
@@ -32,7 +39,12 @@ def grouped_weight_gradient(x: Tensor, grad_output: Tensor, counts: Tensor) -> T
     if _has_kernel(x, grad_output):
         return F.grouped_mm(x.t(), grad_output, offs=counts.cumsum(0, dtype=torch.int32))
     sizes = counts.tolist()
-    return torch.stack([rows.t() @ grad for rows, grad in zip(x.split(sizes), grad_output.split(sizes), strict=True)])
+    return torch.stack(
+        [
+            rows.t() @ grad
+            for rows, grad in zip(x.split(sizes), grad_output.split(sizes), strict=True)
+        ]
+    )
 
 
 def autocasts_as(x: Tensor) -> str:
@@ -44,6 +56,8 @@ def _has_kernel(x: Tensor, other: Tensor) -> bool:
     """Whether torch's grouped product takes these: rows of whole 16 bytes, at least one; on a GPU of bfloat16 alone."""
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
-    dtypes = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}.get(x.device.type, ())
+    dtypes = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16,)}.get(
+        x.device.type, ()
+    )
     aligned = all(width * x.itemsize % 16 == 0 for width in (x.shape[-1], other.shape[-1]))
     return x.dtype == other.dtype and x.dtype in dtypes and aligned and len(x) > 0

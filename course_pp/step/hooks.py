@@ -1,10 +1,12 @@
 """What users hang on their modules, wrappers and hooks, and which of them a pipeline can live with.
 
-Wrappers that gather or reduce by themselves count on one forward and one backward a step. A pipeline has several
-forwards in flight and may put weight gradients off, so gradients would be wrong without a word: they are refused.
+Wrappers that gather or reduce by themselves count on one forward and one backward a step. A
+pipeline has several forwards in flight and may put weight gradients off, so gradients would be
+wrong without a word: they are refused.
 
-Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step. They may update the
-parameter at once; in a pipeline, which has a backward for each microbatch, with a part of its gradient.
+Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step.
+They may update the parameter at once; in a pipeline, which has a backward for each microbatch, with
+a part of its gradient.
 """
 
 import sys
@@ -29,9 +31,9 @@ def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
         wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
         if wrapper is not None:
             return (
-                f"{f'{path!r} of {what}' if path else what} is wrapped in {wrapper.__name__}, which counts on one "
-                "forward and one backward a step: give the module inside it, and for data-parallel ranks shard that "
-                "with fully_shard (FSDP2)"
+                f"{f'{path!r} of {what}' if path else what} is wrapped in {wrapper.__name__}, which"
+                " counts on one forward and one backward a step: give the module inside it, and"
+                " for data-parallel ranks shard that with fully_shard (FSDP2)"
             )
     return None
 
@@ -66,29 +68,39 @@ def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
         for name, parameter in () if module is None else module.named_parameters():
             if steps_in_backward(parameter):
                 return (
-                    f"{name!r} of stage {stage} has an optimizer that steps in the backward "
-                    "(_apply_optimizer_in_backward), and a pipeline has a backward for each microbatch: step after the "
-                    "step, or in a hook of register_post_accumulate_grad_hook, which is called once a step"
+                    f"{name!r} of stage {stage} has an optimizer that steps in the backward"
+                    " (_apply_optimizer_in_backward), and a pipeline has a backward for each"
+                    " microbatch: step after the step, or in a hook of"
+                    " register_post_accumulate_grad_hook, which is called once a step"
                 )
     return None
 
 
 @contextmanager
 def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Parameter, None]]":
-    """Call the hooks on complete gradients after the body, once for each parameter that got a gradient inside.
+    """Call the hooks on complete gradients after the body, once for each parameter that got a
+    gradient inside.
 
-    Yields the parameters that have got one so far; the body may take some out, whose hooks it calls itself. If the body
-    raises, no hook is called. One that is removed inside is not called; one that is added inside is called at once.
+    Yields the parameters that have got one so far; the body may take some out, whose hooks it calls
+    itself. If the body raises, no hook is called. One that is removed inside is not called; one
+    that is added inside is called at once.
     """
-    parameters = (parameter for module in modules if module is not None for parameter in module.parameters())
-    kept = {parameter: dict(hooks) for parameter in parameters if (hooks := hooks_after_accumulation(parameter))}
+    parameters = (
+        parameter for module in modules if module is not None for parameter in module.parameters()
+    )
+    kept = {
+        parameter: dict(hooks)
+        for parameter in parameters
+        if (hooks := hooks_after_accumulation(parameter))
+    }
     reached: dict[nn.Parameter, None] = {}
 
     def note(parameter: Any) -> None:
         reached[parameter] = None
 
     try:
-        for parameter, hooks in kept.items():  # under their own keys, by which their handles can still remove them
+        # under their own keys, by which their handles can still remove them
+        for parameter, hooks in kept.items():
             hooks_after_accumulation(parameter).update(dict.fromkeys(hooks, note))
         yield reached
     finally:

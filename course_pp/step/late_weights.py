@@ -1,15 +1,19 @@
 """Weight gradients of linear layers, made in another way or at another time than autograd's.
 
-:class:`Fusing` adds them up in the matrix product that makes them. Autograd writes each microbatch's gradient as a
-matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's time. A matrix
-product can add to what is there as it goes (Megatron-LM's gradient accumulation fusion). Only rounding differs.
+:class:`Fusing` adds them up in the matrix product that makes them. Autograd writes each
+    microbatch's gradient as a
+matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's
+time. A matrix product can add to what is there as it goes (Megatron-LM's gradient accumulation
+fusion). Only rounding differs.
 
-:class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two products: one gives the
-input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is (Qi et al. 2024,
-"Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what the second needs is queued: the
-layer's input, which the forward has kept anyway, and in addition the gradient of its output. So it is with packed
-experts (:mod:`course_pp.step.grouped`). Everything else (norms, embeddings, convolutions, a layer with a hook on its
-weight or bias) gets its gradient at ``I``: it is little work.
+:class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two
+    products: one gives the
+input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what
+the second needs is queued: the layer's input, which the forward has kept anyway, and in addition
+the gradient of its output. So it is with packed experts (:mod:`course_pp.step.grouped`). Everything
+else (norms, embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient
+at ``I``: it is little work.
 """
 
 import sys
@@ -36,7 +40,8 @@ from course_pp.base.torch_private import (
 )
 from course_pp.step.grouped import grouped_product, grouped_weight_gradient
 
-# Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in Python costs more.
+# Below, the addition is cheap, as the matrix is still in the cache, and a function of autograd in
+# Python costs more.
 _LARGE_BYTES = 1 << 20
 
 _PART_OF = "part_of_parameter"
@@ -46,13 +51,16 @@ _ADDING = Lock()
 
 
 class LinearMode(TorchFunctionMode):
-    """While a forward runs inside, :meth:`linear` computes its linear layers: every ``torch.nn.functional.linear``;
-    and :meth:`grouped` every :func:`course_pp.step.grouped.grouped_product`.
+    """While a forward runs inside, :meth:`linear` computes its linear layers: every
+    ``torch.nn.functional.linear``; and :meth:`grouped` every
+    :func:`course_pp.step.grouped.grouped_product`.
 
-    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say), tensor subclasses,
-    sparse and nested tensors, weights of one dimension and biases of two, layers under the transforms of ``torch.func``
-    or under somebody else's mode, layers inside ``torch.compile``, whose graph has no place for a Python function, and
-    layers inside ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then saves.
+    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say),
+    tensor subclasses, sparse and nested tensors, weights of one dimension and biases of two, layers
+    under the transforms of ``torch.func`` or under somebody else's mode, layers inside
+    ``torch.compile``, whose graph has no place for a Python function, and layers inside
+    ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then
+    saves.
     """
 
     def __enter__(self) -> "LinearMode":
@@ -61,7 +69,11 @@ class LinearMode(TorchFunctionMode):
         return self
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         if func is F.linear and not torch.compiler.is_compiling():
             return self._linear_or_ordinary(*args, **(kwargs or {}))
@@ -77,7 +89,9 @@ class LinearMode(TorchFunctionMode):
         """Compute a grouped product whose weights, (groups, in, out), are to have a gradient."""
         return grouped_product(x, weights, counts)
 
-    def _linear_or_ordinary(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear_or_ordinary(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         tensors = (input, weight) if bias is None else (input, weight, bias)
         if (
             self._may_compute(*tensors)
@@ -86,7 +100,8 @@ class LinearMode(TorchFunctionMode):
             and (bias is None or bias.shape == weight.shape[:1])
         ):
             rows = self.linear(input.reshape(-1, input.shape[-1]), weight, bias)
-            # A view of the output, as torch makes it: it may be changed in place, what a function returns as one not.
+            # A view of the output, as torch makes it: it may be changed in place, what a function
+            # returns as one not.
             return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
         return F.linear(input, weight, bias)
 
@@ -106,9 +121,11 @@ class LinearMode(TorchFunctionMode):
 
 
 def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
-    """What becomes of the gradient that comes to ``node``, which adds up those of a leaf, in the backward at work.
+    """What becomes of the gradient that comes to ``node``, which adds up those of a leaf, in the
+    backward at work.
 
-    A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask for this leaf.
+    A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask
+    for this leaf.
     """
     try:
         return "into the sum" if backward_reaches(node) else "nowhere"
@@ -128,9 +145,11 @@ def is_worth_fusing(module: nn.Module | None) -> bool:
 
 
 class Fusing(LinearMode):
-    """While a forward runs inside, its large linear layers will add their weight gradients up as they make them.
+    """While a forward runs inside, its large linear layers will add their weight gradients up as
+    they make them.
 
-    They are ordinary layers under autocast, and for ``torch.autograd.grad``, by which a stage may differentiate itself.
+    They are ordinary layers under autocast, and for ``torch.autograd.grad``, by which a stage may
+    differentiate itself.
     """
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,7 +168,9 @@ class _FusedLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, grad_output: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias = ctx.needs_input_grad
         of_weight = None
@@ -158,7 +179,11 @@ class _FusedLinear(torch.autograd.Function):
                 of_weight = _add_product(ctx.parameter, grad_output, x)
             case "out":
                 of_weight = grad_output.t() @ x
-        return grad_output @ weight if of_x else None, of_weight, grad_output.sum(0) if of_bias else None
+        return (
+            grad_output @ weight if of_x else None,
+            of_weight,
+            grad_output.sum(0) if of_bias else None,
+        )
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -208,12 +233,18 @@ class WeightGradients:
             self._open = False
 
     def add(
-        self, weight: Tensor, bias: Tensor | None, x: Tensor, grad_output: Tensor, counts: Tensor | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        x: Tensor,
+        grad_output: Tensor,
+        counts: Tensor | None = None,
     ) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a stage runs a backward with create_graph=True in its forward, and a split backward keeps no graph of "
-                "the weights' gradients: use a schedule that does not split it, such as 1f1b"
+                "a stage runs a backward with create_graph=True in its forward, and a split"
+                " backward keeps no graph of the weights' gradients: use a schedule that does not"
+                " split it, such as 1f1b"
             )
         if not self._open and not self._entries:
             after_backward(self.compute)
@@ -233,9 +264,10 @@ class WeightGradients:
                 versions = version_of(entry.input), version_of(rows)
                 if versions != entry.versions:  # as autograd refuses it
                     raise RuntimeError(
-                        f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient of its output, has "
-                        "been changed in place before its weight gradient was computed: give the layer a copy (clone), "
-                        "or use a schedule that does not split the backward, such as 1f1b"
+                        f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient"
+                        " of its output, has been changed in place before its weight gradient was"
+                        " computed: give the layer a copy (clone), or use a schedule that does not"
+                        " split the backward, such as 1f1b"
                     )
                 if weight.requires_grad and (product := entry.product()) is not None:
                     leaves.append(weight)
@@ -256,14 +288,18 @@ class Deferring(LinearMode):
     def __init__(self, queue: WeightGradients) -> None:
         super().__init__()
         self._queue = queue
-        # Makes outputs require grad. The weights must not: autograd would call their hooks at I, without a gradient.
+        # Makes outputs require grad. The weights must not: autograd would call their hooks at I,
+        # without a gradient.
         self._anchor = torch.empty(0, requires_grad=True)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # A hook is to see the whole gradient at once, of which other uses of the parameter may make a part at I.
+        # A hook is to see the whole gradient at once, of which other uses of the parameter may make
+        # a part at I.
         if has_hooks(weight) or (bias is not None and has_hooks(bias)):
             return F.linear(input, weight, bias)
-        return _DeferredLinear.apply(_as_autocast_would(input), self._anchor, (weight, bias), self._queue)
+        return _DeferredLinear.apply(
+            _as_autocast_would(input), self._anchor, (weight, bias), self._queue
+        )
 
     def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         if has_hooks(getattr(weights, _PART_OF, weights)) or _is_autocast(x):
@@ -274,11 +310,15 @@ class Deferring(LinearMode):
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, layer: tuple[Tensor, Tensor | None], queue: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor,
+        layer: tuple[Tensor, Tensor | None],
+        queue: WeightGradients,
     ) -> Tensor:
         weight, bias = layer
-        # The weight is saved for autograd's check that nobody changed it; hooks may give back another tensor, so the
-        # parameter that is to get the gradient is kept beside it.
+        # The weight is saved for autograd's check that nobody changed it; hooks may give back
+        # another tensor, so the parameter that is to get the gradient is kept beside it.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.layer, ctx.queue = layer, queue
         return F.linear(x, weight, bias)
@@ -287,14 +327,22 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, _ = ctx.layer
-        if _whither(ctx.next_functions[1][0]) == "into the sum":  # of the anchor: the weight is no part of the graph
+        # of the anchor: the weight is no part of the graph
+        if _whither(ctx.next_functions[1][0]) == "into the sum":
             ctx.queue.add(*ctx.layer, x, grad_output)
-        return grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None, None, None, None
+        return (
+            grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None,
+            None,
+            None,
+            None,
+        )
 
 
 class _DeferredProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, groups: tuple[Tensor, Tensor], queue: WeightGradients) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, groups: tuple[Tensor, Tensor], queue: WeightGradients
+    ) -> Tensor:
         weights, _ = groups
         ctx.save_for_backward(x, weights if ctx.needs_input_grad[0] else None)
         ctx.groups, ctx.queue = groups, queue
@@ -306,7 +354,11 @@ class _DeferredProduct(torch.autograd.Function):
         grad_output = grad_output.contiguous()  # as the kernel needs it
         if _whither(ctx.next_functions[1][0]) == "into the sum":
             ctx.queue.add(weights, None, x, grad_output, counts)
-        of_x = grouped_product(grad_output, saved.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        of_x = (
+            grouped_product(grad_output, saved.transpose(1, 2), counts)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return of_x, None, None, None
 
 
@@ -324,16 +376,22 @@ def _is_autocast(tensor: Tensor) -> bool:
 
 
 def _add_product(parameter: Tensor, grad_output: Tensor, input: Tensor) -> Tensor | None:
-    """Add ``grad_output.T @ input``, (rows, out) and (rows, in), to ``parameter.grad`` in the product that makes it.
+    """Add ``grad_output.T @ input``, (rows, out) and (rows, in), to ``parameter.grad`` in the
+    product that makes it.
 
     Returns:
-        None; or the product, for autograd to add: for the first gradient, for one that is to be differentiated or
-        looked at for NaN, with several dtypes, and where somebody would miss the gradient of this microbatch. That is a
-        hook on the parameter, or whoever holds the node of autograd's graph that adds its gradients up.
+        None; or the product, for autograd to add: for the first gradient, for one that is to be
+        differentiated or looked at for NaN, with several dtypes, and where somebody would miss the
+        gradient of this microbatch. That is a hook on the parameter, or whoever holds the node of
+        autograd's graph that adds its gradients up.
     """
     with _ADDING:
         grad = parameter.grad
-        if grad is not None and grad_output.dtype == input.dtype == grad.dtype and _can_add(parameter, grad):
+        if (
+            grad is not None
+            and grad_output.dtype == input.dtype == grad.dtype
+            and _can_add(parameter, grad)
+        ):
             # Not addmm_, which torch's FlopCounterMode does not know.
             torch.addmm(grad, grad_output.t(), input, out=grad)
             return None
@@ -341,10 +399,17 @@ def _add_product(parameter: Tensor, grad_output: Tensor, input: Tensor) -> Tenso
 
 
 def _can_add(parameter: Tensor, grad: Tensor) -> bool:
-    if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not parameter.requires_grad or has_hooks(parameter):
+    if (
+        torch.is_grad_enabled()
+        or torch.is_anomaly_enabled()
+        or not parameter.requires_grad
+        or has_hooks(parameter)
+    ):
         return False
     # Autograd would make streams wait for each other.
-    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device):
+    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(
+        grad.device
+    ):
         return False
     return _is_plain(grad) and _references(parameter) <= _UNHELD
 
@@ -352,7 +417,8 @@ def _can_add(parameter: Tensor, grad: Tensor) -> bool:
 def _references(parameter: Tensor) -> int:
     """How many references Python has to the node that adds up the gradients of ``parameter``.
 
-    Who gathers gradients in buckets hooks that node, where no hook can be seen, and holds it, lest the hook be lost.
+    Who gathers gradients in buckets hooks that node, where no hook can be seen, and holds it, lest
+    the hook be lost.
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
@@ -361,7 +427,11 @@ def _references(parameter: Tensor) -> int:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
 
 
 with torch.inference_mode(False):

@@ -1,9 +1,11 @@
 """The loss of a batch, put together from its microbatches. A loss is divided here and nowhere else.
 
-The mean of the microbatches' means is the mean of the batch only if all of them average over equally many tokens. So
-each microbatch adds its sum over the divisor, which is the same for all: the number of all tokens of the batch.
+The mean of the microbatches' means is the mean of the batch only if all of them average over
+equally many tokens. So each microbatch adds its sum over the divisor, which is the same for all:
+the number of all tokens of the batch.
 
-:func:`attach_loss` is for a loss that arises in the middle of the model, and weighs it in the same way.
+:func:`attach_loss` is for a loss that arises in the middle of the model, and weighs it in the same
+    way.
 """
 
 import math
@@ -40,7 +42,8 @@ class TokenLoss(Protocol):
 class Share(NamedTuple):
     """What a microbatch adds to the mean loss of its batch: ``value`` times ``weight``.
 
-    The product needs no place in autograd's graph: backward begins at ``value``, with ``weight`` as its gradient.
+    The product needs no place in autograd's graph: backward begins at ``value``, with ``weight`` as
+    its gradient.
     """
 
     value: Tensor
@@ -72,12 +75,16 @@ class _OverSamples:
 def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) -> TokenLoss:
     """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts ``samples`` of a target."""
     if isinstance(loss_fn, type):  # it can be called, but returns a loss function
-        raise TypeError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, such as {loss_fn.__name__}()")
+        raise TypeError(
+            f"loss_fn is the class {loss_fn.__name__}: pass an instance, such as"
+            f" {loss_fn.__name__}()"
+        )
     if isinstance(loss_fn, TokenLoss):
         return loss_fn
     if not callable(loss_fn):
         raise TypeError(
-            f"loss_fn is {loss_fn!r}: pass a function of (output, target) that returns the mean loss, or a TokenLoss"
+            f"loss_fn is {loss_fn!r}: pass a function of (output, target) that returns the mean"
+            " loss, or a TokenLoss"
         )
     return _OverSamples(loss_fn, samples)
 
@@ -88,9 +95,11 @@ def divisor_of(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device | None = None,
 ) -> Tensor | float:
-    """Return the divisor of the microbatches' sums; a collective of ``groups`` unless it is ``given``.
+    """Return the divisor of the microbatches' sums; a collective of ``groups`` unless it is
+    ``given``.
 
-    Data-parallel ranks average their gradients, so it is the tokens of the global batch over the number of these ranks.
+    Data-parallel ranks average their gradients, so it is the tokens of the global batch over the
+    number of these ranks.
 
     Args:
         counts: the counted tokens of the microbatches, or of all at once.
@@ -114,9 +123,13 @@ def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
     return value
 
 
-def weights_of(counts: Iterable[Any], divisor: Tensor | float, device: torch.device | None = None) -> Tensor:
+def weights_of(
+    counts: Iterable[Any], divisor: Tensor | float, device: torch.device | None = None
+) -> Tensor:
     """Return the weight of each microbatch in its batch, (n,) float64: its counted tokens over the divisor."""
-    numbers = torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+    numbers = torch.stack(
+        [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
+    )
     return numbers / divisor
 
 
@@ -150,22 +163,26 @@ def _naming_the_loss_of_cut_logits(loss: TokenLoss, output: Any) -> Iterator[Non
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        # DTensor raises these two themselves. Subclasses say something else, as OutOfMemoryError does.
+        # DTensor raises these two themselves. Subclasses say something else, as OutOfMemoryError
+        # does.
         may_be_dtensor = type(error) in (RuntimeError, NotImplementedError)
         is_cut = any(is_dtensor(part) for part in tensors_of(output))
         if not is_cut or not may_be_dtensor or getattr(loss, "takes_cut_logits", False):
             raise
         raise ValueError(
-            "the loss function failed on logits of which each tensor rank holds a part, in a DTensor "
-            f"(gather_logits=False): take course_pp.parallel.VocabParallelCrossEntropy(), which is made for them, or "
-            f"leave gather_logits at True; it said {type(error).__name__}: {error}"
+            "the loss function failed on logits of which each tensor rank holds a part, in a"
+            " DTensor (gather_logits=False): take course_pp.parallel.VocabParallelCrossEntropy(),"
+            " which is made for them, or leave gather_logits at True; it said"
+            f" {type(error).__name__}: {error}"
         ) from error
 
 
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim():
         shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch")
+        raise ValueError(
+            f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch"
+        )
     return loss
 
 
@@ -173,26 +190,30 @@ _FORWARD: ContextVar["Attached | None"] = ContextVar("the forward at work", defa
 
 
 def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
-    """Return ``tensor`` unchanged; where its gradient comes back, the gradient of ``loss`` is added to the step.
+    """Return ``tensor`` unchanged; where its gradient comes back, the gradient of ``loss`` is added
+    to the step.
 
     For a loss that arises in the middle of a model: a router's, an auxiliary head's, deep supervision::
 
         hidden = attach_loss(hidden, 0.01 * balance, name=f"router {self.layer}")
 
-    Call it in a module's forward, under either engine and any schedule. The gradient is that of weight × ``loss``,
-    where the weight is the microbatch's share of its batch: its counted tokens over those of the global batch, or
-    samples if the loss at the end does not count tokens (``step``'s ``divisor``, if that is given). So ``loss`` should
-    be a mean over the microbatch. One process gets the same gradients from
+    Call it in a module's forward, under either engine and any schedule. The gradient is that of
+    weight × ``loss``, where the weight is the microbatch's share of its batch: its counted tokens
+    over those of the global batch, or samples if the loss at the end does not count tokens
+    (``step``'s ``divisor``, if that is given). So ``loss`` should be a mean over the microbatch.
+    One process gets the same gradients from
 
         ``sum over microbatches of weight × (loss at the end + attached losses)``
 
-    With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, the weight is 1. So it is outside
-    the two engines: a plain ``loss.backward()`` of the whole batch adds the attached loss once.
+    With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, the weight is
+    1. So it is outside the two engines: a plain ``loss.backward()`` of the whole batch adds the
+    attached loss once.
 
-    After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank. Without gradients
-    (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed forward counts once. In ``parallel``
-    ranks agree in a pipeline's first step whether anybody attaches: for a loss that begins later attach 0 × loss
-    before. A pipeline's ``scaler`` scales attached losses too.
+    After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank.
+    Without gradients (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed
+    forward counts once. In ``parallel`` ranks agree in a pipeline's first step whether anybody
+    attaches: for a loss that begins later attach 0 × loss before. A pipeline's ``scaler`` scales
+    attached losses too.
 
     Args:
         tensor: of floating point; the module's output must depend on it.
@@ -206,8 +227,11 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
         return tensor
     attached = _FORWARD.get()
     if torch.compiler.is_compiling():
-        raise RuntimeError("attach_loss in a traced or compiled module: compile or export what is around it")
-    if attached is None:  # one process, or a forward that a checkpoint computes again, whose graph is thrown away
+        raise RuntimeError(
+            "attach_loss in a traced or compiled module: compile or export what is around it"
+        )
+    # one process, or a forward that a checkpoint computes again, whose graph is thrown away
+    if attached is None:
         attached = Attached(None if is_in_backward() else 1.0)
     return attached.add(tensor, loss, name)
 
@@ -221,7 +245,9 @@ class Attached:
         problem: what was wrong with the first that was refused, if ``keeps_problem``.
     """
 
-    def __init__(self, weight: Tensor | float | None = None, refusal: str = "", keeps_problem: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor | float | None = None, refusal: str = "", keeps_problem: bool = False
+    ) -> None:
         self.weight, self.problem = weight, ""
         self.values: dict[str, Tensor] = {}
         self._lacking: set[str] = set()
@@ -250,8 +276,9 @@ class Attached:
         """Return that of the loss, in its backward."""
         if self.weight is None:
             raise RuntimeError(
-                f"attach_loss(name={name!r}) in a reentrant checkpoint, or in a forward that goes backward itself: its "
-                "weight is not known there; use checkpoint(..., use_reentrant=False), or attach it outside"
+                f"attach_loss(name={name!r}) in a reentrant checkpoint, or in a forward that goes"
+                " backward itself: its weight is not known there; use checkpoint(...,"
+                " use_reentrant=False), or attach it outside"
             )
         self._lacking.discard(name)
         return self.weight
@@ -261,8 +288,8 @@ class Attached:
         problem = self.problem
         for name in sorted(self._lacking):
             problem = problem or (
-                f"attach_loss(name={name!r}): no gradient came back through its tensor, so it did not count: attach it "
-                "to what the loss at the end depends on"
+                f"attach_loss(name={name!r}): no gradient came back through its tensor, so it did"
+                " not count: attach it to what the loss at the end depends on"
             )
         weight = 0.0 if self.weight is None else self.weight
         return {name: value.double() * weight for name, value in self.values.items()}, problem
@@ -272,13 +299,26 @@ class Attached:
             return "the name is a string"
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            return f"tensor is {given}: attach to a tensor of floating point, which carries gradients"
+            return (
+                f"tensor is {given}: attach to a tensor of floating point, which carries gradients"
+            )
         if not isinstance(loss, Tensor) or loss.dim():
-            shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            shape = (
+                f"of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"a {type(loss).__name__}"
+            )
             return f"loss is {shape}: give a scalar tensor, a mean over the microbatch"
         if not loss.requires_grad:
-            return "loss has no gradient: compute it of trained weights or what they made, not detached"
-        return "the name is used twice in this microbatch: give each loss its own" if name in self.values else ""
+            return (
+                "loss has no gradient: compute it of trained weights or what they made, not"
+                " detached"
+            )
+        return (
+            "the name is used twice in this microbatch: give each loss its own"
+            if name in self.values
+            else ""
+        )
 
 
 class _Attach(torch.autograd.Function):
@@ -289,7 +329,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        weight = torch.as_tensor(ctx.attached.gradient(ctx.name), dtype=ctx.dtype, device=ctx.device)
+        weight = torch.as_tensor(
+            ctx.attached.gradient(ctx.name), dtype=ctx.dtype, device=ctx.device
+        )
         return gradient, weight.clone(), None, None
 
 
@@ -315,6 +357,9 @@ def added_sums(one: Sums, other: Sums) -> Sums:
     for name, (stage, value) in other.items():
         where, earlier = total.get(name, (stage, 0))
         if where != stage:
-            raise ValueError(f"attach_loss(name={name!r}) in stages {where} and {stage}: give each loss its own name")
+            raise ValueError(
+                f"attach_loss(name={name!r}) in stages {where} and {stage}: give each loss its own"
+                " name"
+            )
         total[name] = (stage, earlier + value)
     return total

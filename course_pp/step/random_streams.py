@@ -9,8 +9,8 @@ every data rank the same dropout mask. So each forward of a step draws from a st
 
 Ranks of ``tp`` agree on all four, and draw the same. After the step the default generator is as it
 was before. It moves on by one number if a stage drew any, and thereby to the next step's streams.
-All ranks move on together: in ``parallel``, if a stage first draws in a later step, at the next call.
-So a checkpoint, which holds the default generator, holds the streams too; and a model without
+All ranks move on together: in ``parallel``, if a stage first draws in a later step, at the next
+call. So a checkpoint, which holds the default generator, holds the streams too; and a model without
 random numbers changes nothing.
 """
 

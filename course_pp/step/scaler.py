@@ -1,14 +1,16 @@
-"""Loss scaling for float16: one scale for a whole mesh, and steps that all its ranks take or skip together.
+"""Loss scaling for float16: one scale for a whole mesh, and steps that all its ranks take or skip
+together.
 
-    scaler = MeshGradScaler()
-    pipeline = build_pipeline_schedule(stage, 8, loss_fn, scaler=scaler)  # or runtime's Pipeline(..., scaler=scaler)
-    loss = pipeline.step(inputs, target=targets)  # as without a scaler; gradients are scale times as large
+    scaler = MeshGradScaler() pipeline = build_pipeline_schedule(stage, 8, loss_fn, scaler=scaler)
+    # or runtime's Pipeline(..., scaler=scaler) loss = pipeline.step(inputs, target=targets)  # as
+    without a scaler; gradients are scale times as large
     scaler.unscale_(optimizer)                    # before clip_grad_norm_; else step does it
     scaler.step(optimizer)
     scaler.update()
 
-Small gradients, which float16 has no numbers for, are representable in a backward that begins with a large factor
-(Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). If they overflow, the step is skipped and the factor halved.
+Small gradients, which float16 has no numbers for, are representable in a backward that begins with
+a large factor (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2). If they overflow, the step
+is skipped and the factor halved.
 """
 
 from collections import defaultdict
@@ -25,21 +27,26 @@ from course_pp.base.torch_private import OpenGradScaler, unscale
 class MeshGradScaler(OpenGradScaler):
     """``torch.amp.GradScaler`` for all ranks of a run: an infinity on one of them is one on all.
 
-    Give it to the pipeline, as in the first lines of ``course_pp.step.scaler``: it then scales the loss, and what
-    :func:`attach_loss` adds, in the backward alone. Without a pipeline write ``scaler.scale(loss).backward()``, as in
+    Give it to the pipeline, as in the first lines of ``course_pp.step.scaler``: it then scales the
+    loss, and what
+    :func:`attach_loss` adds, in the backward alone. Without a pipeline write
+        ``scaler.scale(loss).backward()``, as in
     one process.
 
-    It has a scale on every rank, also where no loss is. Shards, whole gradients and a rank without any go together,
-    under fused optimizers too. If a rank has several optimizers, each is skipped for itself, as torch does it: the
-    first one of every rank together, the second ones together. So give a rank's stages one optimizer.
+    It has a scale on every rank, also where no loss is. Shards, whole gradients and a rank without
+    any go together, under fused optimizers too. If a rank has several optimizers, each is skipped
+    for itself, as torch does it: the first one of every rank together, the second ones together. So
+    give a rank's stages one optimizer.
 
     Args:
         init_scale: the first scale.
-        growth_factor: the scale grows by it after ``growth_interval`` steps in a row without an infinity.
+        growth_factor: the scale grows by it after ``growth_interval`` steps in a row without an
+            infinity.
         backoff_factor: the scale is multiplied by it after a step with one.
         enabled: False scales nothing and skips nothing.
 
-    A checkpoint keeps ``state_dict()``, the same on every rank, which ``torch.amp.GradScaler`` takes as well.
+    A checkpoint keeps ``state_dict()``, the same on every rank, which ``torch.amp.GradScaler``
+    takes as well.
     """
 
     def __init__(
@@ -60,17 +67,20 @@ class MeshGradScaler(OpenGradScaler):
         """Return ``outputs``, a loss or several, times the scale."""
         if self.in_pipeline:
             raise RuntimeError(
-                "scale() of a scaler that a pipeline was given would scale its loss twice: return the loss as it is"
+                "scale() of a scaler that a pipeline was given would scale its loss twice: return"
+                " the loss as it is"
             )
         self._has_scaled = True
         return super().scale(outputs)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, and agree with all ranks on infinities; a collective.
+        """Divide the optimizer's gradients by the scale, and agree with all ranks on infinities; a
+        collective.
 
         Raises:
-            ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one of them, or if none
-                has scaled a loss; for gradients in float16, which would lose what scaling has saved.
+            ValueError: on every rank, if their scalers differ, as after ``load_state_dict`` on one
+                of them, or if none has scaled a loss; for gradients in float16, which would lose
+                what scaling has saved.
         """
         if not self.is_enabled():
             return
@@ -82,17 +92,21 @@ class MeshGradScaler(OpenGradScaler):
         except (RuntimeError, ValueError) as error:  # the others are told, or they would wait
             problem = Ranks.sentence(error)
         told = Ranks().gather((self.state_dict(), found, scaled, problem))
-        raised = next((problem for *_, problem in told if problem), None) or difference([state for state, *_ in told])
+        raised = next((problem for *_, problem in told if problem), None) or difference(
+            [state for state, *_ in told]
+        )
         if raised:
             raise ValueError(f"MeshGradScaler: {raised}")
         if not any(scaled for *_, scaled, _ in told):
             raise ValueError(
-                "this MeshGradScaler has scaled no loss: build the pipeline with scaler=, or call scale(loss)"
+                "this MeshGradScaler has scaled no loss: build the pipeline with scaler=, or call"
+                " scale(loss)"
             )
         found_inf.fill_(any(found for _, found, *_ in told))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer, unless a rank has found an infinity; unscale first, if that is not done.
+        """Step the optimizer, unless a rank has found an infinity; unscale first, if that is not
+        done.
 
         A collective if it unscales.
         """
@@ -102,13 +116,24 @@ class MeshGradScaler(OpenGradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     @torch.no_grad()
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor) -> None:
+    def unscale_gradients(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found: Tensor
+    ) -> None:
         """Do so on this rank. torch's takes neither a rank without gradients nor shards beside whole ones."""
-        gradients: dict[torch.device, dict[torch.dtype, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients: dict[torch.device, dict[torch.dtype, list[Tensor]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for parameter in (
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ):
+            local = (
+                parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            )
             if local.dtype == torch.float16:
-                raise ValueError("gradients in float16 cannot be unscaled: keep parameters in float32 (compute_in)")
+                raise ValueError(
+                    "gradients in float16 cannot be unscaled: keep parameters in float32"
+                    " (compute_in)"
+                )
             gradients[local.device][local.dtype].append(local)
         for device, by_dtype in gradients.items():
             here = torch.zeros((), device=device)

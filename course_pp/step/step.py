@@ -1,10 +1,12 @@
-"""The face of a pipeline, the same in both engines: ``step``, ``eval``, ``evaluate``, ``attached``, ``ties``.
+"""The face of a pipeline, the same in both engines: ``step``, ``eval``, ``evaluate``, ``attached``,
+``ties``.
 
     loss = pipeline.step(inputs, target=target)      # gradients are in .grad
     loss = pipeline.eval(inputs, target=target)      # no gradients
     outputs = pipeline.evaluate(inputs)              # no gradients and no loss
 
-:class:`course_pp.runtime.Pipeline` and :class:`course_pp.parallel.PipelineSchedule` fill it in. Their own docstrings
+:class:`course_pp.runtime.Pipeline` and :class:`course_pp.parallel.PipelineSchedule` fill it in.
+    Their own docstrings
 say only where they differ.
 """
 
@@ -20,11 +22,13 @@ from course_pp.step.batch import ChunkSpec
 class AnyPipeline(ABC):
     """A pipeline of either engine.
 
-    Every method is for all ranks of the pipeline at once. Each rank gives what its own stages need: the rank of the
-    first stage the inputs, the rank of the last stage the target. What a rank has no use for is ignored.
+    Every method is for all ranks of the pipeline at once. Each rank gives what its own stages need:
+    the rank of the first stage the inputs, the rank of the last stage the target. What a rank has
+    no use for is ignored.
 
     Attributes:
-        attached: the sums of the last step's attached losses by name, on every rank; see :func:`attach_loss`.
+        attached: the sums of the last step's attached losses by name, on every rank; see
+            :func:`attach_loss`.
         ties: for each weight that several stages share, its name by stage.
     """
 
@@ -43,7 +47,8 @@ class AnyPipeline(ABC):
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run forward and backward over a batch. Gradients are added to those in ``.grad``, as by ``loss.backward()``.
+        """Run forward and backward over a batch. Gradients are added to those in ``.grad``, as by
+        ``loss.backward()``.
 
         Give a whole batch, or ready-made microbatches in three lists with an entry for each. Ready-made microbatches
         may differ in shape, from one another and from step to step::
@@ -51,32 +56,38 @@ class AnyPipeline(ABC):
             pipeline.step(tokens, target=target, attention_mask=mask)
             pipeline.step(arg_mbs=[(x,) for x in xs], kwarg_mbs=[{"offsets": o} for o in offsets], target_mbs=ys)
 
-        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient accumulation. Hooks of
-        ``register_post_accumulate_grad_hook`` are called once, when the loss is known: an optimizer may step there.
-        Under HSDP, ``set_requires_all_reduce(False)`` on the stages leaves the all-reduce to a later step.
+        Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient
+        accumulation. Hooks of ``register_post_accumulate_grad_hook`` are called once, when the loss
+        is known: an optimizer may step there. Under HSDP, ``set_requires_all_reduce(False)`` on the
+        stages leaves the all-reduce to a later step.
 
         Args:
-            inputs: the first stage's arguments for the whole batch: tensors, alone or in tuples and dicts, which are
-                cut along their first dimension. A dict alone gives keyword arguments.
+            inputs: the first stage's arguments for the whole batch: tensors, alone or in tuples and
+                dicts, which are cut along their first dimension. A dict alone gives keyword
+                arguments.
             target: the target of the whole batch, cut in the same way.
-            divisor: the number of tokens of the global batch that the loss is averaged over (samples, if the loss does
-                not count tokens). None counts them, over data-parallel ranks too. If the gradients of several steps
-                add up, give the number in all of them.
-            arg_mbs: in place of ``inputs``, the tuple of the first stage's arguments for each microbatch. A dict alone
-                in the tuple gives keyword arguments.
-            kwarg_mbs: in place of ``kwargs``, a dict of keyword arguments for each microbatch. Every stage of this rank
-                gets them untouched: offsets of packed sequences, a ``BlockMask``, any object.
+            divisor: the number of tokens of the global batch that the loss is averaged over
+                (samples, if the loss does not count tokens). None counts them, over data-parallel
+                ranks too. If the gradients of several steps add up, give the number in all of them.
+            arg_mbs: in place of ``inputs``, the tuple of the first stage's arguments for each
+                microbatch. A dict alone in the tuple gives keyword arguments.
+            kwarg_mbs: in place of ``kwargs``, a dict of keyword arguments for each microbatch.
+                Every stage of this rank gets them untouched: offsets of packed sequences, a
+                ``BlockMask``, any object.
             target_mbs: in place of ``target``, the target of each microbatch.
-            kwargs_chunk_spec: for ``kwargs``, by name: ``"rows"`` cuts the argument's tensors along their first
-                dimension, also in tuples and dicts; ``"same"`` gives the argument to every microbatch untouched.
-            kwargs: keyword arguments of this rank's stages for the whole batch. Tensors of two dimensions or more, the
-                first of which is the batch, are cut by rows. Numbers, strings and None go to every microbatch. Any
-                other argument needs a word in ``kwargs_chunk_spec``.
+            kwargs_chunk_spec: for ``kwargs``, by name: ``"rows"`` cuts the argument's tensors along
+                their first dimension, also in tuples and dicts; ``"same"`` gives the argument to
+                every microbatch untouched.
+            kwargs: keyword arguments of this rank's stages for the whole batch. Tensors of two
+                dimensions or more, the first of which is the batch, are cut by rows. Numbers,
+                strings and None go to every microbatch. Any other argument needs a word in
+                ``kwargs_chunk_spec``.
 
         Returns:
-            The mean loss of the global batch, a float64 scalar without gradient, the same on every rank. Microbatches
-            weigh by counted tokens if the loss is a :class:`TokenLoss`, else by samples. A microbatch without a
-            counted token has weight 0, and a batch of such has loss 0.
+            The mean loss of the global batch, a float64 scalar without gradient, the same on every
+            rank. Microbatches weigh by counted tokens if the loss is a :class:`TokenLoss`, else by
+            samples. A microbatch without a counted token has weight 0, and a batch of such has loss
+            0.
 
         Raises:
             ValueError: if an argument cannot be used, before the first action.
@@ -109,14 +120,15 @@ class AnyPipeline(ABC):
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the model's outputs for a batch, without gradients or a loss, at any time between steps.
+        """Return the model's outputs for a batch, without gradients or a loss, at any time between
+        steps.
 
         Args:
             inputs, arg_mbs, kwarg_mbs, kwargs_chunk_spec, kwargs: as in :meth:`step`.
             on: the ranks that get the outputs: ``"last"``, those of the last stage, or ``"all"``.
 
         Returns:
-            The last stage's output for the whole batch, in its own containers: tensors are concatenated along their
-            first dimension, scalars stacked. If microbatches differ in more than rows, a list with one output for
-            each. None on a rank that gets no outputs.
+            The last stage's output for the whole batch, in its own containers: tensors are
+            concatenated along their first dimension, scalars stacked. If microbatches differ in
+            more than rows, a list with one output for each. None on a rank that gets no outputs.
         """

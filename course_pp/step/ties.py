@@ -1,9 +1,10 @@
-"""Tied weights: the gradients of a weight that lies in several places are added up, and each place gets the sum.
+"""Tied weights: the gradients of a weight that lies in several places are added up, and each place
+gets the sum.
 
     compute apart from earlier gradients  ─►  exchange with the ranks that hold a copy  ─►  add up in the same order
 
-Copies that start equal then stay equal bit by bit, as every rank adds up the same terms alike. How the terms are
-exchanged is the pipeline's own business.
+Copies that start equal then stay equal bit by bit, as every rank adds up the same terms alike. How
+the terms are exchanged is the pipeline's own business.
 """
 
 import zlib
@@ -22,10 +23,12 @@ _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of th
 
 
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a cut forgets.
+    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a
+    cut forgets.
 
     Returns:
-        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes them.
+        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes
+        them.
     """
     return tuple(tuple(names) for _, names in _named(model) if len(names) > 1)
 
@@ -39,7 +42,8 @@ def ties_of_cut(modules: "Mapping[int, nn.Module | None]") -> Sequence[Mapping[i
 def copies_in(
     modules: Mapping[int, "nn.Module | None"], places: Iterable[tuple[Key, int, str]]
 ) -> "dict[Key, nn.Parameter]":
-    """Return the parameters in ``places``, each a key, a stage and a name, as far as this rank holds the stage.
+    """Return the parameters in ``places``, each a key, a stage and a name, as far as this rank
+    holds the stage.
 
     Look them up for every step: loading a checkpoint may put another parameter in a place.
     """
@@ -47,7 +51,8 @@ def copies_in(
     for key, stage, name in places:
         module = modules.get(stage)
         parameter = None if module is None else module.get_parameter(name)
-        # Two stages of one rank may share the very tensor: autograd adds up its gradients by itself.
+        # Two stages of one rank may share the very tensor: autograd adds up its gradients by
+        # itself.
         if parameter is not None and not any(parameter is known for known in found.values()):
             found[key] = parameter
     return found
@@ -55,7 +60,8 @@ def copies_in(
 
 @contextmanager
 def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let gradients start from nothing inside, and add them to earlier ones, which are sums already, afterwards.
+    """Let gradients start from nothing inside, and add them to earlier ones, which are sums
+    already, afterwards.
 
     In place, as autograd does: an earlier one may be a part of somebody's buffer.
     """
@@ -113,17 +119,20 @@ Looks = Mapping[int, Mapping[str, Look]]
 def looks_of(
     modules: "Mapping[int, nn.Module | None]", shapes: Collection[tuple[int, ...]] | None = None
 ) -> dict[int, dict[str, Look]]:
-    """Return by stage and name the look of each weight of these ``shapes``; of its shard, if it is sharded.
+    """Return by stage and name the look of each weight of these ``shapes``; of its shard, if it is
+    sharded.
 
-    Weights on meta and weights of one value are left out. So is a tensor that an earlier stage of this rank holds too:
-    autograd itself ties those.
+    Weights on meta and weights of one value are left out. So is a tensor that an earlier stage of
+    this rank holds too: autograd itself ties those.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
     for stage, module in modules.items():
         if module is None:
             continue
-        embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+        embeddings = {
+            id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)
+        }
         for weight, (name, *also) in _named(module):
             if weight.is_meta or id(weight) in met:
                 continue
@@ -147,30 +156,48 @@ def _named(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def _some_values(weight: nn.Parameter) -> Values | None:
-    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two, or none to read.
+    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two,
+    or none to read.
 
     Those of a frozen weight of a class of its own cannot be read: a quantised one, say.
     """
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    if here.layout is not torch.strided or not (weight.requires_grad or type(here) in (Tensor, nn.Parameter)):
+    if here.layout is not torch.strided or not (
+        weight.requires_grad or type(here) in (Tensor, nn.Parameter)
+    ):
         return None
-    some = here.detach().flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu().contiguous()
-    bits = some.view(torch.uint8).view(len(some), some.element_size())  # small formats cannot be compared
+    some = (
+        here.detach()
+        .flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT]
+        .cpu()
+        .contiguous()
+    )
+    # small formats cannot be compared
+    bits = some.view(torch.uint8).view(len(some), some.element_size())
     if not bool((bits != bits[:1]).any()):
         return None
     return tuple(weight.shape), str(weight.dtype), zlib.crc32(bits.numpy().tobytes())
 
 
-def problem_of_forgotten_ties(looks: Looks, known: Sequence[Mapping[int, str]] | None = None) -> str | None:
-    """Say which weights are rather one than two, for a caller that was told of no ties: all of them.
+def problem_of_forgotten_ties(
+    looks: Looks, known: Sequence[Mapping[int, str]] | None = None
+) -> str | None:
+    """Say which weights are rather one than two, for a caller that was told of no ties: all of
+    them.
 
     Args:
-        known: the ties of stages that ``auto_split`` made, which knows them; None leaves values as the evidence.
+        known: the ties of stages that ``auto_split`` made, which knows them; None leaves values as
+            the evidence.
     """
     suspects = _look_tied(looks) if known is None else list(known)
     if not suspects:
         return _problem_inside(looks, "if they are two, tied=[]") if known is None else None
-    ends = [looks[stage][name] for tie in suspects for stage, name in tie.items() if name in looks.get(stage, ())]
+    ends = [
+        looks[stage][name]
+        for tie in suspects
+        for stage, name in tie.items()
+        if name in looks.get(stage, ())
+    ]
     before = "" if all(end.is_trained for end in ends) else "freeze or train both, and "
     if known is None and (layers := _problem_of_copied_layers(suspects, looks, before)):
         return layers
@@ -178,14 +205,17 @@ def problem_of_forgotten_ties(looks: Looks, known: Sequence[Mapping[int, str]] |
     matrices = [tie for tie in suspects if _dimensions(tie, looks) > 1]
     (stage, name), (other, again), *_ = sorted((matrices or suspects)[0].items())
     return (
-        f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values, and "
-        f"nothing says whether they are one weight: if so, {before}give tied={_spelled(suspects)}, so that they stay "
-        "equal; if not, tied=[]"
+        f"{name!r} of stage {stage} and {again!r} of stage {other} have the same shape and values,"
+        f" and nothing says whether they are one weight: if so, {before}give"
+        f" tied={_spelled(suspects)}, so that they stay equal; if not, tied=[]"
     )
 
 
-def _problem_of_copied_layers(suspects: Sequence[Mapping[int, str]], looks: Looks, before: str) -> str | None:
-    """Ask first whether whole layers of equal values are copies: to tie them by mistake shows nowhere.
+def _problem_of_copied_layers(
+    suspects: Sequence[Mapping[int, str]], looks: Looks, before: str
+) -> str | None:
+    """Ask first whether whole layers of equal values are copies: to tie them by mistake shows
+    nowhere.
 
     Args:
         before: the words for a step that must come before the tie, or nothing.
@@ -199,13 +229,16 @@ def _problem_of_copied_layers(suspects: Sequence[Mapping[int, str]], looks: Look
         copies = f"give them other values until this call is done, and tied={_spelled(single)}"
     (stage, name), (other, again) = layer
     return (
-        f"layer {name!r} of stage {stage} and layer {again!r} of stage {other} hold the same values, and nothing says "
-        f"whether they are one layer: if they are copies of one another, {copies}; if they are one, {before}give "
-        f"tied={_spelled(suspects)}, so that they stay equal"
+        f"layer {name!r} of stage {stage} and layer {again!r} of stage {other} hold the same"
+        " values, and nothing says whether they are one layer: if they are copies of one another,"
+        f" {copies}; if they are one, {before}give tied={_spelled(suspects)}, so that they stay"
+        " equal"
     )
 
 
-def _same_layer(tie: Mapping[int, str], looks: Looks) -> tuple[tuple[int, str], tuple[int, str]] | None:
+def _same_layer(
+    tie: Mapping[int, str], looks: Looks
+) -> tuple[tuple[int, str], tuple[int, str]] | None:
     """Return the largest layers around a weight that agree in all of two or more weights, by stage.
 
     The name of a layer that is a whole stage is empty.
@@ -230,16 +263,21 @@ def _values_within(layer: str, looks: Mapping[str, Look]) -> dict[str, Values]:
 
 def _dimensions(tie: Mapping[int, str], looks: Looks) -> int:
     """Return how many dimensions a weight has; 0 where its values were not looked at."""
-    shapes = [looks[stage][name].values[0] for stage, name in tie.items() if name in looks.get(stage, ())]
+    shapes = [
+        looks[stage][name].values[0] for stage, name in tie.items() if name in looks.get(stage, ())
+    ]
     return len(shapes[0]) if shapes else 0
 
 
 def problem_of_left_out_copies(
-    looks: Looks, tied: Sequence[Mapping[int, str]], known: Sequence[Mapping[int, str]] | None = None
+    looks: Looks,
+    tied: Sequence[Mapping[int, str]],
+    known: Sequence[Mapping[int, str]] | None = None,
 ) -> str | None:
     """Say which weights look like one, or like a tie's, and are in no tie that was declared.
 
-    A frozen copy of a tie is no problem: whoever keeps the weights of yesterday beside those of today means to.
+    A frozen copy of a tie is no problem: whoever keeps the weights of yesterday beside those of
+    today means to.
 
     Args:
         tied: the ties that were declared; without any, nothing is tied.
@@ -247,15 +285,22 @@ def problem_of_left_out_copies(
     """
     declared = [_first_names(tie, looks) for tie in tied]
     for tie in declared:
-        values = {looks[stage][name].values for stage, name in tie.items() if name in looks.get(stage, ())}
+        values = {
+            looks[stage][name].values for stage, name in tie.items() if name in looks.get(stage, ())
+        }
         for stage, here in looks.items():
             for name, look in here.items():
                 is_told = any(name == other.get(stage) for other in declared)
                 if look.is_trained and look.values in values and not is_told:
-                    remedy = f"make it the parameter {tie[stage]!r}" if stage in tie else f"add {stage}: {name!r} to it"
+                    remedy = (
+                        f"make it the parameter {tie[stage]!r}"
+                        if stage in tie
+                        else f"add {stage}: {name!r} to it"
+                    )
                     return (
-                        f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)} and is not in it, so "
-                        f"the two would be trained apart: {remedy}; or, {_FILLED_LATER}"
+                        f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)}"
+                        f" and is not in it, so the two would be trained apart: {remedy}; or,"
+                        f" {_FILLED_LATER}"
                     )
     if not declared:
         return None
@@ -267,20 +312,29 @@ def problem_of_left_out_copies(
     kept = [tie for tie in tied if not _is_declared(_first_names(tie, looks), lost, in_part=True)]
     are_one, otherwise = "have the same shape and values", _FILLED_LATER
     if known is not None:
-        are_one, otherwise = "are one weight of the model", "to part them, untie the model before the cut"
+        are_one, otherwise = (
+            "are one weight of the model",
+            "to part them, untie the model before the cut",
+        )
     return (
         f"{ends} {are_one}, and are in no tie, so they would be trained apart: give "
         f"tied={_spelled([*kept, *lost])}; or, {otherwise}"
     )
 
 
-def _is_declared(tie: Mapping[int, str], declared: Iterable[Mapping[int, str]], in_part: bool) -> bool:
+def _is_declared(
+    tie: Mapping[int, str], declared: Iterable[Mapping[int, str]], in_part: bool
+) -> bool:
     """Return whether one of the ``declared`` ties has all places of ``tie``, or ``in_part`` some."""
     places = tie.items()
-    return any(bool(places & other.items()) if in_part else places <= other.items() for other in declared)
+    return any(
+        bool(places & other.items()) if in_part else places <= other.items() for other in declared
+    )
 
 
-def problem_of_broken_ties(stage: int, module: nn.Module, shared: Iterable[Sequence[str]] = ()) -> str | None:
+def problem_of_broken_ties(
+    stage: int, module: nn.Module, shared: Iterable[Sequence[str]] = ()
+) -> str | None:
     """Say which names of one parameter lead to two in this stage, as they do after ``to_empty``.
 
     Args:
@@ -293,13 +347,16 @@ def problem_of_broken_ties(stage: int, module: nn.Module, shared: Iterable[Seque
         first, *others = [name for name in names if name in held] or [""]
         for name in others:
             if held[name] is not held[first]:
-                return f"{name!r} of stage {stage} was the parameter {first!r} and {_BROKEN.format(name, first)}"
+                return (
+                    f"{name!r} of stage {stage} was the parameter {first!r} and"
+                    f" {_BROKEN.format(name, first)}"
+                )
     return None
 
 
 _BROKEN = (
-    "is another one now, as after to_empty(), so each would get a part of the gradient: make it one parameter again, "
-    "the module's {0} = {1}, before it is sharded and an optimizer made"
+    "is another one now, as after to_empty(), so each would get a part of the gradient: make it one"
+    " parameter again, the module's {0} = {1}, before it is sharded and an optimizer made"
 )
 
 
@@ -309,17 +366,26 @@ def _problem_inside(looks: Looks, otherwise: str) -> str | None:
         tables = {look.values: name for name, look in here.items() if look.is_embedding}
         for name, look in here.items():
             first = tables.get(look.values)
-            if first is not None and not look.is_embedding and (look.is_trained or here[first].is_trained):
+            if (
+                first is not None
+                and not look.is_embedding
+                and (look.is_trained or here[first].is_trained)
+            ):
                 return (
-                    f"{name!r} of stage {stage} has the values of {first!r} and {_BROKEN.format(name, first)}; "
-                    f"{otherwise}"
+                    f"{name!r} of stage {stage} has the values of {first!r} and"
+                    f" {_BROKEN.format(name, first)}; {otherwise}"
                 )
     return None
 
 
 def _first_names(tie: Mapping[int, str], looks: Looks) -> dict[int, str]:
     """Return the tie by the names under which looks are kept."""
-    first = {(stage, also): name for stage, here in looks.items() for name, look in here.items() for also in look.also}
+    first = {
+        (stage, also): name
+        for stage, here in looks.items()
+        for name, look in here.items()
+        for also in look.also
+    }
     return {stage: first.get((stage, name), name) for stage, name in tie.items()}
 
 
@@ -330,9 +396,10 @@ def _spelled(ties: Iterable[Mapping[int, str]]) -> str:
 def _look_tied(looks: Looks) -> list[dict[int, str]]:
     """Return all weights of several stages that look like one each: for each its name by stage.
 
-    An embedding's values in another layer are such evidence. Elsewhere equal values have a second explanation: layers
-    that are copied, or seeded alike. Copied layers are met more than once in a stage, and stages that are seeded alike
-    begin alike. Weights that neither explains are one weight.
+    An embedding's values in another layer are such evidence. Elsewhere equal values have a second
+    explanation: layers that are copied, or seeded alike. Copied layers are met more than once in a
+    stage, and stages that are seeded alike begin alike. Weights that neither explains are one
+    weight.
     """
     ties: dict[Values, dict[int, str]] = {}
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
@@ -360,7 +427,8 @@ def _by_values(looks: Mapping[str, Look]) -> dict[Values, list[str]]:
 def _same_start(here: Mapping[str, Look], there: Mapping[str, Look]) -> set[Values]:
     """Return the values with which two stages begin alike, as far as one seed would explain them.
 
-    Weights drawn from one seed are equal until shapes differ. If values differ first, the stages had two seeds.
+    Weights drawn from one seed are equal until shapes differ. If values differ first, the stages
+    had two seeds.
     """
     equal: set[Values] = set()
     for one, other in zip(here.values(), there.values(), strict=False):

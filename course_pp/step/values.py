@@ -1,15 +1,18 @@
-"""A value between stages: what a stage takes and returns for one microbatch, whichever engine runs it.
+"""A value between stages: what a stage takes and returns for one microbatch, whichever engine runs
+it.
 
 Three rules say which containers may hold a value's tensors. They differ for a reason:
 
-- :class:`ValueMeta`, for a value that ``parallel`` sends: all containers that torch's pytree knows, such as tuples,
-  named tuples, lists, dicts and the outputs of ``transformers``. Each keeps its class, as both ends know the containers
-  before the first message. Only tensors travel, so any other object but None is refused.
-- :func:`course_pp.runtime.payload.map_plain`, for a value that ``runtime`` sends: tuples, lists and mappings, with
-  numbers, strings and None. Containers arrive as plain ones, as a message describes itself to a receiver that may not
-  have the sender's classes. Any other object is refused.
-- :func:`map_tensors`, for a caller's argument: tuples, lists and dicts; a named tuple keeps its class. Any other object
-  stays untouched, even one that pytree knows: the tensors of a ``BlockMask`` are no rows of the batch.
+- :class:`ValueMeta`, for a value that ``parallel`` sends: all containers that torch's pytree knows,
+  such as tuples, named tuples, lists, dicts and the outputs of ``transformers``. Each keeps its
+  class, as both ends know the containers before the first message. Only tensors travel, so any
+  other object but None is refused.
+- :func:`course_pp.runtime.payload.map_plain`, for a value that ``runtime`` sends: tuples, lists and
+  mappings, with numbers, strings and None. Containers arrive as plain ones, as a message describes
+  itself to a receiver that may not have the sender's classes. Any other object is refused.
+- :func:`map_tensors`, for a caller's argument: tuples, lists and dicts; a named tuple keeps its
+  class. Any other object stays untouched, even one that pytree knows: the tensors of a
+  ``BlockMask`` are no rows of the batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +38,12 @@ class TensorMeta:
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
         differentiable = self.dtype.is_floating_point or self.dtype.is_complex
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad and differentiable)
+        return torch.empty(
+            self.shape,
+            dtype=self.dtype,
+            device=device,
+            requires_grad=requires_grad and differentiable,
+        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,9 @@ class ValueMeta:
 def call(module: Callable[..., Any], value: Any, keywords: Mapping[str, Any] | None = None) -> Any:
     """Call a stage with what the stage before it returned, and with keywords of the step.
 
-    A tuple or list gives the positional arguments, a mapping gives keyword arguments, and anything else is the only
-    argument. A tuple or list of one value is that value. A named tuple is one argument.
+    A tuple or list gives the positional arguments, a mapping gives keyword arguments, and anything
+    else is the only argument. A tuple or list of one value is that value. A named tuple is one
+    argument.
     """
     value = _normalized(value)
     keywords = keywords or {}
@@ -106,11 +115,12 @@ def rows_of(value: ValueMeta) -> int | None:
 
 
 def merge(outputs: Sequence[Any]) -> Any:
-    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack scalars.
+    """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack
+    scalars.
 
-    Another value stays as it is if all microbatches have it, and else becomes a list with one entry a microbatch.
-    Outputs of different containers, or with tensors that differ in dtype or in more than their first dimension, do not
-    fit together: they stay a list of outputs.
+    Another value stays as it is if all microbatches have it, and else becomes a list with one entry
+    a microbatch. Outputs of different containers, or with tensors that differ in dtype or in more
+    than their first dimension, do not fit together: they stay a list of outputs.
     """
     rows = []
     forms = []
@@ -156,13 +166,14 @@ def _normalized(value: Any) -> Any:
 def _meta(leaf: Any) -> TensorMeta | None:
     if is_dtensor(leaf):
         raise TypeError(
-            f"a DTensor {tuple(leaf.shape)} placed {leaf.placements}, which its neighbour could not read: give back an "
-            "ordinary tensor (output_layouts=Replicate(), use_local_output=True in the plan)"
+            f"a DTensor {tuple(leaf.shape)} placed {leaf.placements}, which its neighbour could not"
+            " read: give back an ordinary tensor (output_layouts=Replicate(),"
+            " use_local_output=True in the plan)"
         )
     if leaf is not None and not isinstance(leaf, Tensor):
         raise TypeError(
-            f"a {type(leaf).__name__}: only tensors, and None, can be sent to another stage, in tuples, lists, dicts "
-            "and classes that torch's pytree knows"
+            f"a {type(leaf).__name__}: only tensors, and None, can be sent to another stage, in"
+            " tuples, lists, dicts and classes that torch's pytree knows"
         )
     meta: TensorMeta | None = meta_of(leaf)
     return meta

@@ -1,6 +1,7 @@
 """What surrounds the model while it learns: the loop, its metrics and logs, data, checkpoints.
 
-:mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data` turns text into batches,
+:mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data`
+    turns text into batches,
 and :mod:`course_pp.training.checkpoint` keeps what ranks that die would lose.
 """
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "stages_of_rank"]
 
-# Imported when asked for: the command line looks in here for one line of help and must not wait for torch.
+# Imported when asked for: the command line looks in here for one line of help and must not wait for
+# torch.
 _MODULES = {
     "Fitted": "trainer",
     "Peak": "logs",

@@ -13,16 +13,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whole_or_run = "a checkpoint, or a directory of several, of which the newest whole one is taken"
     inspect = actions.add_parser("inspect", help="list the tensors, and what else is inside")
     inspect.add_argument("path", type=Path, help=whole_or_run)
-    inspect.add_argument("--json", action="store_true", help="print it as JSON, with every piece of every tensor")
+    inspect.add_argument(
+        "--json", action="store_true", help="print it as JSON, with every piece of every tensor"
+    )
     verify = actions.add_parser("verify", help="read every byte and compare it with the manifest")
-    verify.add_argument("path", type=Path, help="a checkpoint, or a directory of several, which are all verified")
-    compare = actions.add_parser("diff", help="what differs between two; exit code 1 if something does")
+    verify.add_argument(
+        "path", type=Path, help="a checkpoint, or a directory of several, which are all verified"
+    )
+    compare = actions.add_parser(
+        "diff", help="what differs between two; exit code 1 if something does"
+    )
     compare.add_argument("first", type=Path, help=whole_or_run)
     compare.add_argument("second", type=Path, help=whole_or_run)
     export = actions.add_parser("export", help="write safetensors and config.json for transformers")
     export.add_argument("path", type=Path, help=whole_or_run)
     export.add_argument("directory", type=Path, help="a new directory")
-    export.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="convert (the checkpoint's own)")
+    export.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="convert (the checkpoint's own)"
+    )
     take = actions.add_parser("import", help="make a checkpoint of a Hugging Face model directory")
     take.add_argument("source", type=Path, help="a directory with config.json and .safetensors")
     take.add_argument("root", type=Path, help="where step_00000000 is to be")
@@ -56,21 +64,35 @@ def _inspect(path: Path, as_json: bool) -> None:
     if as_json:
         tensors = {}
         for entry in entries:
-            pieces, dtype = [vars(piece) for piece in entry.pieces], str(entry.dtype).removeprefix("torch.")
+            pieces, dtype = (
+                [vars(piece) for piece in entry.pieces],
+                str(entry.dtype).removeprefix("torch."),
+            )
             tensors[entry.key] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
-        print(json.dumps({"path": str(opened.path), "state": opened.state, "tensors": tensors}, indent=1))
+        print(
+            json.dumps(
+                {"path": str(opened.path), "state": opened.state, "tensors": tensors}, indent=1
+            )
+        )
         return
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "files")]
     for entry in entries:
         files = ", ".join(sorted({piece.file for piece in entry.pieces}))
         shape = " × ".join(map(str, entry.shape)) or "scalar"
-        rows.append((entry.key, shape, str(entry.dtype).removeprefix("torch."), f"{entry.n_bytes:,}", files))
+        rows.append(
+            (entry.key, shape, str(entry.dtype).removeprefix("torch."), f"{entry.n_bytes:,}", files)
+        )
     sizes = [f"{name}={size}" for name, size in opened.state["layout"].items() if size > 1]
-    print(f"{opened.path}: step {opened.state['step']}, written at {' '.join(sizes) or 'one process'}")
+    print(
+        f"{opened.path}: step {opened.state['step']}, written at {' '.join(sizes) or 'one process'}"
+    )
     for name in ("config", "extra"):
         if opened.state[name]:
             print(f"{name}: {json.dumps(opened.state[name])}")
-    print(f"\n{_table(rows)}\n\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,} bytes")
+    print(
+        f"\n{_table(rows)}\n\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,}"
+        " bytes"
+    )
 
 
 def _verify(path: Path) -> None:
@@ -85,7 +107,9 @@ def _verify(path: Path) -> None:
         if path not in found:
             print(f"{path}: whole")
     if found:
-        raise CheckpointError("; ".join(spelled(path, problems) for path, problems in found.items()))
+        raise CheckpointError(
+            "; ".join(spelled(path, problems) for path, problems in found.items())
+        )
 
 
 def _diff(first: Path, second: Path) -> int:
@@ -103,4 +127,7 @@ def _diff(first: Path, second: Path) -> int:
 
 def _table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_pp.base.ranks import Ranks
 from course_pp.parallel import is_rank_zero
 from course_pp.training.checkpoint import AsyncSaver, CheckpointError, Loaded, load, resume, save
-from course_pp.training.checkpoint.directory import Draft, Retention, check_free, named, step_directories, step_of
+from course_pp.training.checkpoint.directory import (
+    Draft,
+    Retention,
+    check_free,
+    named,
+    step_directories,
+    step_of,
+)
 from course_pp.training.config import Count, SettingError, check_setting
 from course_pp.training.logs import StepResult
 from course_pp.training.preemption import Preempted, Preemption
@@ -20,15 +27,16 @@ from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 
 class Checkpointer:
-    """Saves a run every few steps, after its last one, and when it is preempted. Make it on every rank.
+    """Saves a run every few steps, after its last one, and when it is preempted. Make it on every
+    rank.
 
         with Checkpointer(trainer, "checkpoints", device_mesh=mesh, save_every=100) as checkpointer:
             checkpointer.resume()
             trainer.fit(checkpointer.after_step)
 
     Args:
-        root: the directory of the run's checkpoints, on a file system that all ranks share; None saves nothing and asks
-            for no signal.
+        root: the directory of the run's checkpoints, on a file system that all ranks share; None
+            saves nothing and asks for no signal.
         device_mesh: the trainer's.
         save_every: steps between checkpoints; None leaves the last, and that of a preemption.
         asynchronous: write while training goes on.
@@ -50,7 +58,8 @@ class Checkpointer:
         preemption: Preemption | None = None,
     ) -> None:
         check_setting("save_every", save_every, Count | None)
-        Retention(keep_last, keep_every)  # refuses now what would be refused after hours of training
+        # refuses now what would be refused after hours of training
+        Retention(keep_last, keep_every)
         self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
         self._trainer, self._mesh = trainer, device_mesh
         self._root = None if root is None else named(root)
@@ -66,18 +75,21 @@ class Checkpointer:
         """Resume a run; return None if it starts anew. Call it on every rank, before training.
 
         Args:
-            source: ``"auto"`` takes the newest whole checkpoint in the directory, and starts anew if there is none;
-                ``"never"`` starts anew; anything else is a checkpoint, or the directory of another run's checkpoints.
+            source: ``"auto"`` takes the newest whole checkpoint in the directory, and starts anew
+                if there is none; ``"never"`` starts anew; anything else is a checkpoint, or the
+                directory of another run's checkpoints.
 
-        A directory that already holds a step that this run would come to is refused; with ``"auto"`` a damaged one
-        makes way.
+        A directory that already holds a step that this run would come to is refused; with
+        ``"auto"`` a damaged one makes way.
         """
         Ranks().collectively(lambda: _check_source(source))
         trainer, held, loaded = self._trainer, self._trainer.held, None
         where = self._root if source == "auto" else source if source != "never" else None
         if where is not None:
             fill = resume if source == "auto" else load
-            loaded = fill(where, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied)
+            loaded = fill(
+                where, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied
+            )
         if loaded is not None:
             trainer.load_state(loaded.extra)
         Ranks().collectively(lambda: self._check_room(take_up=source == "auto"))
@@ -108,12 +120,16 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
         elif issubclass(kind, NonFiniteGradient):
-            self._finish_writing()  # every rank is here; after other failures nobody can be waited for
+            # every rank is here; after other failures nobody can be waited for
+            self._finish_writing()
 
     def _finish_writing(self) -> None:
         """Wait for a save in the background; if it fails, go on: the run still has to be saved once more."""
@@ -123,13 +139,19 @@ class Checkpointer:
             saved = self._saver.wait()
         except CheckpointError as error:
             if is_rank_zero():
-                warnings.warn(f"a checkpoint was not completed in the background: {error}", stacklevel=3)
+                warnings.warn(
+                    f"a checkpoint was not completed in the background: {error}", stacklevel=3
+                )
         else:
             self._saved_step = self._saved_step if saved is None else saved.step
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
         trainer, held = self._trainer, self._trainer.held
-        what: dict[str, Any] = {"step": trainer.step, "modules": held.saved, "optimizer": trainer.optimizer}
+        what: dict[str, Any] = {
+            "step": trainer.step,
+            "modules": held.saved,
+            "optimizer": trainer.optimizer,
+        }
         what |= {"extra": trainer.state(), "attachments": self._attachments, "tied": held.tied}
         if saver is not None:
             saver.save(**what)
@@ -143,7 +165,9 @@ class Checkpointer:
         later = [path for path in there if step_of(path) > step]
         if later and not take_up:
             how = "resume with auto, or save to another directory"
-            raise CheckpointError(f"{later[0]} is there already, and this run goes on from step {step}: {how}")
+            raise CheckpointError(
+                f"{later[0]} is there already, and this run goes on from step {step}: {how}"
+            )
         for path in later:
             check_free(path)
 

@@ -1,6 +1,8 @@
-"""What a training run is, checked when it is written down: its settings, and an order of your own in a file.
+"""What a training run is, checked when it is written down: its settings, and an order of your own
+in a file.
 
-Each setting carries what it must be in its annotation. What settings must be to one another stands in the methods.
+Each setting carries what it must be in its annotation. What settings must be to one another stands
+in the methods.
 """
 
 import math
@@ -25,7 +27,9 @@ class SettingError(ValueError):
 
     def spelled(self, spell: Callable[[str, Any], str]) -> str:
         """Return the sentence with each setting as ``spell(name, value)`` has it."""
-        return self.sentence.format(**{name: spell(name, value) for name, value in self.settings.items()})
+        return self.sentence.format(
+            **{name: spell(name, value) for name, value in self.settings.items()}
+        )
 
     def __reduce__(self) -> tuple[Callable[[], "SettingError"], tuple[()]]:
         return partial(SettingError, self.sentence, **self.settings), ()
@@ -40,13 +44,20 @@ class Rule:
 
 
 def whole(least: int) -> Rule:
-    return Rule(lambda value: type(value) is int and value >= least, f"must be a whole number of at least {least}")
+    return Rule(
+        lambda value: type(value) is int and value >= least,
+        f"must be a whole number of at least {least}",
+    )
 
 
 Count = Annotated[int, whole(1)]
 CountOrNone = Annotated[int, whole(0)]
-Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")]
-NotNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")]
+Positive = Annotated[
+    float, Rule(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")
+]
+NotNegative = Annotated[
+    float, Rule(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")
+]
 
 Engine = Literal["parallel", "runtime"]
 LrSchedule = Literal["cosine", "linear", "wsd", "constant"]
@@ -61,9 +72,14 @@ _SCALE = Rule(
     lambda value: 1 <= value <= 2**24 and math.frexp(value)[0] == 0.5,
     "must be a power of two from 1 to 2**24, such as 65536",
 )
-_SHARE = Rule(lambda value: 0 <= value <= 1, "must lie between 0 and 1: it is a share of the peak, such as 0.1")
+_SHARE = Rule(
+    lambda value: 0 <= value <= 1,
+    "must lie between 0 and 1: it is a share of the peak, such as 0.1",
+)
 _FOLDER = Rule(bool, "must be a folder to write into, or None to write none")
-_NORM = Rule(lambda value: value > 0, "must be a number above 0: use inf to measure without clipping")
+_NORM = Rule(
+    lambda value: value > 0, "must be a number above 0: use inf to measure without clipping"
+)
 _SECONDS = Rule(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
 
 
@@ -84,17 +100,22 @@ class TrainConfig:
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
-    """A name of the catalogue, or a CSV file with an order of your own, as `course_pp.schedule.to_torch_csv` writes
-    it."""
+    """A name of the catalogue, or a CSV file with an order of your own, as
+    `course_pp.schedule.to_torch_csv` writes it.
+    """
     versions: Versions | None = None
-    """With schedule `"pipedream"`, which weights a microbatch uses: see `course_pp.schedule.ledger`. Each is then an
-    update of its own, all of a step at one learning rate. The pipeline drains at the end of the step."""
+    """With schedule `"pipedream"`, which weights a microbatch uses: see
+    `course_pp.schedule.ledger`. Each is then an update of its own, all of a step at one learning
+    rate. The pipeline drains at the end of the step.
+    """
     group: Count | None = None
     """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
     precision: Precision = "auto"
-    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in float32. `"fp8"` is
-    bfloat16 with linear layers that multiply in eight bits (`apply_float8`). `"auto"` is what `Trainer`'s stages
-    compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"` on the CPU."""
+    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in
+    float32. `"fp8"` is bfloat16 with linear layers that multiply in eight bits (`apply_float8`).
+    `"auto"` is what `Trainer`'s stages compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"`
+    on the CPU.
+    """
     loss_scale: Annotated[float, _SCALE] = 2.0**16
     """The first scale of `"fp16"`, a power of two; see `course_pp.parallel.MeshGradScaler`."""
     on_nan: OnNan = "refuse"
@@ -134,8 +155,9 @@ class TrainConfig:
     peak_flops: Positive | None = None
     """FLOPs a second that one device can do, from its data sheet; None measures it with a matrix product."""
     step_timeout: Annotated[float, _SECONDS] | None = None
-    """Seconds that a rank waits for the others once the first step is done, which also compiles and connects; None
-    leaves the time limit of the process group."""
+    """Seconds that a rank waits for the others once the first step is done, which also compiles and
+    connects; None leaves the time limit of the process group.
+    """
     gc_every: Count | None = None
     """Steps between garbage collections, on all ranks at once; None leaves it to Python: the others wait for each."""
     workers: CountOrNone = 0
@@ -160,7 +182,12 @@ class TrainConfig:
 
     def _check_course(self) -> None:
         """Refuse two lengths of the run, and what is longer than the run."""
-        refuse_unless, steps, warmup, decay = self._refuse_unless, self.steps, self.warmup, self.decay_steps
+        refuse_unless, steps, warmup, decay = (
+            self._refuse_unless,
+            self.steps,
+            self.warmup,
+            self.decay_steps,
+        )
         only_one = self.epochs is None or steps == TrainConfig.steps
         refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out")
         falls = decay is None or self.lr_schedule == "wsd"
@@ -170,11 +197,15 @@ class TrainConfig:
             refuse_unless(there, "{profile} writes a trace, but {log_folder}: give a folder")
             fits = self.profile + 2 <= steps
             refuse_unless(
-                fits, "{profile} steps are traced after 2 that warm up, but {steps}: train more, or trace fewer"
+                fits,
+                "{profile} steps are traced after 2 that warm up, but {steps}: train more, or trace"
+                " fewer",
             )
         if self.epochs is None:
             fits = warmup + (decay or 0) <= steps
-            refuse_unless(fits, "{warmup_steps} and {decay_steps} are more than {steps}: shorten one of them")
+            refuse_unless(
+                fits, "{warmup_steps} and {decay_steps} are more than {steps}: shorten one of them"
+            )
 
     def _check_schedule(self) -> None:
         """Refuse an unknown schedule, and a file whose order cannot be a step of this run."""
@@ -197,23 +228,50 @@ class TrainConfig:
     def _check_versions(self) -> None:
         """Refuse settings that stages with updates of their own cannot use, and settings that only these can use."""
         refuse_unless = self._refuse_unless
-        updates, choice = self.order is None and find(self.schedule).updates, ", ".join(get_args(Versions))
+        updates, choice = (
+            self.order is None and find(self.schedule).updates,
+            ", ".join(get_args(Versions)),
+        )
         if self.versions is None:
-            why = f"its stages update their own weights. Choose one of {choice}, or a schedule that flushes"
+            why = (
+                f"its stages update their own weights. Choose one of {choice}, or a schedule that"
+                " flushes"
+            )
             refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}")
         else:
-            why = "it flushes, so there is one version of the weights. Leave versions out, or take 'pipedream'"
+            why = (
+                "it flushes, so there is one version of the weights. Leave versions out, or take"
+                " 'pipedream'"
+            )
             refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}")
             for name, works, why in (
                 ("engine", self.engine == "runtime", "torch has no such schedule: take 'runtime'"),
-                ("clip_norm", self.clip_norm == math.inf, "no stage knows the norm of the whole model's gradient: inf"),
-                ("precision", self.precision != "fp16", "no stage sees that another's gradient overflows: take 'bf16'"),
-                ("accumulation", self.accumulation == 1, "each microbatch is an update. Take 1, or 2bw and a group"),
-                ("on_nan", self.on_nan == "refuse", "by then other updates of the step were done: take 'refuse'"),
+                (
+                    "clip_norm",
+                    self.clip_norm == math.inf,
+                    "no stage knows the norm of the whole model's gradient: inf",
+                ),
+                (
+                    "precision",
+                    self.precision != "fp16",
+                    "no stage sees that another's gradient overflows: take 'bf16'",
+                ),
+                (
+                    "accumulation",
+                    self.accumulation == 1,
+                    "each microbatch is an update. Take 1, or 2bw and a group",
+                ),
+                (
+                    "on_nan",
+                    self.on_nan == "refuse",
+                    "by then other updates of the step were done: take 'refuse'",
+                ),
             ):
                 refuse_unless(works, f"{{{name}}} with {{versions}}: {why}")
         if self.group is not None:
-            refuse_unless(self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}")
+            refuse_unless(
+                self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}"
+            )
             refuse_unless(self.microbatches % self.group == 0, "{group} must divide {microbatches}")
 
     def on_rows(self, n_rows: int) -> "TrainConfig":
@@ -234,17 +292,27 @@ class TrainConfig:
 
     def rows_of_a_microbatch(self, n_data: int) -> int:
         """Sequences in a microbatch where `n_data` data-parallel ranks share the batch; refuse a remainder."""
-        factors = {"accumulation": self.accumulation, "microbatches": self.microbatches, "data-parallel ranks": n_data}
+        factors = {
+            "accumulation": self.accumulation,
+            "microbatches": self.microbatches,
+            "data-parallel ranks": n_data,
+        }
         parts = math.prod(factors.values())
         if self.batch % parts:
             spelled = " × ".join(f"{size} {name}" for name, size in factors.items() if size > 1)
             more = f"use a multiple, such as {-(-self.batch // parts) * parts}"
-            raise SettingError(f"{{batch}} does not divide into {spelled} = {parts} parts: {more}", batch=self.batch)
+            raise SettingError(
+                f"{{batch}} does not divide into {spelled} = {parts} parts: {more}",
+                batch=self.batch,
+            )
         return self.batch // parts
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, as JSON can hold them: tuples as lists, and infinity in words."""
-        found = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        found = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
         return {name: str(value) if value == math.inf else value for name, value in found.items()}
 
 
@@ -266,13 +334,18 @@ def must_be_one_of(value: object, choices: Iterable[str]) -> str:
     """Return the words for a value that is none of the choices, with the one that is spelled like it."""
     by_folded = {each.casefold(): each for each in choices}
     near = get_close_matches(str(value).casefold(), by_folded, 1)
-    return f"must be one of {', '.join(choices)}" + (f": did you mean {by_folded[near[0]]!r}?" if near else "")
+    return f"must be one of {', '.join(choices)}" + (
+        f": did you mean {by_folded[near[0]]!r}?" if near else ""
+    )
 
 
 ORDER_FILE = "schedule.csv"
 """The name of the file that keeps an order of your own beside a checkpoint."""
 
-_HOW = "give a CSV file with a row a rank, as course_pp.schedule.to_torch_csv and a board's to_csv() write it"
+_HOW = (
+    "give a CSV file with a row a rank, as course_pp.schedule.to_torch_csv and a board's to_csv()"
+    " write it"
+)
 
 
 def is_file(schedule: str) -> bool:
@@ -293,15 +366,22 @@ def read_order(path: str) -> Schedule:
     order = from_torch_csv(content.rstrip(" \t\r\n,;"), name=Path(path).stem)
     kinds = {part.kind for part in order.parts}
     if "U" in kinds:
-        raise ValueError("its stages update their weights within the step (U), as 'pipedream' does: leave U out")
+        raise ValueError(
+            "its stages update their weights within the step (U), as 'pipedream' does: leave U out"
+        )
     if kinds == {"F"}:
-        raise ValueError("it has forwards alone, and a run trains: add the backwards (B, or I and W)")
+        raise ValueError(
+            "it has forwards alone, and a run trains: add the backwards (B, or I and W)"
+        )
     if problems := check(order):
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         raise ValueError(f"its order cannot run: {problems[0]}{more}")
     idle = next((rank for rank, row in enumerate(order.actions) if not row), None)
     if idle is not None:
-        raise ValueError(f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a stage")
+        raise ValueError(
+            f"it gives rank {idle} nothing to do, as row {idle + 1} is blank: give every rank a"
+            " stage"
+        )
     return order
 
 
@@ -310,10 +390,14 @@ def write_order(order: Schedule) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in order.actions)
 
 
-def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None) -> str | None:
-    """Return a warning if a run goes on in another order than its checkpoint's; None if it is the same.
+def what_changed(
+    saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None
+) -> str | None:
+    """Return a warning if a run goes on in another order than its checkpoint's; None if it is the
+    same.
 
-    A step gives the same result in both, so it is no error. But leaving a flag out must not lose an order unnoticed.
+    A step gives the same result in both, so it is no error. But leaving a flag out must not lose an
+    order unnoticed.
 
     Args:
         saved: the configuration in the checkpoint's state; one without a schedule says nothing.
@@ -328,11 +412,16 @@ def what_changed(saved: Mapping[str, Any], checkpoint: Path, schedule: str, orde
     else:
         there = kept.read_text(encoding="utf-8") if kept.is_file() else None
         alike = order is not None and there == write_order(order)
-        flags = f"--schedule {before if there is None else kept} --microbatches {saved.get('microbatches')}"
+        flags = (
+            f"--schedule {before if there is None else kept} --microbatches"
+            f" {saved.get('microbatches')}"
+        )
     if alike:
         return None
     same = "a step gives the same, in other time and memory"
-    return f"schedule {schedule!r} now, {before!r} before: {same}. To keep to the one before: {flags}"
+    return (
+        f"schedule {schedule!r} now, {before!r} before: {same}. To keep to the one before: {flags}"
+    )
 
 
 def _known(name: str) -> str:

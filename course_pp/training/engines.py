@@ -1,6 +1,7 @@
 """The stages that a rank trains, and the two ways to take a batch through them, made alike.
 
-`course_pp.parallel` runs torch's schedules on every mesh, `course_pp.runtime` any schedule on pipeline ranks alone.
+`course_pp.parallel` runs torch's schedules on every mesh, `course_pp.runtime` any schedule on
+pipeline ranks alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,8 @@ class HeldStages:
     Attributes:
         modules: by stage, in order.
         declared: the ties that the caller or stages of ``auto_split`` named, None if none were.
-        full_names: whether the names in a stage are the full model's, so that a checkpoint fits any other cut.
+        full_names: whether the names in a stage are the full model's, so that a checkpoint fits any
+            other cut.
     """
 
     modules: dict[int, nn.Module]
@@ -61,7 +63,9 @@ class HeldStages:
     @property
     def ours(self) -> list[PipelineStageModule]:
         """The modules, if they are stages of this package's model; else nothing."""
-        found = [module for module in self.modules.values() if isinstance(module, PipelineStageModule)]
+        found = [
+            module for module in self.modules.values() if isinstance(module, PipelineStageModule)
+        ]
         return found if len(found) == len(self.modules) else []
 
     @property
@@ -83,7 +87,9 @@ def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[lis
         indices = get_stage_indices(config.order or config.schedule, pp_rank, pp_size)
         return indices, pp_size * len(indices) if config.order is None else config.order.n_stages
     schedule = runtime_schedule(config, pp_size)
-    return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks], len(schedule.placement)
+    return [stage for stage, ranks in enumerate(schedule.placement) if pp_rank in ranks], len(
+        schedule.placement
+    )
 
 
 def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
@@ -98,8 +104,12 @@ def runtime_schedule(config: TrainConfig, pp_size: int) -> Schedule:
 def _check_ranks(config: TrainConfig, pp_size: int) -> None:
     """Refuse an order of your own that is for another number of ranks."""
     if config.order is not None and config.order.n_ranks != pp_size:
-        sizes = f"is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks"
-        raise SettingError(f"{{schedule}} {sizes}: start as many, or build it for these", schedule=config.schedule)
+        sizes = (
+            f"is an order of {config.order.n_ranks} ranks, and there are {pp_size} pipeline ranks"
+        )
+        raise SettingError(
+            f"{{schedule}} {sizes}: start as many, or build it for these", schedule=config.schedule
+        )
 
 
 def held_stages(
@@ -109,21 +119,32 @@ def held_stages(
     given = list(stages.values() if isinstance(stages, Mapping) else stages)
     if not given or not all(isinstance(module, nn.Module) for module in given):
         kinds = [type(module).__name__ for module in given]
-        raise TypeError(f"modules holds {kinds}: pass the list of this rank's stages, or {{index: module}}")
+        raise TypeError(
+            f"modules holds {kinds}: pass the list of this rank's stages, or {{index: module}}"
+        )
     if tied is None:
         tied = next((module.ties for module in given if isinstance(module, SplitStage)), None)
     declared = None if tied is None else tuple(tied)
-    if not isinstance(stages, Mapping) and all(isinstance(module, PipelineStageModule) for module in given):
+    if not isinstance(stages, Mapping) and all(
+        isinstance(module, PipelineStageModule) for module in given
+    ):
         ours = [module for module in given if isinstance(module, PipelineStageModule)]
-        return HeldStages({module.stage_id: module for module in ours}, ours[0].num_stages, declared)
+        return HeldStages(
+            {module.stage_id: module for module in ours}, ours[0].num_stages, declared
+        )
     indices, n_stages = stages_of_rank(config, get_pp_rank(device_mesh), get_pp_size(device_mesh))
     here = f"schedule {config.schedule!r} places stages {indices} of {n_stages} here"
     if not isinstance(stages, Mapping):
         if len(given) != len(indices):
             raise ValueError(f"modules lists {len(given)} stages, and {here}: list those, in order")
-        return HeldStages(dict(zip(indices, given, strict=True)), n_stages, declared, full_names=True)
+        return HeldStages(
+            dict(zip(indices, given, strict=True)), n_stages, declared, full_names=True
+        )
     if sorted(stages) != indices:
-        raise ValueError(f"modules holds stages {sorted(stages)}, and {here}: build those (stages_of_rank lists them)")
+        raise ValueError(
+            f"modules holds stages {sorted(stages)}, and {here}: build those (stages_of_rank lists"
+            " them)"
+        )
     return HeldStages(dict(sorted(stages.items())), n_stages, declared)
 
 
@@ -134,11 +155,19 @@ def device_and_dtype(modules: Sequence[nn.Module]) -> tuple[torch.device, torch.
     trains = any(p.requires_grad for module in modules for p in module.parameters())
     told = Ranks().gather((device and device.type, dtype, trains))
     if not any(trains for *_, trains in told):
-        raise ValueError("no stage has a parameter that is trained: leave requires_grad=True on some of them")
+        raise ValueError(
+            "no stage has a parameter that is trained: leave requires_grad=True on some of them"
+        )
     if device is None:
         kind = next(kind for kind, *_ in told if kind is not None)
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return device, next(dtype for dtype in (dtype, *(one for _, one, _ in told)) if dtype is not None)
+        device = (
+            torch.device(kind, torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
+    return device, next(
+        dtype for dtype in (dtype, *(one for _, one, _ in told)) if dtype is not None
+    )
 
 
 def flops_of_a_sequence(held: HeldStages, seq_len: int) -> float:
@@ -168,11 +197,12 @@ class PipelineEngine(Protocol):
     """Ranks that hold each stage, all with the same gradients."""
 
     def step(self, batch: Sequences, divisor: float) -> float:
-        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that loss on every rank.
+        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that
+        loss on every rank.
 
-        The gradient is scaled, the loss is not. The divisor is the number of tokens in all batches whose gradients add
-        up. Stages that update their own weights do so within the step: each update takes a mean of its own, and the
-        loss is the mean over the batch's tokens.
+        The gradient is scaled, the loss is not. The divisor is the number of tokens in all batches
+        whose gradients add up. Stages that update their own weights do so within the step: each
+        update takes a mean of its own, and the loss is the mean over the batch's tokens.
         """
 
     def evaluate(self, batch: Sequences) -> float:
@@ -202,8 +232,13 @@ class ParallelEngine:
             sizes = device_mesh, device, rows, seq_len
             return build_pipeline_stage(module, *sizes, stage=index, n_stages=held.n_stages)
 
-        stages = Ranks().collectively(lambda: [stage_of(index, module) for index, module in held.modules.items()])
-        tied, schedule = held.tied or None if held.ours else held.declared, config.order or config.schedule
+        stages = Ranks().collectively(
+            lambda: [stage_of(index, module) for index, module in held.modules.items()]
+        )
+        tied, schedule = (
+            held.tied or None if held.ours else held.declared,
+            config.order or config.schedule,
+        )
         self._pipeline = build_pipeline_schedule(
             stages, config.microbatches, loss_fn, schedule, tied=tied, scaler=scaler
         )
@@ -219,7 +254,9 @@ class ParallelEngine:
     def _arguments(self, batch: Sequences) -> tuple[Tensor, dict[str, Any]]:
         """Return this rank's rows; every stage gets the mask of padded sequences."""
         named = {"target": batch.targets, "attention_mask": batch.attention_mask}
-        return self._rows(batch.inputs), {name: self._rows(value) for name, value in named.items() if value is not None}
+        return self._rows(batch.inputs), {
+            name: self._rows(value) for name, value in named.items() if value is not None
+        }
 
     def _rows(self, value: Tensor) -> Tensor:
         return value.tensor_split(self._dp_size)[self._dp_rank].to(self._device)
@@ -241,11 +278,20 @@ class RuntimeEngine:
     ) -> None:
         def schedule_here() -> Schedule:
             if get_dp_size(device_mesh) > 1 or get_tp_mesh(device_mesh) is not None:
-                why = "it runs pipeline ranks alone; take engine='parallel', or leave dp and tp at 1"
-                raise SettingError(f"{{engine}} with data- or tensor-parallel ranks: {why}", engine=config.engine)
+                why = (
+                    "it runs pipeline ranks alone; take engine='parallel', or leave dp and tp at 1"
+                )
+                raise SettingError(
+                    f"{{engine}} with data- or tensor-parallel ranks: {why}", engine=config.engine
+                )
             if masked and config.versions == "2bw" and isinstance(loss_fn, TokenLoss):
-                why = "an update takes the mean of its microbatches' means, over unequal numbers of tokens"
-                raise SettingError(f"{{versions}} with padded sequences: {why}", versions=config.versions)
+                why = (
+                    "an update takes the mean of its microbatches' means, over unequal numbers of"
+                    " tokens"
+                )
+                raise SettingError(
+                    f"{{versions}} with padded sequences: {why}", versions=config.versions
+                )
             return runtime_schedule(config, get_pp_size(device_mesh))
 
         self._device = device
@@ -266,7 +312,9 @@ class RuntimeEngine:
 
     def step(self, batch: Sequences, divisor: float) -> float:
         over = None if self._updates else divisor
-        return self._pipeline.step(batch.inputs.to(self._device), **self._named(batch), divisor=over).item()
+        return self._pipeline.step(
+            batch.inputs.to(self._device), **self._named(batch), divisor=over
+        ).item()
 
     def evaluate(self, batch: Sequences) -> float:
         return self._pipeline.eval(batch.inputs.to(self._device), **self._named(batch)).item()

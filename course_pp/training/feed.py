@@ -14,15 +14,21 @@ from course_pp.training.data.sequences import read_ahead
 class Feed:
     """The batches of a run, the same on every rank; made on every rank.
 
-    A step's batch of rows follows from its number; a stream has a position. In ``config`` epochs are steps.
+    A step's batch of rows follows from its number; a stream has a position. In ``config`` epochs
+    are steps.
     """
 
     def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:
         self.source = train
         if isinstance(train, Stream):
-            for name, why in (("epochs", "has no end"), ("workers", "is read in order by each rank itself")):
+            for name, why in (
+                ("epochs", "has no end"),
+                ("workers", "is read in order by each rank itself"),
+            ):
                 if value := getattr(config, name):
-                    raise SettingError(f"{{{name}}} cannot be used with a stream, which {why}", **{name: value})
+                    raise SettingError(
+                        f"{{{name}}} cannot be used with a stream, which {why}", **{name: value}
+                    )
             self.config = config
             self._batches: Batches | StreamedBatches = StreamedBatches(train, config.batch)
         else:
@@ -36,7 +42,9 @@ class Feed:
             return self._batches[step] if self._ahead is None else next(self._ahead)
         stream, everyone = self._batches, Ranks()
         batch = everyone.collectively(lambda: stream[step])
-        everyone.require_equal({"batch": hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()})
+        everyone.require_equal(
+            {"batch": hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()}
+        )
         return batch
 
     def epoch(self, step: int) -> int:
@@ -54,7 +62,9 @@ class Feed:
     def state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint needs to go on with ``step``."""
         position = self._batches.state() if isinstance(self._batches, StreamedBatches) else None
-        return {"next_batch": step, "digest": self.source.digest} | ({"position": position} if position else {})
+        return {"next_batch": step, "digest": self.source.digest} | (
+            {"position": position} if position else {}
+        )
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
         """Go on with ``step`` from the position that :meth:`state` returned; a collective."""

@@ -1,9 +1,10 @@
-"""What ``train.py`` can be asked for: a flag for each field of :class:`Options`, the text below a field is its help.
+"""What ``train.py`` can be asked for: a flag for each field of :class:`Options`, the text below a
+field is its help.
 
     defaults  <  --model's preset  <  --config's file  <  flags
 
-A file is TOML and has a key for each flag, ``global_batch_size = 64``. cyclopts makes the flags from the dataclasses
-and parses them; every refusal is one sentence.
+A file is TOML and has a key for each flag, ``global_batch_size = 64``. cyclopts makes the flags
+from the dataclasses and parses them; every refusal is one sentence.
 """
 
 import tomllib
@@ -56,8 +57,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"vocab_size": 50_257, "tokenizer_size": 50_257, "seq_len": 1024},
     },
     "llama-1b": {
-        **{"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn_dim": 8192, "tie_embeddings": True},
-        **{"rope_theta": 500_000.0, "vocab_size": 128_256, "tokenizer_size": 128_256, "seq_len": 2048},
+        **{
+            "dim": 2048,
+            "layers": 16,
+            "heads": 32,
+            "kv_heads": 8,
+            "ffn_dim": 8192,
+            "tie_embeddings": True,
+        },
+        **{
+            "rope_theta": 500_000.0,
+            "vocab_size": 128_256,
+            "tokenizer_size": 128_256,
+            "seq_len": 2048,
+        },
     },
 }
 """Sizes that go by a name, each the values of several flags. All are this package's decoder.
@@ -102,7 +115,9 @@ class LayoutOptions:
         taken = prod(others)
         left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
         pp = left if self.pp is None else self.pp
-        return DistributedConfig(pp, *others, ep=self.ep, share_gpus=self.share_gpus, timeout_s=self.timeout)
+        return DistributedConfig(
+            pp, *others, ep=self.ep, share_gpus=self.share_gpus, timeout_s=self.timeout
+        )
 
     @property
     def reshard_policy(self) -> ReshardPolicy:
@@ -163,7 +178,12 @@ class ModelOptions:
     def config(self, vocab_size: int) -> ModelConfig:
         """Return the model of these sizes, with ``vocab_size`` rows where none was asked for."""
         return ModelConfig(
-            *(self.dim, self.layers, self.heads, vocab_size if self.vocab_size is None else self.vocab_size),
+            *(
+                self.dim,
+                self.layers,
+                self.heads,
+                vocab_size if self.vocab_size is None else self.vocab_size,
+            ),
             n_kv_heads=self.kv_heads,
             ffn_dim=self.ffn_dim,
             max_seq_len=self.seq_len,
@@ -175,7 +195,16 @@ class ModelOptions:
         )
 
 
-_SAME_IN_CONFIG = ("top_k", "expert_dim", "moe_every", "router", "capacity_factor", "balance", "balance_coef", "z_coef")
+_SAME_IN_CONFIG = (
+    "top_k",
+    "expert_dim",
+    "moe_every",
+    "router",
+    "capacity_factor",
+    "balance",
+    "balance_coef",
+    "z_coef",
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +233,8 @@ class DataOptions:
     """a file of python -m course_pp tokens to train on, which is read as it is needed"""
 
     def load(self, seq_len: int, held_out: int) -> tuple[Rows | Stream, Rows, Tokenizer]:
-        """Training and validation sequences, the same on every rank, and the tokenizer that made them.
+        """Training and validation sequences, the same on every rank, and the tokenizer that made
+        them.
 
         Of a stream, ``held_out`` sequences are for validation.
         """
@@ -213,7 +243,9 @@ class DataOptions:
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.streaming:
             return self._load_stream(seq_len, held_out, given)
-        corpus = load_corpus(self.text, self.dataset, subset=self.subset, split=self.split, text_column=self.column)
+        corpus = load_corpus(
+            self.text, self.dataset, subset=self.subset, split=self.split, text_column=self.column
+        )
         train, validation = corpus.split()
         tokenizer = given or train_tokenizer(train, self.tokenizer_size)
         rows, others = (encode(part, tokenizer) for part in (train, validation))
@@ -222,20 +254,29 @@ class DataOptions:
             return padded(rows, seq_len, pad), padded(others, seq_len, pad), tokenizer
         return packed(rows, seq_len), packed(others, seq_len), tokenizer
 
-    def _load_stream(self, seq_len: int, held_out: int, given: Tokenizer | None) -> tuple[Stream, Rows, Tokenizer]:
+    def _load_stream(
+        self, seq_len: int, held_out: int, given: Tokenizer | None
+    ) -> tuple[Stream, Rows, Tokenizer]:
         if self.dataset is None or self.text:
             raise ValueError("--streaming reads --dataset: name one, and leave --text out")
-        name, documents = load_stream(self.dataset, subset=self.subset, split=self.split, text_column=self.column)
+        name, documents = load_stream(
+            self.dataset, subset=self.subset, split=self.split, text_column=self.column
+        )
         tokenizer = given or train_tokenizer(
-            Corpus(name, tuple(beginning(documents(0), STREAM_BEGINNING_BYTES))), self.tokenizer_size
+            Corpus(name, tuple(beginning(documents(0), STREAM_BEGINNING_BYTES))),
+            self.tokenizer_size,
         )
         stream = Stream(name, documents, tokenizer, seq_len, is_padded=self.padded)
         return *stream.split(held_out), tokenizer
 
     def _load_tokens(self, path: str, seq_len: int) -> tuple[Rows, Rows, Tokenizer]:
-        others = [name for name in ("text", "dataset", "streaming", "tokenizer") if getattr(self, name)]
+        others = [
+            name for name in ("text", "dataset", "streaming", "tokenizer") if getattr(self, name)
+        ]
         if others:
-            raise ValueError(f"--tokens {path} is the data, and knows its tokenizer: leave --{others[0]} out")
+            raise ValueError(
+                f"--tokens {path} is the data, and knows its tokenizer: leave --{others[0]} out"
+            )
         file = open_tokens(path)
         rows = PaddedTokens(file, seq_len) if self.padded else PackedTokens(file, seq_len)
         return *rows.split(), Tokenizer(file.tokenizer)
@@ -262,15 +303,29 @@ class CheckpointOptions:
     def checkpointer(self) -> dict[str, Any]:
         """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for."""
         if self.checkpoint_dir == "":
-            raise ValueError("--checkpoint-dir '' names no directory: give one, or leave the flag out to save nothing")
-        given = [name for name in ("save_every", "async_save", "keep_last", "keep_every") if getattr(self, name)]
+            raise ValueError(
+                "--checkpoint-dir '' names no directory: give one, or leave the flag out to save"
+                " nothing"
+            )
+        given = [
+            name
+            for name in ("save_every", "async_save", "keep_last", "keep_every")
+            if getattr(self, name)
+        ]
         if self.resume not in ("auto", "never"):
             given.append("resume")
         if given and self.checkpoint_dir is None:
             flag = given[0].replace("_", "-")
-            raise ValueError(f"--{flag} needs --checkpoint-dir, where the run's checkpoints are kept")
+            raise ValueError(
+                f"--{flag} needs --checkpoint-dir, where the run's checkpoints are kept"
+            )
         keep = {"keep_last": self.keep_last, "keep_every": self.keep_every}
-        return {"root": self.checkpoint_dir, "save_every": self.save_every, "asynchronous": self.async_save, **keep}
+        return {
+            "root": self.checkpoint_dir,
+            "save_every": self.save_every,
+            "asynchronous": self.async_save,
+            **keep,
+        }
 
 
 @dataclass(frozen=True)
@@ -299,17 +354,25 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.train.versions == "none" and self.layout.ac != "none":
-            why = "the forward would be computed again with other weights. Leave --ac out, or take other versions"
+            why = (
+                "the forward would be computed again with other weights. Leave --ac out, or take"
+                " other versions"
+            )
             raise ValueError(f"--ac {self.layout.ac} with --versions none: {why}")
         if self.writing.sample and self.layout.share_gpus:
             why = "torch's pipeline writes text, and cannot share GPUs. Leave --sample out"
             raise ValueError(f"--sample {self.writing.sample} with --share-gpus: {why}")
         if not self.model.experts:
             usual = ModelOptions()
-            lost = [n for n in ("shared_experts", *_SAME_IN_CONFIG) if getattr(self.model, n) != getattr(usual, n)]
+            lost = [
+                n
+                for n in ("shared_experts", *_SAME_IN_CONFIG)
+                if getattr(self.model, n) != getattr(usual, n)
+            ]
             if lost:
                 raise ValueError(
-                    f"--{_flag(lost[0])} {getattr(self.model, lost[0])} is of experts: give --experts, too"
+                    f"--{_flag(lost[0])} {getattr(self.model, lost[0])} is of experts: give"
+                    " --experts, too"
                 )
 
 
@@ -324,7 +387,8 @@ def _flag(field: str) -> str:
 def parse(arguments: Sequence[str], description: str = "") -> Options | None:
     """Return the run that the arguments ask for; print help and return None if they ask for that.
 
-    A flag given twice counts the last time, as with most programs. Every refusal is a ValueError of one sentence.
+    A flag given twice counts the last time, as with most programs. Every refusal is a ValueError of
+    one sentence.
     """
     rules = Parameter(
         name_transform=_flag,
@@ -333,11 +397,19 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
         negative_iterable=(),
         negative_none=(),
     )
-    app = App(name="train.py", help=description, default_parameter=rules, version_flags=[], help_format="plaintext")
+    app = App(
+        name="train.py",
+        help=description,
+        default_parameter=rules,
+        version_flags=[],
+        help_format="plaintext",
+    )
     app.config = (_fill_in, _check_whole_numbers)
 
     @app.default
-    def run(*, config: str | None = None, options: Annotated[Options | None, _FLAT] = None) -> Options:
+    def run(
+        *, config: str | None = None, options: Annotated[Options | None, _FLAT] = None
+    ) -> Options:
         """Build the options.
 
         Parameters
@@ -358,7 +430,11 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
 
 def _fill_in(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Give what no flag has given the value of --config's file, or else of --model's preset."""
-    flags = {argument.name.lstrip("-"): argument.tokens[-1].value for argument in arguments if argument.tokens}
+    flags = {
+        argument.name.lstrip("-"): argument.tokens[-1].value
+        for argument in arguments
+        if argument.tokens
+    }
     path = flags.get("config")
     file = {} if path is None else _read(path)
     length = {"steps", "epochs"}
@@ -378,12 +454,16 @@ def _read(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ValueError(f"--config {path!r} cannot be read ({error.strerror}): give a TOML file") from error
+        raise ValueError(
+            f"--config {path!r} cannot be read ({error.strerror}): give a TOML file"
+        ) from error
     except ValueError as error:  # also of text that is not UTF-8
         raise ValueError(f"--config {path!r} is not TOML: {error}") from error
 
 
-def _check_whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def _check_whole_numbers(
+    app: App, commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
     """Refuse 3.5 for a whole number, which cyclopts would round."""
     for argument in arguments:
         if int in (argument.hint, *get_args(argument.hint)):

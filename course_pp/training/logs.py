@@ -1,9 +1,11 @@
-"""What a run says of itself: how fast it is, records on disk, progress in a terminal, and traces of every rank.
+"""What a run says of itself: how fast it is, records on disk, progress in a terminal, and traces of
+every rank.
 
     model FLOPs utilisation = tokens/s · FLOPs a token / (peak FLOPs/s of all devices)
 
-Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are those the model needs, forward and backward;
-recomputation, as in activation checkpointing, does not count, so wasted arithmetic cannot raise the figure.
+Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are those the model needs,
+forward and backward; recomputation, as in activation checkpointing, does not count, so wasted
+arithmetic cannot raise the figure.
 """
 
 import json
@@ -36,8 +38,8 @@ class StepResult:
 
     Attributes:
         step: number of finished steps, this one included.
-        loss: mean over the step's tokens, in nats, before the update; where stages update their own weights, each
-            token's with the weights of its microbatch.
+        loss: mean over the step's tokens, in nats, before the update; where stages update their own
+            weights, each token's with the weights of its microbatch.
         grad_norm: of the whole model, before clipping; None where stages update their own weights.
         lr: of the update.
         seconds: wall time.
@@ -92,14 +94,18 @@ class Speed:
     @property
     def utilisation(self) -> float:
         """Model FLOPs utilisation, 1 at the peak; 0 before the first step."""
-        return self.steps * self.flops_of_a_step / self.seconds / self.peak.flops if self.steps else 0.0
+        return (
+            self.steps * self.flops_of_a_step / self.seconds / self.peak.flops
+            if self.steps
+            else 0.0
+        )
 
 
 def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the peak of all ranks together; a collective.
 
-    Without the FLOPs a second of one rank's device it measures, on all ranks at the same time, so that ranks that share
-    a processor are not promised all of it each.
+    Without the FLOPs a second of one rank's device it measures, on all ranks at the same time, so
+    that ranks that share a processor are not promised all of it each.
     """
     if given is not None:
         return Peak(given * dist.get_world_size(), "given")
@@ -127,14 +133,15 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 class Logs:
     """Records of a run: JSON lines, each on disk before the next step, and TensorBoard's files.
 
-    What an interrupted run wrote about steps after ``step`` is dropped, as they are done again; so is a last line that
-    a killed process left half.
+    What an interrupted run wrote about steps after ``step`` is dropped, as they are done again; so
+    is a last line that a killed process left half.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
         path = Path(folder) / METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A run from the beginning keeps nothing, not even the heading that another wrote before its first step.
+        # A run from the beginning keeps nothing, not even the heading that another wrote before its
+        # first step.
         there = path.read_text().splitlines() if path.exists() and step > 0 else []
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in there if _is_of_past(line, step)))
@@ -172,7 +179,12 @@ class Progress:
     def __init__(self, step: int, steps: int, every: int, is_logging_rank: bool) -> None:
         self._step, self._steps, self._every = step, steps, every
         self._shown, self._in_terminal = is_logging_rank, sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=step, unit="step", disable=not (is_logging_rank and self._in_terminal))
+        self._bar = tqdm(
+            total=steps,
+            initial=step,
+            unit="step",
+            disable=not (is_logging_rank and self._in_terminal),
+        )
 
     def advance(self, loss: float, epoch: int, more: str = "") -> None:
         """Show one more step: its loss, the pass over the data that it is in, and what more a line has to say."""
@@ -199,35 +211,50 @@ class Reporter:
     Its ``speed`` is that of all steps since it was made; ``stack`` closes everything in the end.
     """
 
-    def __init__(self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack) -> None:
+    def __init__(
+        self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack
+    ) -> None:
         self._config, self._nothing_yet = config, speed
         self.speed = self._window = speed
         self._progress = Progress(step, config.steps, config.log_every, is_logging_rank)
         stack.callback(self._progress.close)
         writes = is_logging_rank and config.log_folder is not None
-        self._logs = Ranks().collectively(lambda: _open(config.log_folder, step) if writes else None)
+        self._logs = Ranks().collectively(
+            lambda: _open(config.log_folder, step) if writes else None
+        )
         if self._logs is not None:
             stack.enter_context(_tensorboard_raises_in_its_caller_only())
         stack.callback(self._close_logs)
         peak = speed.peak
-        self._write("start", step, {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source})
+        self._write(
+            "start",
+            step,
+            {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source},
+        )
         self._profiler: torch.profiler.profile | None = None
         if config.profile and config.log_folder is not None:
             # To open in Perfetto or chrome://tracing. The first two steps open connections.
             path = str(Path(config.log_folder) / f"trace_rank{dist.get_rank()}.json")
             steps = torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1)
-            profile = torch.profiler.profile(schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path))
+            profile = torch.profiler.profile(
+                schedule=steps, on_trace_ready=lambda p: p.export_chrome_trace(path)
+            )
             self._profiler = stack.enter_context(profile)
 
     def step(self, result: StepResult, epoch: int) -> None:
         """Report a step, and the pass over the data that it was in."""
-        self.speed, self._window = self.speed.after(result.seconds), self._window.after(result.seconds)
+        self.speed, self._window = (
+            self.speed.after(result.seconds),
+            self._window.after(result.seconds),
+        )
         if self._profiler is not None:
             self._profiler.step()
         self._progress.advance(result.loss, epoch, _load_in_words(result.loads))
         if result.skipped:
             why = f"the norm of its gradient is {result.grad_norm}"
-            scaled = f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
+            scaled = (
+                f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
+            )
             self._progress.say(f"step {result.step}/{self._config.steps}  skipped: {why}{scaled}")
         if result.step % self._config.log_every == 0 or result.step == self._config.steps:
             values: dict[str, Any] = {
@@ -243,8 +270,14 @@ class Reporter:
             if result.loads:
                 values["imbalance"] = max(load.imbalance for load in result.loads.values())
                 values["dropped"] = sum(load.dropped for load in result.loads.values())
-                values["tokens_by_expert"] = {name: load.tokens for name, load in result.loads.items()}
-            self._write("train", result.step, {name: value for name, value in values.items() if value is not None})
+                values["tokens_by_expert"] = {
+                    name: load.tokens for name, load in result.loads.items()
+                }
+            self._write(
+                "train",
+                result.step,
+                {name: value for name, value in values.items() if value is not None},
+            )
             self._window = self._nothing_yet
 
     def validation(self, step: int, loss: float) -> None:
@@ -276,8 +309,9 @@ class Reporter:
         """Stop writing metrics, as to a full disk: they are not worth the end of a run."""
         logs, self._logs = self._logs, None
         warnings.warn(
-            f"log_folder {self._config.log_folder} can no longer be written ({error.strerror or error}): "
-            "training goes on, and saves, without metrics; a resumed run writes them again",
+            f"log_folder {self._config.log_folder} can no longer be written"
+            f" ({error.strerror or error}): training goes on, and saves, without metrics; a resumed"
+            " run writes them again",
             stacklevel=3,
         )
         if logs is not None:
@@ -316,4 +350,6 @@ def _open(folder: Any, step: int) -> Logs:
         return Logs(folder, step)
     except OSError as error:
         problem = f"cannot be written ({error.strerror or 'no folder'})"
-        raise SettingError(f"{{log_folder}} {problem}: give another folder, or None", log_folder=folder) from error
+        raise SettingError(
+            f"{{log_folder}} {problem}: give another folder, or None", log_folder=folder
+        ) from error

@@ -1,8 +1,9 @@
-"""Text from the model as it is trained, without gathering it: every token is one forward through the pipeline.
+"""Text from the model as it is trained, without gathering it: every token is one forward through
+the pipeline.
 
-Each stage keeps the keys and values of the text so far, so a token costs one position. It costs a whole window, padded
-behind the text, where the text outgrows that, under tensor parallelism, which divides the window, and with compiled
-blocks, which would be compiled again for each length.
+Each stage keeps the keys and values of the text so far, so a token costs one position. It costs a
+whole window, padded behind the text, where the text outgrows that, under tensor parallelism, which
+divides the window, and with compiled blocks, which would be compiled again for each length.
 """
 
 from collections.abc import Sequence
@@ -34,15 +35,18 @@ def sample(
     seed: int = 0,
     special_ids: tuple[int, int, int] = (PAD_ID, BOT_ID, EOT_ID),
 ) -> list[int]:
-    """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every layout.
+    """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every
+    layout.
 
-    Call it on every rank of the mesh, between steps. The text is a function of weights, prompt and seed; layouts whose
-    logits differ in their last bits still draw the same token, unless two tokens are that close.
+    Call it on every rank of the mesh, between steps. The text is a function of weights, prompt and
+    seed; layouts whose logits differ in their last bits still draw the same token, unless two
+    tokens are that close.
 
     Args:
         modules: this rank's stages, as they are trained.
         vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
-        special_ids: the tokenizer's, of ``[PAD]``, ``[BOT]`` and ``[EOT]``; the first two are never drawn.
+        special_ids: the tokenizer's, of ``[PAD]``, ``[BOT]`` and ``[EOT]``; the first two are never
+            drawn.
         temperature: logits are divided by it; 0 takes the most likely token.
 
     Returns:
@@ -55,12 +59,17 @@ def sample(
 
     @cache
     def stages_for(length: int) -> list[ModelStage]:
-        built = [build_pipeline_stage(module, device_mesh, weight.device, 1, length) for module in modules]
+        built = [
+            build_pipeline_stage(module, device_mesh, weight.device, 1, length)
+            for module in modules
+        ]
         for stage in built:
             stage.stage_index_to_group_rank = owner
         return built
 
-    can_cache = get_tp_mesh(device_mesh) is None and not any(has_replaced(module, Compiled) for module in modules)
+    can_cache = get_tp_mesh(device_mesh) is None and not any(
+        has_replaced(module, Compiled) for module in modules
+    )
     pp_mesh = get_pp_mesh(device_mesh)
     held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
         ([module.stage_id for module in modules], can_cache)
@@ -98,7 +107,8 @@ def sample(
 def _draw(logits: Tensor, never: list[int], temperature: float, generator: torch.Generator) -> int:
     """Return a token id from logits (vocab,), by the largest of logit / temperature + Gumbel noise.
 
-    On the CPU in float64, so that every device draws the same. Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
+    On the CPU in float64, so that every device draws the same. Gumbel 1954; Maddison et al. 2014,
+    arXiv:1411.0030.
     """
     logits = logits.cpu().double()
     logits[never] = -torch.inf

@@ -1,13 +1,13 @@
 """The training loop: batch, gradient, clip, step, and now and then a look at the validation data.
 
-    mesh = init_distributed(DistributedConfig(pp=2))
-    config = TrainConfig(steps=200, batch=32, microbatches=8)
-    indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
-    stages = [build_stage_module(model_config, i, n_stages) for i in indices]  # then TP, recomputation, FSDP2
-    trainer = Trainer(config, stages, train, validation, device_mesh=mesh)
+    mesh = init_distributed(DistributedConfig(pp=2)) config = TrainConfig(steps=200, batch=32,
+    microbatches=8) indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
+    stages = [build_stage_module(model_config, i, n_stages) for i in indices]  # then TP,
+    recomputation, FSDP2 trainer = Trainer(config, stages, train, validation, device_mesh=mesh)
     fitted = trainer.fit()
 
-A step depends on the configuration, the data and the number of the step alone, so a run goes on from any step.
+A step depends on the configuration, the data and the number of the step alone, so a run goes on
+from any step.
 """
 
 import gc
@@ -46,12 +46,29 @@ from course_pp.training.engines import (
 )
 from course_pp.training.feed import Feed
 from course_pp.training.logs import Reporter, Speed, StepResult, find_peak
-from course_pp.training.optim import build_optimizer, build_scheduler, check_precision, lr_factor, precision_of
+from course_pp.training.optim import (
+    build_optimizer,
+    build_scheduler,
+    check_precision,
+    lr_factor,
+    precision_of,
+)
 
-# What a checkpoint's run and the one that takes it up must share, or the second would not continue the first.
+# What a checkpoint's run and the one that takes it up must share, or the second would not continue
+# the first.
 _FIXED = (
     *("batch", "seed", "lr", "lr_schedule", "min_lr", "warmup_steps", "decay_steps"),
-    *("optimizer", "betas", "eps", "optimizer_options", "weight_decay", "clip_norm", "precision", "versions", "group"),
+    *(
+        "optimizer",
+        "betas",
+        "eps",
+        "optimizer_options",
+        "weight_decay",
+        "clip_norm",
+        "precision",
+        "versions",
+        "group",
+    ),
 )
 
 
@@ -73,24 +90,27 @@ class Trainer:
     """Trains this rank's stages. Make it on every rank, with the same arguments but the stages.
 
     Args:
-        modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained (after FSDP2), on
-            their device, in a list or by stage. They take token ids or what the stage before returned, and
-            ``attention_mask=`` if sequences are padded. In a list, parameters have the names of the full model, and a
-            checkpoint fits any other cut of it; by stage, it fits the same cut alone.
-        train, validation: all sequences, the same on every rank, in memory or on disk, or a stream to train on; without
-            validation data nothing is evaluated.
+        modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained
+            (after FSDP2), on their device, in a list or by stage. They take token ids or what the
+            stage before returned, and ``attention_mask=`` if sequences are padded. In a list,
+            parameters have the names of the full model, and a checkpoint fits any other cut of it;
+            by stage, it fits the same cut alone.
+        train, validation: all sequences, the same on every rank, in memory or on disk, or a stream
+            to train on; without validation data nothing is evaluated.
         device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
-        loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell how many tokens it
-            averages over; :class:`CrossEntropy` by default.
-        tied: weights that several of the stages share: for each the parameter's name by stage. Our own model knows its
-            ties. For others, None refuses weights that look tied, and ``[]`` says that nothing is tied.
+        loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell
+            how many tokens it averages over; :class:`CrossEntropy` by default.
+        tied: weights that several of the stages share: for each the parameter's name by stage. Our
+            own model knows its ties. For others, None refuses weights that look tied, and ``[]``
+            says that nothing is tied.
         tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
 
     Attributes:
         config: as given, with epochs as steps and the stages' precision.
         step: number of finished steps.
         held: the modules by stage, for a checkpoint.
-        is_logging_rank: True on the one rank that writes logs and shows progress; it holds the last stage.
+        is_logging_rank: True on the one rank that writes logs and shows progress; it holds the last
+            stage.
     """
 
     def __init__(
@@ -144,7 +164,9 @@ class Trainer:
         with everyone.refusing_together():
             check_precision(config.precision, self.modules)
             self.optimizer = build_optimizer(self.modules, config, self.held.tied)
-        self._scaler = MeshGradScaler(init_scale=config.loss_scale, enabled=config.precision == "fp16")
+        self._scaler = MeshGradScaler(
+            init_scale=config.loss_scale, enabled=config.precision == "fp16"
+        )
         what, where = (config, self.held, loss_fn, self._scaler), (device_mesh, self.device)
         self._engine: PipelineEngine
         if config.engine == "parallel":
@@ -152,20 +174,25 @@ class Trainer:
         else:
             self._engine = RuntimeEngine(*what, train.is_padded, *where, self.optimizer)
         self.scheduler = build_scheduler(self.optimizer, config)
-        is_first_of_its_stage = dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
+        is_first_of_its_stage = (
+            dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
+        )
         is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
-        self.is_logging_rank = self.held.n_stages - 1 in self.held.modules and is_first_of_its_stage and is_first_copy
+        self.is_logging_rank = (
+            self.held.n_stages - 1 in self.held.modules and is_first_of_its_stage and is_first_copy
+        )
 
     def train_step(self) -> StepResult:
         """Take one optimizer step.
 
-        Hooks of ``register_post_accumulate_grad_hook`` are called once, before it, with the clipped gradient of the
-        whole batch; not if the step is skipped.
+        Hooks of ``register_post_accumulate_grad_hook`` are called once, before it, with the clipped
+        gradient of the whole batch; not if the step is skipped.
 
         Raises:
-            NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not skipped.
-            StepFailed: on every rank, if a stage failed; where stages update their own weights, also for what is not
-                finite. Some have been updated then.
+            NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not
+                skipped.
+            StepFailed: on every rank, if a stage failed; where stages update their own weights,
+                also for what is not finite. Some have been updated then.
         """
         begin = time.perf_counter()
         batch = self._feed.batch(self.step)
@@ -175,9 +202,15 @@ class Trainer:
         with called_once(self.modules) as reached:
             loss, norm = self._gradient(batch)
             is_good, scale = math.isfinite(norm), self._scaler.get_scale()
-            if not is_good and scale <= 1 and self.config.on_nan == "refuse":  # the scale is not what did it
-                how = "go on from a checkpoint with a lower learning rate, or look for the batch that does it"
-                raise NonFiniteGradient(f"step {self.step + 1}: the norm of the gradient is {norm}: {how}")
+            # the scale is not what did it
+            if not is_good and scale <= 1 and self.config.on_nan == "refuse":
+                how = (
+                    "go on from a checkpoint with a lower learning rate, or look for the batch that"
+                    " does it"
+                )
+                raise NonFiniteGradient(
+                    f"step {self.step + 1}: the norm of the gradient is {norm}: {how}"
+                )
             if not is_good:
                 reached.clear()
         if is_good:
@@ -185,14 +218,19 @@ class Trainer:
         self._scaler.update()
         loads = self._use_loads(is_good)
         lr = self._end_step()
-        return StepResult(self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale, loads)
+        return StepResult(
+            self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale, loads
+        )
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
         """Take a step with stages that update their own weights."""
         try:
             loss = self._engine.step(batch, 1.0)
         except StepFailed as error:
-            error.add_note(f"It was in step {self.step + 1}, which counts its updates from 0: go on from a checkpoint.")
+            error.add_note(
+                f"It was in step {self.step + 1}, which counts its updates from 0: go on from a"
+                " checkpoint."
+            )
             raise
         loads = self._use_loads(True)
         lr = self._end_step()
@@ -227,7 +265,10 @@ class Trainer:
         self._scaler.unscale_(self.optimizer)
         stages, tied = self.held.ours or self.held.modules, self.held.declared
         limit, copies = self.config.clip_norm, self._engine.copies
-        return loss, clip_grad_norm_(stages, limit, device_mesh=self._mesh, tied=tied, copies=copies).item()
+        return (
+            loss,
+            clip_grad_norm_(stages, limit, device_mesh=self._mesh, tied=tied, copies=copies).item(),
+        )
 
     def _count(self, batch: Sequences) -> int:
         """Return the tokens over which the loss is a mean, or sequences if it does not count tokens."""
@@ -236,7 +277,9 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss over the validation batches, in nats a token."""
         if not self._held_out:
-            raise ValueError("validation=None, so there is nothing to evaluate on: give Trainer validation data")
+            raise ValueError(
+                "validation=None, so there is nothing to evaluate on: give Trainer validation data"
+            )
         modes = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
@@ -250,12 +293,14 @@ class Trainer:
         """Train from the current step to ``config.steps``, with logs, progress and evaluation.
 
         Args:
-            after_step: called after each step on every rank; the place to save a checkpoint. Its time does not count as
-                training. If it raises, the run ends and the logs are closed.
+            after_step: called after each step on every rank; the place to save a checkpoint. Its
+                time does not count as training. If it raises, the run ends and the logs are closed.
         """
         config, first, seq_len = self.config, self.step, self._feed.source.seq_len
         peak = find_peak(config.peak_flops, self.device, self._dtype)
-        speed = Speed(config.batch * seq_len, config.batch * flops_of_a_sequence(self.held, seq_len), peak)
+        speed = Speed(
+            config.batch * seq_len, config.batch * flops_of_a_sequence(self.held, seq_len), peak
+        )
         result, validation_loss = None, None
         with ExitStack() as stack:
             self._feed.read_ahead(first, stack)
@@ -294,11 +339,12 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled the optimizer.
+        """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled
+        the optimizer.
 
-        Layout, engine, schedule, microbatches, accumulation and logging may differ; but if stages update their own
-        weights, stages and microbatches must be those of the state. With other ``steps`` the learning rate follows the
-        new curve from here on.
+        Layout, engine, schedule, microbatches, accumulation and logging may differ; but if stages
+        update their own weights, stages and microbatches must be those of the state. With other
+        ``steps`` the learning rate follows the new curve from here on.
 
         A state of other data, another tokenizer or other hyperparameters is refused on every rank.
         """
@@ -328,7 +374,9 @@ class Trainer:
     def _check_state(self, state: Mapping[str, Any]) -> None:
         missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
         if missing:
-            raise ValueError(f"the state has no {', '.join(missing)}: pass what Trainer.state() returned")
+            raise ValueError(
+                f"the state has no {', '.join(missing)}: pass what Trainer.state() returned"
+            )
         # Older states lack what was not there to set.
         mine, usual = self.config.as_dict(), TrainConfig(precision="fp32").as_dict()
         pairs = [
@@ -337,7 +385,9 @@ class Trainer:
             *((name, state["config"].get(name, usual[name]), mine[name]) for name in _FIXED),
         ]
         if self.config.versions is not None:
-            pairs.append(("microbatches", state["config"].get("microbatches"), mine["microbatches"]))
+            pairs.append(
+                ("microbatches", state["config"].get("microbatches"), mine["microbatches"])
+            )
             pairs.append(("the number of stages", state.get("n_stages"), self.held.n_stages))
         for name, saved, here in pairs:
             if saved != here:
@@ -345,4 +395,6 @@ class Trainer:
                 raise ValueError(f"{name} is {here!r} here and {saved!r} in the state: {how}")
         step, steps = state["step"], self.config.steps
         if step > steps:
-            raise SettingError(f"the state is of step {step}, past {{steps}}: raise steps to go on", steps=steps)
+            raise SettingError(
+                f"the state is of step {step}, past {{steps}}: raise steps to go on", steps=steps
+            )

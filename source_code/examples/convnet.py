@@ -1,4 +1,5 @@
-"""Train a convolutional net on images through a pipeline: floats go in, feature maps cross, classes come out.
+"""Train a convolutional net on images through a pipeline: floats go in, feature maps cross, classes
+come out.
 
     torchrun --standalone --nproc-per-node=4 source_code/examples/convnet.py --pp 4
 
@@ -44,7 +45,9 @@ class Head(nn.Linear):
 
 def build_model() -> Stage:
     torch.manual_seed(0)
-    return Stage(Stem(3, WIDTH, 3, padding=1), *(Block() for _ in range(N_BLOCKS)), Head(WIDTH, CLASSES))
+    return Stage(
+        Stem(3, WIDTH, 3, padding=1), *(Block() for _ in range(N_BLOCKS)), Head(WIDTH, CLASSES)
+    )
 
 
 def build(model: Stage, mesh: DeviceMesh | None, schedule: str) -> pp.PipelineSchedule:
@@ -54,8 +57,15 @@ def build(model: Stage, mesh: DeviceMesh | None, schedule: str) -> pp.PipelineSc
     modules = {i: model[slice(*ranges[i])].to(pp.get_device()) for i in indices}
     for module in modules.values():
         pp.apply_fsdp2(module, mesh, blocks=Block)
-    images = torch.empty(ROWS // pp.get_dp_size(mesh) // N_MICROBATCHES, 3, 8, 8, dtype=model[0].weight.dtype)
-    known = {"device_mesh": mesh, "device": pp.get_device(), "n_stages": len(ranges), "inputs": images}
+    images = torch.empty(
+        ROWS // pp.get_dp_size(mesh) // N_MICROBATCHES, 3, 8, 8, dtype=model[0].weight.dtype
+    )
+    known = {
+        "device_mesh": mesh,
+        "device": pp.get_device(),
+        "n_stages": len(ranges),
+        "inputs": images,
+    }
     stages = [pp.build_pipeline_stage(module, stage=i, **known) for i, module in modules.items()]
     return pp.build_pipeline_schedule(stages, N_MICROBATCHES, cross_entropy, schedule)
 
@@ -64,7 +74,9 @@ def batch(step: int, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     """This data-parallel rank's images, and their classes."""
     drawn = {"generator": torch.Generator().manual_seed(step)}
     whole = torch.randn(ROWS, 3, 8, 8, **drawn), torch.randint(CLASSES, (ROWS,), **drawn)
-    images, classes = (part.chunk(pp.get_dp_size(mesh))[pp.get_dp_rank(mesh)].to(pp.get_device()) for part in whole)
+    images, classes = (
+        part.chunk(pp.get_dp_size(mesh))[pp.get_dp_rank(mesh)].to(pp.get_device()) for part in whole
+    )
     return images, classes
 
 

@@ -1,4 +1,5 @@
-"""Train a GPT-2 of transformers through a pipeline. Its head is its embedding, on the first and on the last stage.
+"""Train a GPT-2 of transformers through a pipeline. Its head is its embedding, on the first and on
+the last stage.
 
     torchrun --standalone --nproc-per-node=4 source_code/examples/gpt2.py --pp 2 --schedule zb_v
 
@@ -24,14 +25,18 @@ class Stage(nn.Module):
     def __init__(self, gpt2: GPT2LMHeadModel, first: int, end: int) -> None:
         super().__init__()
         whole, last = gpt2.transformer, end == gpt2.config.n_layer
-        self.transformer = nn.ModuleDict({"h": nn.ModuleDict({str(i): whole.h[i] for i in range(first, end)})})
+        self.transformer = nn.ModuleDict(
+            {"h": nn.ModuleDict({str(i): whole.h[i] for i in range(first, end)})}
+        )
         self.transformer.update({"wte": whole.wte, "wpe": whole.wpe} if first == 0 else {})
         self.transformer.update({"ln_f": whole.ln_f} if last else {})
         self.lm_head = gpt2.lm_head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         if "wte" in self.transformer:
-            x = self.transformer.wte(x) + self.transformer.wpe(torch.arange(x.shape[1], device=x.device))
+            x = self.transformer.wte(x) + self.transformer.wpe(
+                torch.arange(x.shape[1], device=x.device)
+            )
         for block in self.transformer.h.values():
             x = block(x)
         return x if self.lm_head is None else self.lm_head(self.transformer.ln_f(x))
@@ -39,8 +44,20 @@ class Stage(nn.Module):
 
 def build_model(tied: bool = True) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"n_layer": 8, "n_embd": 32, "n_head": 4, "n_positions": SEQ_LEN, "vocab_size": VOCAB_SIZE}
-    plain = {"embd_pdrop": 0, "attn_pdrop": 0, "resid_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "n_layer": 8,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": SEQ_LEN,
+        "vocab_size": VOCAB_SIZE,
+    }
+    plain = {
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "resid_pdrop": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, **plain, tie_word_embeddings=tied))
 
 
@@ -48,17 +65,25 @@ def build(model: GPT2LMHeadModel, mesh: DeviceMesh | None, schedule: str) -> pp.
     """The pipeline over this rank's stages."""
     indices = pp.get_stage_indices(schedule, pp.get_pp_rank(mesh), pp.get_pp_size(mesh))
     ranges = pp.compute_layer_assignment(model.config.n_layer, pp.get_pp_size(mesh) * len(indices))
-    tied, modules = pp.find_ties(model), {i: Stage(model, *ranges[i]).to(pp.get_device()) for i in indices}
+    tied, modules = (
+        pp.find_ties(model),
+        {i: Stage(model, *ranges[i]).to(pp.get_device()) for i in indices},
+    )
     for module in modules.values():
         pp.apply_fsdp2(module, mesh, blocks=GPT2Block)
     sizes = (mesh, pp.get_device(), ROWS // pp.get_dp_size(mesh) // N_MICROBATCHES, SEQ_LEN)
-    stages = [pp.build_pipeline_stage(m, *sizes, stage=i, n_stages=len(ranges)) for i, m in modules.items()]
+    stages = [
+        pp.build_pipeline_stage(m, *sizes, stage=i, n_stages=len(ranges))
+        for i, m in modules.items()
+    ]
     return pp.build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), schedule, tied=tied)
 
 
 def batch(step: int, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
     """This data-parallel rank's rows of a batch, and the tokens that follow."""
-    tokens = torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCAB_SIZE, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step)
+    )
     mine = tokens.chunk(pp.get_dp_size(mesh))[pp.get_dp_rank(mesh)].to(pp.get_device())
     return mine[:, :-1], mine[:, 1:]
 
@@ -77,5 +102,8 @@ if __name__ == "__main__":
         loss = pipeline.step(inputs, target=target)
         norm = pp.clip_grad_norm_(pipeline.stages, 1.0, device_mesh=mesh)
         optimizer.step()
-        print(f"rank {pp.get_world_info()[0]}, step {step + 1}: loss {loss:.4f}, gradient norm {norm:.3f}")
+        print(
+            f"rank {pp.get_world_info()[0]}, step {step + 1}: loss {loss:.4f}, gradient norm"
+            f" {norm:.3f}"
+        )
     pp.destroy_distributed()

@@ -1,8 +1,10 @@
-"""Train the same GPT-2 with `course_pp.runtime` and a schedule of one's own: check it, predict it, run it, measure it.
+"""Train the same GPT-2 with `course_pp.runtime` and a schedule of one's own: check it, predict it,
+run it, measure it.
 
     torchrun --standalone --nproc-per-node=2 source_code/examples/gpt2_own_schedule.py
 
-A schedule is data: for each rank its actions in order. This one is GPipe with the youngest microbatch's backward first.
+A schedule is data: for each rank its actions in order. This one is GPipe with the youngest
+microbatch's backward first.
 """
 
 import torch
@@ -31,7 +33,9 @@ if __name__ == "__main__":
     tied = find_ties(model)
     stage = Stage(model, *compute_layer_assignment(model.config.n_layer, n_ranks)[rank])
     ties = [{0: wte, n_ranks - 1: head} for wte, head in tied if n_ranks > 1]
-    pipeline = Pipeline(schedule, stage, CrossEntropy(), tied=ties, recorder=(recorder := Recorder()))
+    pipeline = Pipeline(
+        schedule, stage, CrossEntropy(), tied=ties, recorder=(recorder := Recorder())
+    )
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     for step in range(5):
         recorder.clear()
@@ -43,5 +47,8 @@ if __name__ == "__main__":
             print(f"step {step + 1}: loss {loss.item():.4f}")
     timeline = recorder.timeline()  # on every rank at once
     if rank == 0:
-        print(f"bubble: predicted {simulate(schedule).bubble_fraction:.0%}, measured {timeline.bubble_fraction:.0%}")
+        print(
+            f"bubble: predicted {simulate(schedule).bubble_fraction:.0%}, measured"
+            f" {timeline.bubble_fraction:.0%}"
+        )
     dist.destroy_process_group()

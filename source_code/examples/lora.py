@@ -1,10 +1,13 @@
-"""Train LoRA adapters of peft on the GPT-2 of gpt2.py, cut into stages whose own weights are frozen.
+"""Train LoRA adapters of peft on the GPT-2 of gpt2.py, cut into stages whose own weights are
+frozen.
 
-    torchrun --standalone --nproc-per-node=2 source_code/examples/lora.py --first-layer 4 --folder runs/lora
+    torchrun --standalone --nproc-per-node=2 source_code/examples/lora.py --first-layer 4 --folder
+    runs/lora
 
-Layers from --first-layer on get adapters. At 4, the first of two stages has none, so it has no gradient. A folder gets
-the adapters alone; the same command with more --steps goes on from there, on any number of ranks. In float64, losses,
-norms, gradients and adapters are compared with one process that never stopped. Needs peft: pip install peft
+Layers from --first-layer on get adapters. At 4, the first of two stages has none, so it has no
+gradient. A folder gets the adapters alone; the same command with more --steps goes on from there,
+on any number of ranks. In float64, losses, norms, gradients and adapters are compared with one
+process that never stopped. Needs peft: pip install peft
 """
 
 import argparse
@@ -27,22 +30,32 @@ def adapted(first_layer: int) -> GPT2LMHeadModel:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError(f"adapters come from peft, which cannot be imported ({error}): pip install peft") from error
+        raise ValueError(
+            f"adapters come from peft, which cannot be imported ({error}): pip install peft"
+        ) from error
     model = build_model()
     layers = list(range(first_layer, model.config.n_layer))
     if not layers or first_layer < 0:
-        raise ValueError(f"--first-layer is {first_layer}: give 0 to {model.config.n_layer - 1}, the model's layers")
-    config = LoraConfig(r=4, target_modules=["c_attn"], layers_to_transform=layers, fan_in_fan_out=True)
+        raise ValueError(
+            f"--first-layer is {first_layer}: give 0 to {model.config.n_layer - 1}, the model's"
+            " layers"
+        )
+    config = LoraConfig(
+        r=4, target_modules=["c_attn"], layers_to_transform=layers, fan_in_fan_out=True
+    )
     return inject_adapter_in_model(config, model).double()  # which freezes everything else
 
 
 def trained(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
     """The adapters of a rank's stages, by name: none, if they all lie elsewhere."""
-    return {name: p for module in modules for name, p in module.named_parameters() if p.requires_grad}
+    return {
+        name: p for module in modules for name, p in module.named_parameters() if p.requires_grad
+    }
 
 
 def adamw(modules: list[nn.Module]) -> torch.optim.AdamW:
-    return torch.optim.AdamW([{"params": list(trained(modules).values())}], lr=1e-2)  # a group may be empty
+    # a group may be empty
+    return torch.optim.AdamW([{"params": list(trained(modules).values())}], lr=1e-2)
 
 
 def keep_adapters(module: nn.Module, state: dict[str, object], *_: object) -> None:
@@ -51,7 +64,9 @@ def keep_adapters(module: nn.Module, state: dict[str, object], *_: object) -> No
         del state[name]
 
 
-def in_one_process(first_layer: int, steps: int) -> tuple[GPT2LMHeadModel, list[tuple[float, float]]]:
+def in_one_process(
+    first_layer: int, steps: int
+) -> tuple[GPT2LMHeadModel, list[tuple[float, float]]]:
     """The model after ``steps``, with the last one's gradients, and each step's loss and norm."""
     model, seen = adapted(first_layer).to(pp.get_device()), []
     optimizer = adamw([model])
@@ -66,7 +81,9 @@ def in_one_process(first_layer: int, steps: int) -> tuple[GPT2LMHeadModel, list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--first-layer", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--folder", help="where adapters are saved, and found")
@@ -98,7 +115,10 @@ def main() -> None:
         if start < args.steps:
             furthest = max(furthest, (p.grad - one.grad).abs().max().item())
     same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
-    print(f"rank {rank}: losses, norms and {len(ours)} adapter weights {same} one process: {furthest:.0e}")
+    print(
+        f"rank {rank}: losses, norms and {len(ours)} adapter weights {same} one process:"
+        f" {furthest:.0e}"
+    )
     pp.destroy_distributed()
     sys.exit(furthest > TOLERANCE)
 

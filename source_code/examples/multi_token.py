@@ -1,10 +1,12 @@
-"""Train a GPT-2 that also predicts the token after the next, from a stage in the middle, through a pipeline.
+"""Train a GPT-2 that also predicts the token after the next, from a stage in the middle, through a
+pipeline.
 
     torchrun --standalone --nproc-per-node=2 source_code/examples/multi_token.py
 
-The second head (DeepSeek-V3, arXiv:2412.19437, section 2.2) is a stage of its own, between the layers and the first
-head, and its loss begins there. One matrix is the embedding in stage 0, embedding and head in stage 2, and head in
-stage 3. In float64, losses, gradients and parameters are compared with one process.
+The second head (DeepSeek-V3, arXiv:2412.19437, section 2.2) is a stage of its own, between the
+layers and the first head, and its loss begins there. One matrix is the embedding in stage 0,
+embedding and head in stage 2, and head in stage 3. In float64, losses, gradients and parameters are
+compared with one process.
 """
 
 import argparse
@@ -31,7 +33,11 @@ class SecondHead(nn.Module):
         n_tokens, dim = embedding.weight.shape
         self.embedding = nn.Embedding(n_tokens, dim)
         self.embedding.weight = embedding.weight  # its head's as well
-        self.norm_seen, self.norm_next, self.norm = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.norm_seen, self.norm_next, self.norm = (
+            nn.LayerNorm(dim),
+            nn.LayerNorm(dim),
+            nn.LayerNorm(dim),
+        )
         self.join, self.block = nn.Linear(2 * dim, dim), block
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -59,7 +65,9 @@ class MultiToken(nn.Module):
 
 def batch(step: int) -> Tensor:
     """Tokens (rows, seq + 2): all but two are inputs, all but the first and the last are the first head's targets."""
-    tokens = torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(
+        VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=torch.Generator().manual_seed(step)
+    )
     return tokens.to(pp.get_device())
 
 
@@ -71,7 +79,10 @@ def in_one_process(steps: int) -> tuple[MultiToken, list[tuple[float, float]]]:
         tokens = batch(step)
         optimizer.zero_grad()
         x = model.layers(tokens)
-        first, second = CrossEntropy()(model.gpt2.lm_head(x), tokens[:, 1:-1]), model.second.loss(x, tokens)
+        first, second = (
+            CrossEntropy()(model.gpt2.lm_head(x), tokens[:, 1:-1]),
+            model.second.loss(x, tokens),
+        )
         (first + second).backward()
         optimizer.step()
         losses.append((first.item(), second.item()))
@@ -79,16 +90,24 @@ def in_one_process(steps: int) -> tuple[MultiToken, list[tuple[float, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", default="interleaved_1f1b", help="of four stages: 1f1b on four ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedule", default="interleaved_1f1b", help="of four stages: 1f1b on four ranks"
+    )
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     rank, _, n_ranks = pp.get_world_info()
     mesh, device = pp.init_distributed(pp.DistributedConfig(pp=n_ranks)), pp.get_device()
     example = batch(0)[: ROWS // N_MICROBATCHES]
-    stages = pp.auto_split(MultiToken().double().to(device), example, n_stages=len(CUTS) + 1, at=CUTS)
+    stages = pp.auto_split(
+        MultiToken().double().to(device), example, n_stages=len(CUTS) + 1, at=CUTS
+    )
     mine = [
-        pp.build_pipeline_stage(stages[i], mesh, device, stage=i, n_stages=len(stages), inputs=example)
+        pp.build_pipeline_stage(
+            stages[i], mesh, device, stage=i, n_stages=len(stages), inputs=example
+        )
         for i in pp.get_stage_indices(args.schedule, rank, n_ranks, len(stages) // n_ranks)
     ]
     pipeline = pp.build_pipeline_schedule(mine, N_MICROBATCHES, CrossEntropy(), args.schedule)
@@ -106,9 +125,14 @@ def main() -> None:
     for module in pipeline.modules:
         for name, p in module.named_parameters():
             one = expected.get_parameter(name)
-            furthest = max(furthest, (p - one).abs().max().item(), (p.grad - one.grad).abs().max().item())
+            furthest = max(
+                furthest, (p - one).abs().max().item(), (p.grad - one.grad).abs().max().item()
+            )
     same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
-    print(f"rank {rank}: losses, gradients and parameters {same} one process: {furthest:.0e}; tied: {pipeline.ties}")
+    print(
+        f"rank {rank}: losses, gradients and parameters {same} one process: {furthest:.0e}; tied:"
+        f" {pipeline.ties}"
+    )
     pp.destroy_distributed()
     sys.exit(furthest > TOLERANCE)
 

@@ -1,10 +1,13 @@
-"""Train a model that reads images and text through a pipeline: an encoder and an adapter before the GPT-2 of gpt2.py.
+"""Train a model that reads images and text through a pipeline: an encoder and an adapter before the
+GPT-2 of gpt2.py.
 
-    torchrun --standalone --nproc-per-node=2 source_code/examples/vlm.py --thaw-at 2 --folder runs/vlm
+    torchrun --standalone --nproc-per-node=2 source_code/examples/vlm.py --thaw-at 2 --folder
+    runs/vlm
 
-Rows have different lengths and numbers of images, so a step gets ready-made microbatches. The encoder, on the first
-stage, is frozen until --thaw-at steps are done. The same command with more --steps resumes, on either side of the thaw.
-Losses, gradients and parameters are compared, in float64, with one process that never stopped.
+Rows have different lengths and numbers of images, so a step gets ready-made microbatches. The
+encoder, on the first stage, is frozen until --thaw-at steps are done. The same command with more
+--steps resumes, on either side of the thaw. Losses, gradients and parameters are compared, in
+float64, with one process that never stopped.
 """
 
 import argparse
@@ -21,7 +24,8 @@ from course_pp.training.checkpoint import resume, save
 
 ROWS, N_MICROBATCHES, PATCHES, DIM, TOLERANCE = 12, 4, 4, 16, 1e-12
 IMAGE, PAD = 0, 1  # a token that stands for a patch of an image; one that fills a row up
-Row = tuple[Tensor, Tensor]  # tokens (n,), and images (n_images, 3, 8, 8) for the IMAGE tokens among them
+# tokens (n,), and images (n_images, 3, 8, 8) for the IMAGE tokens among them
+Row = tuple[Tensor, Tensor]
 
 
 class Encoder(nn.Module):
@@ -31,7 +35,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, DIM, kernel_size=4, stride=4)
         self.positions = nn.Parameter(0.02 * torch.randn(PATCHES, DIM))
-        layer = nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            DIM, 2, 2 * DIM, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -60,9 +66,13 @@ def rows(step: int, most_images: int) -> list[Row]:
     drawn, found = torch.Generator().manual_seed(step), []
     for _ in range(ROWS):
         n_images = int(torch.randint(most_images + 1, (), generator=drawn))
-        text = torch.randint(PAD + 1, VOCAB_SIZE, (int(torch.randint(3, 9, (), generator=drawn)),), generator=drawn)
+        text = torch.randint(
+            PAD + 1, VOCAB_SIZE, (int(torch.randint(3, 9, (), generator=drawn)),), generator=drawn
+        )
         images = torch.randn(n_images, 3, 8, 8, generator=drawn, dtype=torch.float64)
-        found.append((torch.cat([text[:1], torch.full((n_images * PATCHES,), IMAGE), text[1:]]), images))
+        found.append(
+            (torch.cat([text[:1], torch.full((n_images * PATCHES,), IMAGE), text[1:]]), images)
+        )
     return found
 
 
@@ -73,7 +83,10 @@ def microbatches(batch: list[Row]) -> tuple[list[tuple[Tensor, Tensor]], list[Te
         if (slots := int((tokens == IMAGE).sum())) != len(images) * PATCHES:
             raise ValueError(f"{what}, and {slots} tokens for them: give one for each patch")
         if len(tokens) > SEQ_LEN:
-            raise ValueError(f"{what}, {len(tokens)} tokens with its text, but {SEQ_LEN} fit: give it fewer images")
+            raise ValueError(
+                f"{what}, {len(tokens)} tokens with its text, but {SEQ_LEN} fit: give it fewer"
+                " images"
+            )
     arguments, targets = [], []
     for start in range(0, ROWS, ROWS // N_MICROBATCHES):
         texts, images = zip(*batch[start : start + ROWS // N_MICROBATCHES], strict=True)
@@ -93,7 +106,10 @@ def in_one_process(args: argparse.Namespace) -> tuple[VisionLanguage, list[float
         set_encoder(model, step >= args.thaw_at)
         optimizer.zero_grad()
         arguments, targets = microbatches(rows(step, args.most_images))
-        total = sum(loss_fn.total(model(*each), target) for each, target in zip(arguments, targets, strict=True))
+        total = sum(
+            loss_fn.total(model(*each), target)
+            for each, target in zip(arguments, targets, strict=True)
+        )
         (loss := total / sum(map(loss_fn.count, targets))).backward()
         optimizer.step()
         losses.append(loss.item())
@@ -101,7 +117,9 @@ def in_one_process(args: argparse.Namespace) -> tuple[VisionLanguage, list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in {"steps": 4, "thaw-at": 2, "most-images": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", help="where checkpoints are saved, and found")
@@ -111,29 +129,54 @@ def main() -> None:
     # The microbatch that stages are built for has an image a row, those of a step any number.
     one_image = torch.full((PATCHES,), IMAGE), torch.zeros(1, 3, 8, 8, dtype=torch.float64)
     (example, *_), _ = microbatches([one_image] * ROWS)
-    cuts = [f"decoder.transformer.h.{first}" for first, _ in pp.compute_layer_assignment(8, n_ranks)[1:]]
-    module = pp.auto_split(VisionLanguage().double().to(device), example, n_stages=n_ranks, at=cuts)[rank]
+    cuts = [
+        f"decoder.transformer.h.{first}" for first, _ in pp.compute_layer_assignment(8, n_ranks)[1:]
+    ]
+    module = pp.auto_split(
+        VisionLanguage().double().to(device), example, n_stages=n_ranks, at=cuts
+    )[rank]
     stage = pp.build_pipeline_stage(module, mesh, device, inputs=example)
     pipeline = pp.build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), "1f1b")
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     start, losses = 0, []
     if args.folder and (loaded := resume(args.folder, module, optimizer, device_mesh=mesh)):
         start, earlier = loaded.step, loaded.extra["thaw_at"]
-        if min(args.thaw_at, start) != min(earlier, start):  # the encoder was trained in other steps
-            was, remedy = (f"frozen until {earlier}", earlier) if earlier < start else ("frozen", f"{start} or more")
+        # the encoder was trained in other steps
+        if min(args.thaw_at, start) != min(earlier, start):
+            was, remedy = (
+                (f"frozen until {earlier}", earlier)
+                if earlier < start
+                else ("frozen", f"{start} or more")
+            )
             past = f"but up to the checkpoint's step {start} the encoder was {was}"
-            raise ValueError(f"--thaw-at is {args.thaw_at}, {past}: give {remedy}, or another folder")
+            raise ValueError(
+                f"--thaw-at is {args.thaw_at}, {past}: give {remedy}, or another folder"
+            )
     for step in range(start, args.steps):
         set_encoder(module, step >= args.thaw_at)
-        arguments, targets = Ranks().collectively(lambda step=step: microbatches(rows(step, args.most_images)))
+        arguments, targets = Ranks().collectively(
+            lambda step=step: microbatches(rows(step, args.most_images))
+        )
         optimizer.zero_grad()
         losses.append(pipeline.step(arg_mbs=arguments, target_mbs=targets).item())
         optimizer.step()
-        print(f"rank {rank}, step {step + 1}: loss {losses[-1]:.4f}{', encoder frozen' * (step < args.thaw_at)}")
+        print(
+            f"rank {rank}, step {step + 1}: loss"
+            f" {losses[-1]:.4f}{', encoder frozen' * (step < args.thaw_at)}"
+        )
     if args.folder and losses:
-        save(args.folder, args.steps, module, optimizer, device_mesh=mesh, extra={"thaw_at": args.thaw_at})
+        save(
+            args.folder,
+            args.steps,
+            module,
+            optimizer,
+            device_mesh=mesh,
+            extra={"thaw_at": args.thaw_at},
+        )
     expected, all_losses = in_one_process(args)
-    furthest = max((abs(ours - one) for ours, one in zip(losses, all_losses[start:], strict=True)), default=0.0)
+    furthest = max(
+        (abs(ours - one) for ours, one in zip(losses, all_losses[start:], strict=True)), default=0.0
+    )
     for name, p in module.named_parameters():
         one = expected.get_parameter(name)
         pairs = [(p, one)] if p.grad is None else [(p, one), (p.grad, one.grad)]

@@ -1,11 +1,12 @@
-"""Cut a model of any family below automatically, train it one step through a pipeline, compare with one process.
+"""Cut a model of any family below automatically, train it one step through a pipeline, compare with
+one process.
 
     torchrun --standalone --nproc-per-node=2 source_code/hf_pp/any_model.py T5 --schedule 1f1b
     python source_code/hf_pp/any_model.py --list
 
-The models are tiny and in float64, with random weights, so nothing is downloaded. What crosses each cut is printed: for
-T5's decoder that is the encoder's output too, for the U-Net its skip connections. Needs transformers:
-pip install 'course_pp[hf]'.
+The models are tiny and in float64, with random weights, so nothing is downloaded. What crosses each
+cut is printed: for T5's decoder that is the encoder's output too, for the U-Net its skip
+connections. Needs transformers: pip install 'course_pp[hf]'.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def in_one_process(name: str) -> tuple[nn.Module, Tensor, float]:
     """The model with its gradients, the target, and the loss."""
     model = build(name).eval()
     output = tensor_of(called(model, example(name)))
-    target = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    target = torch.randn(
+        output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)
+    )
     loss = loss_fn(output, target)
     loss.backward()
     return model, target, loss.item()
@@ -54,7 +57,9 @@ def crossing(stage: nn.Module) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", nargs="?", choices=FAMILIES, default=FAMILIES[0], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the names of the families")
     parser.add_argument("--schedule", choices=names(), default="1f1b")
@@ -78,9 +83,13 @@ def main() -> None:
     furthest = abs(loss - expected)
     for stage in mine.values():
         for name, parameter in stage.named_parameters():
-            furthest = max(furthest, (parameter.grad - whole.get_parameter(name).grad).abs().max().item())
+            furthest = max(
+                furthest, (parameter.grad - whole.get_parameter(name).grad).abs().max().item()
+            )
     if rank == 0:
-        print(f"{args.name}: {type(whole).__name__}, {explain(whole, one) or 'nothing stops a cut'}")
+        print(
+            f"{args.name}: {type(whole).__name__}, {explain(whole, one) or 'nothing stops a cut'}"
+        )
         for number, stage in enumerate(stages):
             size, sent = sum(p.numel() for p in stage.parameters()), crossing(stage)
             print(f"stage {number}: {size:,} parameters" + (f", sends {sent}" if sent else ""))
@@ -88,7 +97,9 @@ def main() -> None:
     for stage in mine:
         same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
         print(
-            f"Rank {rank}, stage {stage}: loss {loss:.6f} and gradients {same} one process: {furthest:.0e}", flush=True
+            f"Rank {rank}, stage {stage}: loss {loss:.6f} and gradients {same} one process:"
+            f" {furthest:.0e}",
+            flush=True,
         )
     if dist.is_initialized():
         destroy_distributed()

@@ -9,11 +9,20 @@ from torch import Tensor, nn
 
 ROWS, SEQ_LEN, WORDS, WIDTH, LAYERS = 4, 8, 96, 32, 4
 Example = dict[str, Tensor] | Tensor
-NAMES = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 48}
+NAMES = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 GROUPED = NAMES | {"num_key_value_heads": 2, "max_position_embeddings": 32}
 # Which module of transformers, which model, its configuration's sizes.
 OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "GPT-2, language model": ("gpt2", "GPT2LMHeadModel", {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4}),
+    "GPT-2, language model": (
+        "gpt2",
+        "GPT2LMHeadModel",
+        {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4},
+    ),
     "GPT-2, classification": (
         "gpt2",
         "GPT2ForSequenceClassification",
@@ -27,7 +36,13 @@ OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "OPT": (
         "opt",
         "OPTForCausalLM",
-        NAMES | {"ffn_dim": 48, "word_embed_proj_dim": 16, "max_position_embeddings": 32, "do_layer_norm_before": True},
+        NAMES
+        | {
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 16,
+            "max_position_embeddings": 32,
+            "do_layer_norm_before": True,
+        },
     ),
     "GPT-NeoX": ("gpt_neox", "GPTNeoXForCausalLM", NAMES | {"max_position_embeddings": 32}),
     "Gemma": ("gemma", "GemmaForCausalLM", GROUPED | {"head_dim": 8}),
@@ -35,9 +50,20 @@ OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "T5": (
         "t5",
         "T5ForConditionalGeneration",
-        {"d_model": WIDTH, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 8, "d_ff": 48},
+        {
+            "d_model": WIDTH,
+            "num_layers": 3,
+            "num_decoder_layers": 3,
+            "num_heads": 4,
+            "d_kv": 8,
+            "d_ff": 48,
+        },
     ),
-    "ViT": ("vit", "ViTForImageClassification", NAMES | {"image_size": 16, "patch_size": 4, "num_labels": 3}),
+    "ViT": (
+        "vit",
+        "ViTForImageClassification",
+        NAMES | {"image_size": 16, "patch_size": 4, "num_labels": 3},
+    ),
 }
 
 
@@ -47,7 +73,10 @@ class UNet(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.into = conv(3, width)
-        self.down1, self.down2 = conv(width, 2 * width, stride=2), conv(2 * width, 4 * width, stride=2)
+        self.down1, self.down2 = (
+            conv(width, 2 * width, stride=2),
+            conv(2 * width, 4 * width, stride=2),
+        )
         self.middle = conv(4 * width, 4 * width)
         self.up2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2)
         self.join2 = conv(4 * width, 2 * width)
@@ -64,13 +93,19 @@ class UNet(nn.Module):
 
 
 def conv(n_in: int, n_out: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(n_in, n_out, 3, stride, padding=1), nn.GroupNorm(2, n_out), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(n_in, n_out, 3, stride, padding=1), nn.GroupNorm(2, n_out), nn.ReLU(inplace=True)
+    )
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 48),
+            nn.Linear(48, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x)).relu())
@@ -82,7 +117,10 @@ class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.block, self.drop = nn.Embedding(WORDS, WIDTH), Block(), nn.Dropout(0.2)
-        self.positions, self.scale = nn.Parameter(torch.randn(SEQ_LEN, WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.positions, self.scale = (
+            nn.Parameter(torch.randn(SEQ_LEN, WIDTH)),
+            nn.Parameter(torch.ones(WIDTH)),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions
@@ -97,10 +135,16 @@ class Repeated(nn.Module):
 
 
 def sequential() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, WORDS)
+    )
 
 
-OWN: dict[str, Callable[[], nn.Module]] = {"Sequential": sequential, "U-Net": UNet, "one block, repeated": Repeated}
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "Sequential": sequential,
+    "U-Net": UNet,
+    "one block, repeated": Repeated,
+}
 FAMILIES = (*OF_TRANSFORMERS, *OWN)
 
 
@@ -112,7 +156,11 @@ def build(name: str) -> nn.Module:
     folder, model, sizes = OF_TRANSFORMERS[name]
     code = import_module(f"transformers.models.{folder}.modeling_{folder}")
     kind = getattr(code, model)
-    tokens = {} if name == "ViT" else {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    tokens = (
+        {}
+        if name == "ViT"
+        else {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    )
     return kind(
         kind.config_class(
             **sizes,
@@ -129,9 +177,15 @@ def example(name: str, seed: int = 0) -> Example:
         return torch.randn(ROWS, 3, 16, 16, dtype=torch.float64, **drawn)
     ids = torch.randint(3, WORDS, (ROWS, SEQ_LEN), **drawn)
     if name == "T5":
-        return {"input_ids": ids, "decoder_input_ids": torch.randint(3, WORDS, (ROWS, SEQ_LEN - 2), **drawn)}
+        return {
+            "input_ids": ids,
+            "decoder_input_ids": torch.randint(3, WORDS, (ROWS, SEQ_LEN - 2), **drawn),
+        }
     if name == "BERT":
-        return {"input_ids": ids, "attention_mask": (torch.arange(SEQ_LEN) < SEQ_LEN - 2).expand(ROWS, -1).long()}
+        return {
+            "input_ids": ids,
+            "attention_mask": (torch.arange(SEQ_LEN) < SEQ_LEN - 2).expand(ROWS, -1).long(),
+        }
     return ids
 
 

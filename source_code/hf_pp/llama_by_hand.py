@@ -1,9 +1,11 @@
-"""Cut a Hugging Face Llama by hand, train it through the pipeline written by hand, compare with one process.
+"""Cut a Hugging Face Llama by hand, train it through the pipeline written by hand, compare with one
+process.
 
     torchrun --standalone --nproc-per-node=2 source_code/hf_pp/llama_by_hand.py --schedule 1f1b
 
-A small Llama with random weights, so nothing is downloaded. Any number of ranks up to the number of layers works, one
-included. Everything is in float64, so that equal means equal. Needs transformers: pip install 'course_pp[hf]'.
+A small Llama with random weights, so nothing is downloaded. Any number of ranks up to the number of
+layers works, one included. Everything is in float64, so that equal means equal. Needs transformers:
+pip install 'course_pp[hf]'.
 """
 
 import argparse
@@ -23,12 +25,18 @@ from course_pp.parallel import (
     init_distributed,
     refusals_said_once,
 )
-from course_pp.runtime.by_hand import Link, get_stage_layers, train_step_pipeline_1f1b, train_step_pipeline_gpipe
+from course_pp.runtime.by_hand import (
+    Link,
+    get_stage_layers,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_gpipe,
+)
 
 SCHEDULES = {"gpipe": train_step_pipeline_gpipe, "1f1b": train_step_pipeline_1f1b}
 STEPS, N_MICROBATCHES, BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 3, 8, 16, 32, 256
 SEED, LEARNING_RATE = 42, 0.3
-TOLERANCE = 1e-10  # transformers' norms round to float32, which can make more of a difference in the last digit
+# transformers' norms round to float32, which can make more of a difference in the last digit
+TOLERANCE = 1e-10
 
 
 def build_llama(n_layers: int) -> LlamaForCausalLM:
@@ -49,10 +57,11 @@ def build_llama(n_layers: int) -> LlamaForCausalLM:
 
 
 class LlamaStage(nn.Module):
-    """One stage, cut out of a whole Llama in place: what other stages hold is dropped, the rest keeps its names.
+    """One stage, cut out of a whole Llama in place: what other stages hold is dropped, the rest
+    keeps its names.
 
-    The first stage takes token ids (batch, seq), the others hidden states (batch, seq, dim); the last gives logits
-    (batch, seq, vocab), the others hidden states.
+    The first stage takes token ids (batch, seq), the others hidden states (batch, seq, dim); the
+    last gives logits (batch, seq, vocab), the others hidden states.
     """
 
     def __init__(self, llama: LlamaForCausalLM, layers: range, link: Link) -> None:
@@ -83,7 +92,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def random_batch() -> tuple[Tensor, Tensor]:
     """Token ids and the next ones, each (batch, seq), the same on every rank."""
-    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=torch.Generator().manual_seed(SEED))
+    tokens = torch.randint(
+        VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=torch.Generator().manual_seed(SEED)
+    )
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -92,16 +103,24 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="order of the step (default 1f1b)")
-    parser.add_argument("--layers", type=int, default=7, help="decoder layers, at least one a rank (default 7)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedule", choices=SCHEDULES, default="1f1b", help="order of the step (default 1f1b)"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=7, help="decoder layers, at least one a rank (default 7)"
+    )
     args = parser.parse_args()
 
     rank, _, n_ranks = get_world_info()
     layers = get_stage_layers(args.layers, n_ranks, rank)
     init_distributed(DistributedConfig(pp=n_ranks), SEED)
     llama, device = build_llama(args.layers), get_device()
-    link = Link((BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, llama.config.hidden_size), torch.float64, device)
+    link = Link(
+        (BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, llama.config.hidden_size), torch.float64, device
+    )
     stage = LlamaStage(llama, layers, link).to(device)
     optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
 
@@ -109,7 +128,9 @@ def main() -> None:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        of_microbatches = SCHEDULES[args.schedule](stage, microbatches, targets, cross_entropy, link)
+        of_microbatches = SCHEDULES[args.schedule](
+            stage, microbatches, targets, cross_entropy, link
+        )
         optimizer.step()
         losses += [torch.stack(of_microbatches).mean().item()] if link.is_last else []
 
@@ -118,11 +139,16 @@ def main() -> None:
     destroy_distributed()
     if rank == 0:
         gradients = {name: gradient for _, part in parts for name, gradient in part.items()}
-        print(f"{args.schedule} on {n_ranks} ranks: losses {[round(loss, 4) for loss in parts[-1][0]]}")
+        print(
+            f"{args.schedule} on {n_ranks} ranks: losses"
+            f" {[round(loss, 4) for loss in parts[-1][0]]}"
+        )
         compare_with_one_process(args.layers, parts[-1][0], gradients)
 
 
-def compare_with_one_process(n_layers: int, losses: list[float], gradients: dict[str, Tensor]) -> None:
+def compare_with_one_process(
+    n_layers: int, losses: list[float], gradients: dict[str, Tensor]
+) -> None:
     """Train the whole model on the whole batch with transformers' own forward; exit with 1 if anything differs."""
     llama, (inputs, targets) = build_llama(n_layers), random_batch()
     optimizer = torch.optim.SGD(llama.parameters(), lr=LEARNING_RATE)
@@ -136,7 +162,11 @@ def compare_with_one_process(n_layers: int, losses: list[float], gradients: dict
     expected = gradients_of(llama)
     furthest = max((gradients[name] - value).abs().max().item() for name, value in expected.items())
     equal = gradients.keys() == expected.keys() and max(furthest_loss, furthest) <= TOLERANCE
-    print(f"{'equal to' if equal else 'DIFFERS FROM'} one process: {STEPS} losses to {furthest_loss:.0e}, ", end="")
+    print(
+        f"{'equal to' if equal else 'DIFFERS FROM'} one process: {STEPS} losses to"
+        f" {furthest_loss:.0e}, ",
+        end="",
+    )
     print(f"all {len(expected)} gradients of the last step to {furthest:.0e} (float64)")
     if not equal:
         sys.exit(1)

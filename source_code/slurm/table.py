@@ -10,7 +10,9 @@ from typing import Any
 def row(folder: Path) -> str:
     """Last validation loss (nats a token) and speed, from the run's metrics.jsonl."""
     metrics = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    records = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
     last = {record["event"]: record for record in records}
     if "validation" not in last:
         return f"| {folder.name} | did not finish | |"
@@ -21,7 +23,9 @@ def speed(records: list[dict[str, Any]]) -> float:
     """Tokens a second of the whole run, from the records of its parts, each with its own speed."""
     parts = [record for record in records if record["event"] == "train"]
     tokens = pairwise([0, *(part["tokens"] for part in parts)])
-    seconds = sum((e - b) / part["tokens_per_s"] for (b, e), part in zip(tokens, parts, strict=True))
+    seconds = sum(
+        (e - b) / part["tokens_per_s"] for (b, e), part in zip(tokens, parts, strict=True)
+    )
     return parts[-1]["tokens"] / seconds
 
 

@@ -25,7 +25,10 @@ TINY = ModelConfig(dim=8, n_layers=2, n_heads=2, vocab_size=9)
 odd: Any = "4"
 
 MISTYPED: dict[str, tuple[Callable[[], object], str]] = {
-    "a name without its last letter": (lambda: build("gpip", 4, 8), "'gpip': use one of naive, gpipe"),
+    "a name without its last letter": (
+        lambda: build("gpip", 4, 8),
+        "'gpip': use one of naive, gpipe",
+    ),
     "text for a number of ranks": (lambda: build("gpipe", odd, 8), "n_ranks is '4'"),
     "no ranks": (lambda: build("gpipe", 0, 8), "n_ranks"),
     "a size that does not work": (lambda: build("chimera", 3, 6), "3"),
@@ -115,7 +118,9 @@ class Box:
 def test_a_checked_class_keeps_its_signature_and_names_itself() -> None:
     assert Box().size == 1
     assert inspect.signature(Box).parameters.keys() == {"size"}
-    with pytest.raises(WrongArgument, match=r"^Box: size is 1.5 \(a float\): pass an integer$") as caught:
+    with pytest.raises(
+        WrongArgument, match=r"^Box: size is 1.5 \(a float\): pass an integer$"
+    ) as caught:
         Box(size=1.5)  # type: ignore[arg-type]
     assert (caught.value.function, caught.value.argument) == ("Box", "size")
 

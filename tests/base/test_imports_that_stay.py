@@ -35,19 +35,28 @@ def test_who_does_without_a_collector_gets_none() -> None:
     assert not gc.isenabled()
 
 
-def test_in_a_notebook_the_cell_that_loads_the_extension_is_such_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("course_pp.launch.where.certainly_here", lambda: False)  # no ranks are wanted
+def test_in_a_notebook_the_cell_that_loads_the_extension_is_such_a_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # no ranks are wanted
+    monkeypatch.setattr("course_pp.launch.where.certainly_here", lambda: False)
     shell = InteractiveShell()
     seen = shell.user_ns["seen"] = []
     look = "import gc; seen.append((gc.isenabled(), gc.get_freeze_count()))"
-    for cell in (look, f"%load_ext course_pp.launch\n{look}\nmade = [[i] for i in range(1000)]\n1 / 0", look):
+    for cell in (
+        look,
+        f"%load_ext course_pp.launch\n{look}\nmade = [[i] for i in range(1000)]\n1 / 0",
+        look,
+    ):
         shell.run_cell(cell)
     (before, frozen), (meanwhile, _), (after, more) = seen
     assert (before, meanwhile, after) == (True, False, True)
     assert more >= frozen + 1000
 
 
-def test_loaded_outside_a_cell_it_ends_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_outside_a_cell_it_ends_before_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("course_pp.launch.where.certainly_here", lambda: False)
     shell = InteractiveShell()
     shell.extension_manager.load_extension("course_pp.launch")

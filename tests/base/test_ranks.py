@@ -35,11 +35,19 @@ def what_ranks_say(rank: int) -> dict[str, Any]:
         "gather": ranks.gather("x" * rank),
         "largest": ranks.largest(-rank),
         "a problem of rank 1": refusal_of(lambda: ranks.refuse("no room" if rank == 1 else None)),
-        "problems of two": refusal_of(lambda: ranks.refuse(f"rank {rank} is ill" if rank else None)),
-        "different facts": refusal_of(lambda: ranks.require_equal({"m": 8, "seq_len": 4 + (rank == 2)})),
-        "failed work": refusal_of(lambda: ranks.collectively(lambda: work(2, OSError("disk full")))),
+        "problems of two": refusal_of(
+            lambda: ranks.refuse(f"rank {rank} is ill" if rank else None)
+        ),
+        "different facts": refusal_of(
+            lambda: ranks.require_equal({"m": 8, "seq_len": 4 + (rank == 2)})
+        ),
+        "failed work": refusal_of(
+            lambda: ranks.collectively(lambda: work(2, OSError("disk full")))
+        ),
         "a failed block": refusal_of(lambda: block(1, TypeError("no integer"))),
-        "a bug": refusal_of(lambda: ranks.collectively(lambda: work(1, RuntimeError("empty shard")))),
+        "a bug": refusal_of(
+            lambda: ranks.collectively(lambda: work(1, RuntimeError("empty shard")))
+        ),
     }
     ranks.refuse(None)
     ranks.require_equal({"m": 8})

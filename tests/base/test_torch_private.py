@@ -25,7 +25,8 @@ EXEMPT = OF_PYTHON | OF_OTHERS | OURS | PARTS_OF_WORDS
 EXEMPT_IN = {
     # It wraps these methods of process groups, and must not import torch to name them.
     Path("launch/watch.py"): {"_allgather_base", "_reduce_scatter_base"},
-    # torch's documentation of ParallelStyle has no other name for the method that a style must define.
+    # torch's documentation of ParallelStyle has no other name for the method that a style must
+    # define.
     Path("parallel/tensor.py"): {"_apply"},
 }
 
@@ -65,8 +66,12 @@ def private_names(tree: ast.AST, of_package: set[str]) -> Iterator[str]:
                 if name not in known:
                     yield name
             case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.]+", text):
-                yield from (part for part in text.split(".") if is_private(part) and part not in own)
-            case ast.ImportFrom(module=str(module), names=names) if not module.startswith("course_pp"):
+                yield from (
+                    part for part in text.split(".") if is_private(part) and part not in own
+                )
+            case ast.ImportFrom(module=str(module), names=names) if not module.startswith(
+                "course_pp"
+            ):
                 parts = [*module.split("."), *(alias.name for alias in names)]
                 yield from filter(is_private, parts)
             case ast.Import(names=names):
@@ -75,7 +80,10 @@ def private_names(tree: ast.AST, of_package: set[str]) -> Iterator[str]:
 
 
 def test_one_file_names_something_private_of_torch() -> None:
-    trees = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.rglob("*.py")}
+    trees = {
+        path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8"))
+        for path in ROOT.rglob("*.py")
+    }
     assert set(private_names(trees.pop(THE_ONE_FILE), set()))
     of_package = set().union(*map(defined_in, trees.values()))
     found = {}
@@ -117,7 +125,10 @@ def test_no_other_class_overrides_a_private_method_of_torch() -> None:
         ("import torch._dynamo.config", {"_dynamo"}),
         ("torch._foreach_add(xs, 1)", {"_foreach_add"}),
         ("module._modules", {"_modules"}),
-        ("class A:\n    def __init__(self):\n        self._modules = module._modules", {"_modules"}),
+        (
+            "class A:\n    def __init__(self):\n        self._modules = module._modules",
+            {"_modules"},
+        ),
         ("getattr(tensor, '_version')", {"_version"}),
         ("sys.modules.get('torch._inductor')", {"_inductor"}),
         ("self._inherited_from_us + self._of_torch", {"_of_torch"}),

@@ -19,7 +19,15 @@ from course_pp.show.board_rules import (
     standstill,
 )
 
-_PLACEMENTS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0))
+_PLACEMENTS = (
+    (0,),
+    (0, 1),
+    (0, 1, 2),
+    (0, 1, 2, 3),
+    (0, 1, 0, 1),
+    (0, 1, 1, 0),
+    (0, 1, 2, 2, 1, 0),
+)
 _TIMES = (0.5, 1, 1.25, 2, 3)
 
 # Goes through the same boards in the browser, and answers in the same shape as `told`.
@@ -79,7 +87,12 @@ def random_board(seed: int) -> dict[str, Any]:
         ]
         for _ in range(6)
     ]
-    return {"game": game, "references": references(placement, m, split), "moves": moves, "asked": asked}
+    return {
+        "game": game,
+        "references": references(placement, m, split),
+        "moves": moves,
+        "asked": asked,
+    }
 
 
 def _random_move(random: Random, position: Position, n: int, m: int) -> str:
@@ -98,7 +111,9 @@ def _random_move(random: Random, position: Position, n: int, m: int) -> str:
             return f"0F{random.randrange(m)}"
         index, _ = position.fit(action, at)
         return str(action) if at is None else f"{action}@{index}"
-    return f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}" + random.choice(["", "", "@0", "@2"])
+    return f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}" + random.choice(
+        ["", "", "@0", "@2"]
+    )
 
 
 def told(board: dict[str, Any]) -> list[Any]:
@@ -118,13 +133,19 @@ def told(board: dict[str, Any]) -> list[Any]:
     ]
     policies = [*POLICIES, *orders]
     next_ = [
-        [_text(advice(position, policy, orders, rank)) for rank in (None, *range(game.n_ranks))] for policy in policies
+        [_text(advice(position, policy, orders, rank)) for rank in (None, *range(game.n_ranks))]
+        for policy in policies
     ]
-    legal = [_tried(lambda r=rank, at=at: [*map(str, position.legal(r, at))]) for rank, at, *_ in board["asked"]]  # type: ignore[misc]
+    legal = [
+        _tried(lambda r=rank, at=at: [*map(str, position.legal(r, at))])
+        for rank, at, *_ in board["asked"]
+    ]  # type: ignore[misc]
     where = [position.why_not(Action.parse(action), at) for _, at, action in board["asked"]]
     filled = []
     for policy in policies:
-        copy = replay(game, [move for move, answer in zip(moves, answers, strict=True) if answer == "done"])
+        copy = replay(
+            game, [move for move, answer in zip(moves, answers, strict=True) if answer == "done"]
+        )
         placed = fill(copy, policy, orders)
         filled.append([placed, copy.timeline.makespan, copy.left, standstill(copy, policy, orders)])
     return [answers, state, next_, legal, where, filled]

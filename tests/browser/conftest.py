@@ -52,17 +52,25 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "--ServerApp.port=0",
         f"--IdentityProvider.token={token}",
     ]
-    options += [f"--ServerApp.root_dir={folder / 'notebooks'}", "--LabApp.extension_manager=readonly"]
+    options += [
+        f"--ServerApp.root_dir={folder / 'notebooks'}",
+        "--LabApp.extension_manager=readonly",
+    ]
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options], stdout=output, stderr=subprocess.STDOUT, env=environment
+            [sys.executable, "-m", "jupyterlab", *options],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
     try:
         url = _wait_for_url(process, folder / "runtime", log)
         yield Lab(url, token, folder / "notebooks")
         # Asked politely it ends its kernels too.
-        urllib.request.urlopen(urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST"), timeout=10)
+        urllib.request.urlopen(
+            urllib.request.Request(f"{url}api/shutdown?token={token}", method="POST"), timeout=10
+        )
         process.wait(20)
     finally:
         if process.poll() is None:

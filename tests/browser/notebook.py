@@ -12,7 +12,8 @@ SOON = 60_000  # milliseconds
 def open_and_run(page: Any, lab: Lab, *cells: str, until: str) -> None:
     """Open a notebook of these cells in JupyterLab and run all of them, until there is what ``until`` selects."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}  # or JupyterLab asks for one
+    # or JupyterLab asks for one
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, lab.folder / "cells.ipynb")
     open_notebook(page, lab, "cells.ipynb")
     run_all(page)
@@ -24,7 +25,9 @@ def open_notebook(page: Any, lab: Lab, path: str) -> None:
     page.goto(lab.address(f"doc/tree/{path}"))
     page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SOON)
     # The toolbar says idle before there is a kernel; the status bar does not.
-    page.wait_for_selector("#jp-main-statusbar .jp-StatusBar-TextItem:text-matches('\\\\| Idle$')", timeout=2 * SOON)
+    page.wait_for_selector(
+        "#jp-main-statusbar .jp-StatusBar-TextItem:text-matches('\\\\| Idle$')", timeout=2 * SOON
+    )
 
 
 def run_all(page: Any) -> None:
@@ -38,6 +41,8 @@ def errors(page: Any) -> list[str]:
     shown = [
         text
         for kind in kinds
-        for text in page.locator(f"[data-mime-type='application/vnd.jupyter.{kind}']").all_inner_texts()
+        for text in page.locator(
+            f"[data-mime-type='application/vnd.jupyter.{kind}']"
+        ).all_inner_texts()
     ]
     return [*shown, *page.thrown]

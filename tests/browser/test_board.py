@@ -10,8 +10,12 @@ from tests.browser.conftest import Lab
 from tests.browser.notebook import SOON, errors, open_and_run
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.long]
-CELL = "from course_pp import show\nboard = show.board(n_ranks=2, n_microbatches=2, memory_limit=(2, 1))\nboard"
-# A kernel that is slower than fingers: Jupyter then holds changes of state back, and messages overtake them.
+CELL = (
+    "from course_pp import show\nboard = show.board(n_ranks=2, n_microbatches=2, memory_limit=(2,"
+    " 1))\nboard"
+)
+# A kernel that is slower than fingers: Jupyter then holds changes of state back, and messages
+# overtake them.
 SLOW = "import time\nboard.observe(lambda change: time.sleep(0.5), 'moves')"
 BOARD = ".cpp-board"
 
@@ -35,10 +39,15 @@ def said(page: Any, text: str) -> None:
         assert text in seen, f"the board says {seen!r}, not {text!r}"
 
 
-def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart(page: Any, lab: Lab) -> None:
+def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart(
+    page: Any, lab: Lab
+) -> None:
     open_and_run(page, lab, CELL, SLOW, until=f"{BOARD} svg")
     page.locator(BOARD).focus()
-    chosen = "[...document.querySelectorAll('.jp-Cell')].findIndex(each => each.classList.contains('jp-mod-active'))"
+    chosen = (
+        "[...document.querySelectorAll('.jp-Cell')].findIndex(each =>"
+        " each.classList.contains('jp-mod-active'))"
+    )
     before = page.evaluate(chosen)
 
     page.keyboard.press("b")
@@ -62,7 +71,9 @@ def test_1f1b_is_placed_and_run_by_keyboard_alone_and_comes_back_after_a_restart
         page.keyboard.press(key)
     said(page, "Complete: makespan 9, score 100% (no order beats 9)")
     assert "this is 1f1b" in page.locator(".cpp-facts").inner_text()
-    assert "rank 1: 1F0 1 to 2, 1B0 2 to 4" in page.locator(f"{BOARD} svg").get_attribute("aria-label")
+    assert "rank 1: 1F0 1 to 2, 1B0 2 to 4" in page.locator(f"{BOARD} svg").get_attribute(
+        "aria-label"
+    )
 
     field = page.locator(".cpp-position input")
     whole = field.input_value()
@@ -120,8 +131,16 @@ def test_by_mouse_and_in_dark(page: Any, lab: Lab) -> None:
     assert errors(page) == []
 
 
-def test_another_level_opens_on_the_same_board_and_takes_no_moves_of_the_first(page: Any, lab: Lab) -> None:
-    open_and_run(page, lab, "from course_pp import show\nboard = show.board(6)\nboard", SLOW, until=f"{BOARD} svg")
+def test_another_level_opens_on_the_same_board_and_takes_no_moves_of_the_first(
+    page: Any, lab: Lab
+) -> None:
+    open_and_run(
+        page,
+        lab,
+        "from course_pp import show\nboard = show.board(6)\nboard",
+        SLOW,
+        until=f"{BOARD} svg",
+    )
     page.locator(BOARD).focus()
     for _ in range(3):
         page.keyboard.press("f")

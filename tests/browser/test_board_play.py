@@ -26,7 +26,9 @@ def opened(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def open_page(*boards: show.Board, position: str = "", addressed: bool = False) -> Any:
         html = "".join(live.board_html(board, addressed=addressed) for board in boards)
         path = tmp_path / "boards.html"
-        path.write_text(f'<!DOCTYPE html><meta charset="utf-8">{live.script()}{html}', encoding="utf-8")
+        path.write_text(
+            f'<!DOCTYPE html><meta charset="utf-8">{live.script()}{html}', encoding="utf-8"
+        )
         page.goto("about:blank")
         page.goto(path.as_uri() + position)
         return page
@@ -68,7 +70,10 @@ def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened:
             page.locator(".cpp-board").focus()
             page.keyboard.press("n")
         assert f"Level {level.number} of 12" in page.locator(".cpp-board h3").inner_text()
-        assert page.locator("select[aria-label='who goes on']").input_value() in ("zero bubble", "backward first")
+        assert page.locator("select[aria-label='who goes on']").input_value() in (
+            "zero bubble",
+            "backward first",
+        )
         follow(page, level.teaches or "zero bubble")
         for _ in range(60):
             text = press(page, "until strange")
@@ -79,7 +84,9 @@ def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened:
             if level.number == 12 and "2F1" in text:  # where the policy loses par
                 press(page, "↶ undo")
                 page.click("button[aria-label^='place 2W0']")
-        rest = f"Next: level {level.number + 1} (key n)." if level.number < 12 else "All twelve done."
+        rest = (
+            f"Next: level {level.number + 1} (key n)." if level.number < 12 else "All twelve done."
+        )
         assert text.endswith(f": par. {rest}")
         for key in "hst":
             page.keyboard.press(key)
@@ -92,14 +99,19 @@ def test_every_level_is_played_to_par_and_each_stop_says_what_is_strange(opened:
 def test_a_level_s_menus_do_not_draw_an_answer_without_a_name(opened: Any) -> None:
     page = opened(show.board(12))
     assert "No name" not in str(page.locator(".cpp-board select").all_inner_texts())
-    assert [press(page, "hint") for _ in range(3)][-1] == "Hint, from a worked order: 0F0 on rank 0 at 0."
+    assert [press(page, "hint") for _ in range(3)][
+        -1
+    ] == "Hint, from a worked order: 0F0 on rank 0 at 0."
 
 
 def test_fill_says_why_it_stops_and_skips_nothing(opened: Any) -> None:
     page = opened(show.board(3))
     follow(page, "gpipe")
     why = "with 0F2, rank 0 would hold 3 activations and its cap is 2: place a B first"
-    assert press(page, "fill the rest") == f"Placed 3, the last is 1F0, by gpipe. Then it stops: {why}."
+    assert (
+        press(page, "fill the rest")
+        == f"Placed 3, the last is 1F0, by gpipe. Then it stops: {why}."
+    )
     assert position(page) == "level=3&moves=0F0.0F1.1F0"
     follow(page, "1f1b_eager")
     paste(page, "level=3&moves=0F1")
@@ -109,20 +121,33 @@ def test_fill_says_why_it_stops_and_skips_nothing(opened: Any) -> None:
     page.locator("select[aria-label='compare with']").select_option("gpipe")
     assert (
         said(page)
-        == "Compared: gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds 3, its cap is 1."
+        == "Compared: gpipe ends at 12, above the cap: rank 0 holds 3, its cap is 2; rank 1 holds"
+        " 3, its cap is 1."
     )
-    assert "compared: gpipe 12, above the cap" in page.locator(".cpp-facts").inner_text().replace("\n", " ")
+    assert "compared: gpipe 12, above the cap" in page.locator(".cpp-facts").inner_text().replace(
+        "\n", " "
+    )
 
 
-def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_they_are_wrong(opened: Any) -> None:
+def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_they_are_wrong(
+    opened: Any,
+) -> None:
     page = opened(show.board(3))
-    assert paste(page, " https://a.site/board.html#level=03&moves=0F0.1F0.1B0 ") == "Loaded: 3 moves."
+    assert (
+        paste(page, " https://a.site/board.html#level=03&moves=0F0.1F0.1B0 ") == "Loaded: 3 moves."
+    )
     for text, why in {
         "level=4&moves=0F0": "it is of level 4, and this is level 3: choose level 4 first",
         "level=13&moves=0F0": "there is no level 13; levels are 1 to 12",
-        "stages=0.1&microbatches=3&moves=0F0": "it is of stages=0.1&microbatches=3, and this board is level 3",
-        "level=3&moves=0F0.0B0": "move 2, 0B0: 0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first",
-        "level=3&moves=0F0.1F7": "move 2, 1F7: there is no 1F7 here: stages are 0 to 1, microbatches 0 to 2",
+        "stages=0.1&microbatches=3&moves=0F0": (
+            "it is of stages=0.1&microbatches=3, and this board is level 3"
+        ),
+        "level=3&moves=0F0.0B0": (
+            "move 2, 0B0: 0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first"
+        ),
+        "level=3&moves=0F0.1F7": (
+            "move 2, 1F7: there is no 1F7 here: stages are 0 to 1, microbatches 0 to 2"
+        ),
         "level=3&moves=0F0.x": "move 2, x: write stage, kind and microbatch",
         "level=3&moves=0F0 1F0": "move 1, 0F0 1F0: put a dot between moves",
         "level=3&moves=0F0.=1F0": "move 2, =1F0: write stage, kind and microbatch",
@@ -139,9 +164,18 @@ def test_a_position_opens_from_its_text_or_link_and_others_are_refused_where_the
 
 @pytest.mark.parametrize(
     ("level", "strayed"),
-    {3: "0F1", 5: "0F1", 6: "0F1.0F0", 8: "0F1.1F1", 10: "0F1.0F0", 12: "0F0.0F1.1F0.1F1.2F0.2F1"}.items(),
+    {
+        3: "0F1",
+        5: "0F1",
+        6: "0F1.0F0",
+        8: "0F1.1F1",
+        10: "0F1.0F0",
+        12: "0F0.0F1.1F0.1F1.2F0.2F1",
+    }.items(),
 )
-def test_hints_reach_par_from_off_the_worked_order_too(opened: Any, level: int, strayed: str) -> None:
+def test_hints_reach_par_from_off_the_worked_order_too(
+    opened: Any, level: int, strayed: str
+) -> None:
     page = opened(show.board(1), addressed=True, position=f"#level={level}&moves={strayed}")
     for _ in range(40):
         hint = [press(page, "hint") for _ in range(3)][-1]
@@ -157,18 +191,25 @@ def test_a_board_that_no_order_can_end_says_so_and_which_move_to_take_back(opene
     page.locator(".cpp-board").focus()
     page.keyboard.press("ArrowDown")
     page.click("button[aria-label^='place 1F2']")
-    stuck = "Stuck: after 1F2 the caps leave no way to the end. Take 1F2 back, by u or by Delete on it."
+    stuck = (
+        "Stuck: after 1F2 the caps leave no way to the end. Take 1F2 back, by u or by Delete on it."
+    )
     assert said(page).endswith(stuck)
     assert press(page, "hint").endswith(stuck)
     assert press(page, "fill the rest").endswith(stuck.replace("u or", "u (2 times) or"))
     paste(page, "level=8&moves=0F0.0F1.0F2")
-    assert "Par was lost with 0F2 on rank 0: rank 0 does better to wait for 2F0." in press(page, "hint")
+    assert "Par was lost with 0F2 on rank 0: rank 0 does better to wait for 2F0." in press(
+        page, "hint"
+    )
     follow(page, "forward first")
-    assert press(page, "fill the rest").endswith("Take 1F2 back, by u (2 times) or by Delete on it.")
+    assert press(page, "fill the rest").endswith(
+        "Take 1F2 back, by u (2 times) or by Delete on it."
+    )
     page = opened(show.board(5))
     paste(page, "level=5&moves=0F0.1F0.1B0")
     assert press(page, "fill the rest").endswith(
-        "par is 7. Par was lost with 1B0 on rank 1: 1I0 at 2 keeps it. Take 1B0 back, by Delete on it."
+        "par is 7. Par was lost with 1B0 on rank 1: 1I0 at 2 keeps it. Take 1B0 back, by Delete"
+        " on it."
     )
 
 
@@ -217,7 +258,9 @@ def test_reasons_name_the_microbatch_and_what_stands_in_the_way(opened: Any) -> 
     paste(page, "level=6&moves=0F0.1F0.0F1.2F0.1F1.0F2.2I0.1F2.1I0.2F1.0I0.2I1.1W0.1I1.2F2.0W0")
     page.keyboard.press("ArrowUp")
     press(page, "hint")
-    assert "Stage 1 waits for 0F3; for 0I1 nobody waits, stage 0 is the first." in press(page, "hint")
+    assert "Stage 1 waits for 0F3; for 0I1 nobody waits, stage 0 is the first." in press(
+        page, "hint"
+    )
 
 
 def test_digits_choose_a_policy_hands_the_keys_back_and_clear_can_be_undone(opened: Any) -> None:
@@ -257,7 +300,9 @@ def test_the_address_is_the_position_and_a_link_loses_nothing_of_one_s_own(opene
         page.keyboard.press(key)
     assert position(page) == "level=1&moves=0F0"
     page = opened(show.board(1), addressed=True, position="#level=13")
-    assert said(page).endswith("there is no level 13; levels are 1 to 12; your own position is shown.")
+    assert said(page).endswith(
+        "there is no level 13; levels are 1 to 12; your own position is shown."
+    )
     assert position(page) == "level=1&moves=0F0"
     page.locator(".cpp-board").focus()
     for key in ("Home", "Delete"):
@@ -296,7 +341,9 @@ def test_a_cycle_is_stamped_again(opened: Any) -> None:
     assert "nothing to stamp" in press(page, "stamp")
     paste(page, "stages=0.1&microbatches=5&moves=0F0.0F1.1F0.1B0.0B0.0F2.1F1.1B1.0B1")
     page.locator(".cpp-every").fill("2")
-    assert "nothing to stamp: no rank has ended on what it did 2 microbatches earlier." in press(page, "stamp")
+    assert "nothing to stamp: no rank has ended on what it did 2 microbatches earlier." in press(
+        page, "stamp"
+    )
     for interval in ("0", "1.5"):
         page.locator(".cpp-every").fill(interval)
         assert "Every: give a whole number from 1, or leave it empty." in press(page, "stamp")
@@ -304,16 +351,20 @@ def test_a_cycle_is_stamped_again(opened: Any) -> None:
     assert press(page, "stamp").startswith("Placed 4, the last is 0B2, by the stamp.")
     press(page, "stamp")
     assert [
-        span for span in page.locator("svg").get_attribute("aria-label").split(". ") if span.startswith("rank 0")
+        span
+        for span in page.locator("svg").get_attribute("aria-label").split(". ")
+        if span.startswith("rank 0")
     ] == [
-        "rank 0: 0F0 0 to 1, 0F1 1 to 2, 0B0 4 to 6, 0F2 6 to 7, 0B1 7 to 9, 0F3 9 to 10, 0B2 10 to 12, 0F4 12 to 13, "
-        "0B3 13 to 15"
+        "rank 0: 0F0 0 to 1, 0F1 1 to 2, 0B0 4 to 6, 0F2 6 to 7, 0B1 7 to 9, 0F3 9 to 10, 0B2 10 to"
+        " 12, 0F4 12 to 13, 0B3 13 to 15"
     ]
 
 
 def test_boards_that_load_their_script_each_have_patterns_of_their_own(page: Any) -> None:
     board = show.board(3)
-    state = {name: getattr(board, name) for name in ("game", "words", "undone", "ran", "done", "chosen")}
+    state = {
+        name: getattr(board, name) for name in ("game", "words", "undone", "ran", "done", "chosen")
+    }
     page.goto("about:blank")
     draw = """
     async ([source, state]) => {

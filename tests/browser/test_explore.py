@@ -15,7 +15,9 @@ def slider(page: Any, name: str) -> Any:
 
 
 def choose(page: Any, name: str, option: str) -> None:
-    page.locator(f".widget-dropdown:has(label:text-is('{name}')) select").select_option(label=option)
+    page.locator(f".widget-dropdown:has(label:text-is('{name}')) select").select_option(
+        label=option
+    )
 
 
 def test_moving_a_slider_changes_the_figure_and_the_numbers(page: Any, lab: Lab) -> None:
@@ -40,13 +42,20 @@ def test_moving_a_slider_changes_the_figure_and_the_numbers(page: Any, lab: Lab)
     page.wait_for_selector("img[alt*='9 microbatches: busy']", timeout=SOON)
 
     choose(page, "why idle:", "rank 3, 0.0 to 3.0")
-    page.wait_for_selector("div:has-text('rank 3 waits from 0.0 to 3.0 for the activation')", timeout=SOON)
+    page.wait_for_selector(
+        "div:has-text('rank 3 waits from 0.0 to 3.0 for the activation')", timeout=SOON
+    )
     assert errors(page) == []
 
 
 @pytest.mark.parametrize("schedule", ["zb_v", "1f1b"])
-def test_at_eight_ranks_everything_fits_and_every_slider_can_be_hit(page: Any, lab: Lab, schedule: str) -> None:
-    cell = f"from course_pp import show\nshow.explore(schedule={schedule!r}, n_ranks=8, n_microbatches=32)"
+def test_at_eight_ranks_everything_fits_and_every_slider_can_be_hit(
+    page: Any, lab: Lab, schedule: str
+) -> None:
+    cell = (
+        f"from course_pp import show\nshow.explore(schedule={schedule!r}, n_ranks=8,"
+        " n_microbatches=32)"
+    )
     open_and_run(page, lab, cell, until=FIGURE)
     page.wait_for_selector("div:has-text('The bubble b is')", timeout=SOON)
     assert page.locator(".jp-OutputArea-output").first.bounding_box()["height"] <= 900
@@ -54,4 +63,8 @@ def test_at_eight_ranks_everything_fits_and_every_slider_can_be_hit(page: Any, l
     assert len(tracks) == 8
     assert min(track.bounding_box()["width"] for track in tracks) >= 200
     names = page.locator(".widget-slider label, .widget-dropdown label").all()
-    assert [name.inner_text() for name in names if name.evaluate("each => each.scrollWidth > each.clientWidth")] == []
+    assert [
+        name.inner_text()
+        for name in names
+        if name.evaluate("each => each.scrollWidth > each.clientWidth")
+    ] == []

@@ -31,7 +31,9 @@ def course(lab: Lab) -> Path:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_learner_runs_it_from_top_to_bottom(page: Any, lab: Lab, course: Path, path: Path) -> None:
+def test_a_learner_runs_it_from_top_to_bottom(
+    page: Any, lab: Lab, course: Path, path: Path
+) -> None:
     page.thrown.clear()
     open_notebook(page, lab, f"{FOLDER}/{path.name}")
     run_all(page)
@@ -43,11 +45,17 @@ def test_a_learner_runs_it_from_top_to_bottom(page: Any, lab: Lab, course: Path,
     finally:
         end_kernels(lab)
     assert page.thrown == []
-    assert [text for text in shown if "rror displaying widget" in text or "rror creating widget" in text] == []
+    assert [
+        text for text in shown if "rror displaying widget" in text or "rror creating widget" in text
+    ] == []
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     assert [cell.source for cell in cells if not cell.execution_count] == []
     outputs = [output for cell in cells for output in cell.outputs]
-    assert [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"] == []
+    assert [
+        output
+        for output in outputs
+        if output.output_type == "error" or output.get("name") == "stderr"
+    ] == []
     committed = nbformat.read(path, as_version=4)
     assert kinds(notebook) == kinds(committed)
     assert errors(page) == []
@@ -66,12 +74,15 @@ def wait_until_idle(lab: Lab) -> None:
 def end_kernels(lab: Lab) -> None:
     for session in asked(lab, "api/sessions"):
         urllib.request.urlopen(
-            urllib.request.Request(lab.address(f"api/sessions/{session['id']}"), method="DELETE"), timeout=30
+            urllib.request.Request(lab.address(f"api/sessions/{session['id']}"), method="DELETE"),
+            timeout=30,
         )
 
 
 def asked(lab: Lab, path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(urllib.request.urlopen(lab.address(path), timeout=30).read())
+    found: list[dict[str, Any]] = json.loads(
+        urllib.request.urlopen(lab.address(path), timeout=30).read()
+    )
     return found
 
 
@@ -83,7 +94,10 @@ def scroll_through(page: Any) -> list[str]:
     for _ in range(100):
         page.wait_for_timeout(150)
         texts.append(box.inner_text())
-        if box.evaluate("each => { const at = each.scrollTop; each.scrollBy(0, 700); return each.scrollTop === at; }"):
+        if box.evaluate(
+            "each => { const at = each.scrollTop; each.scrollBy(0, 700); return each.scrollTop ==="
+            " at; }"
+        ):
             break
     return texts
 

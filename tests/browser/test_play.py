@@ -20,12 +20,17 @@ show.play(simulate(build("zb_v", 4, 8), Costs(latency=0.5)))
 """
 
 
-def test_in_jupyterlab_keys_step_and_play_and_do_not_reach_the_notebook(page: Any, lab: Lab) -> None:
+def test_in_jupyterlab_keys_step_and_play_and_do_not_reach_the_notebook(
+    page: Any, lab: Lab
+) -> None:
     open_and_run(page, lab, CELL, "1", until=".cpp-player svg")
     now, player = page.locator(".cpp-now"), page.locator(".cpp-player")
     assert now.inner_text().startswith("0.0: rank 0 0F0.")
     player.focus()
-    chosen = "[...document.querySelectorAll('.jp-Cell')].findIndex(each => each.classList.contains('jp-mod-active'))"
+    chosen = (
+        "[...document.querySelectorAll('.jp-Cell')].findIndex(each =>"
+        " each.classList.contains('jp-mod-active'))"
+    )
     before = page.evaluate(chosen)
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -34,7 +39,9 @@ def test_in_jupyterlab_keys_step_and_play_and_do_not_reach_the_notebook(page: An
     assert now.inner_text() == "1.0: rank 0 0F1. Sent, not yet taken: activation of 0 to rank 1."
     page.keyboard.press(" ")
     page.wait_for_selector(".cpp-player button:text-is('❚❚ pause')", timeout=SOON)
-    page.wait_for_function("parseFloat(document.querySelector('.cpp-player input').value) > 30", timeout=SOON)
+    page.wait_for_function(
+        "parseFloat(document.querySelector('.cpp-player input').value) > 30", timeout=SOON
+    )
     page.keyboard.press(" ")
     page.wait_for_selector(".cpp-player button:text-is('▶ play')", timeout=SOON)
     page.keyboard.press("End")
@@ -44,14 +51,22 @@ def test_in_jupyterlab_keys_step_and_play_and_do_not_reach_the_notebook(page: An
 
 
 def test_a_page_of_its_own_needs_nothing_else(page: Any, tmp_path: Path) -> None:
-    path = show.play(simulate(build("dualpipe_v", 4, 8), Costs(latency=0.5))).save(tmp_path / "moves.html")
+    path = show.play(simulate(build("dualpipe_v", 4, 8), Costs(latency=0.5))).save(
+        tmp_path / "moves.html"
+    )
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(path.as_uri())
     page.wait_for_selector(".cpp-player svg", timeout=SOON)
-    over = "(rect, text) => Boolean(rect.compareDocumentPosition(text) & Node.DOCUMENT_POSITION_FOLLOWING)"
-    veil, label = "rect[fill-opacity='0.62']", ".cpp-player svg text[text-anchor='middle']"  # a box's, not yet begun
-    assert page.evaluate(f'({over})(document.querySelector("{veil}"), document.querySelector("{label}"))')
+    over = (
+        "(rect, text) => Boolean(rect.compareDocumentPosition(text) &"
+        " Node.DOCUMENT_POSITION_FOLLOWING)"
+    )
+    # a box's, not yet begun
+    veil, label = "rect[fill-opacity='0.62']", ".cpp-player svg text[text-anchor='middle']"
+    assert page.evaluate(
+        f'({over})(document.querySelector("{veil}"), document.querySelector("{label}"))'
+    )
     page.click("button[aria-label='one step on']")
     assert page.locator(".cpp-now").inner_text().startswith("1.0: rank 0 0F1.")
     assert page.locator(".cpp-player svg").get_attribute("aria-label").startswith("dualpipe_v: ")

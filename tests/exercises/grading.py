@@ -13,7 +13,8 @@ from course_pp.exercises.checking import judge
 from course_pp.exercises.exercise import find
 from course_pp.launch import on_ranks
 
-# Instead of an exercise's own time limit: for a busy machine, and for an answer that is known to hang.
+# Instead of an exercise's own time limit: for a busy machine, and for an answer that is known to
+# hang.
 _ENDS_S, _HANGS_S = 30.0, 2.0
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
@@ -25,10 +26,12 @@ def hangs(fn: Answer) -> Answer:
 
 
 def verdict_of(name: str, fn: Callable[..., Any], here: bool = True) -> Verdict:
-    """What ``check`` says of ``fn`` as an answer to the exercise ``name``, whatever ``fn`` is called.
+    """What ``check`` says of ``fn`` as an answer to the exercise ``name``, whatever ``fn`` is
+    called.
 
-    Plain calls are made in this process, which no limit ends, if ``here``; ranks always start.
-    The answer travels as one from a notebook does: whole, and not as the name of a function in a test module.
+    Plain calls are made in this process, which no limit ends, if ``here``; ranks always start. The
+    answer travels as one from a notebook does: whole, and not as the name of a function in a test
+    module.
     """
     by_value = fn.__module__.startswith("tests.")
     if by_value:

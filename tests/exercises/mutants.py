@@ -1,6 +1,7 @@
 """What graders say of mutants of the solutions: ``python -m tests.exercises.mutants [NAME ...]``.
 
-Each mutant has to be refused, or be as right as the solution: then it stands in ``mutants.toml`` with the reason.
+Each mutant has to be refused, or be as right as the solution: then it stands in ``mutants.toml``
+with the reason.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ def judged_all(exercises: Iterable[Exercise]) -> Iterator[Judged]:
     """The verdicts on all mutants, on a few processes side by side; hanging ones end at the limit."""
     known = survivors()
     jobs = [
-        (exercise.name, mutant, exercise.limit_s if mutant.change in known.get(exercise.name, ()) else LIMIT_S)
+        (
+            exercise.name,
+            mutant,
+            exercise.limit_s if mutant.change in known.get(exercise.name, ()) else LIMIT_S,
+        )
         for exercise in exercises
         for mutant in mutants_of(exercise)
     ]
@@ -94,7 +99,11 @@ def judged_all(exercises: Iterable[Exercise]) -> Iterator[Judged]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="exercises; all, if none is given")
-    parser.add_argument("--told", action="store_true", help="print what each mutant is told, grouped by what it says")
+    parser.add_argument(
+        "--told",
+        action="store_true",
+        help="print what each mutant is told, grouped by what it says",
+    )
     args = parser.parse_args()
     chosen = [find(name) for name in args.names] or list(exercises())
     known, alive = survivors(), 0
@@ -105,10 +114,20 @@ def main() -> int:
             continue
         why = known.get(each.exercise, {}).get(each.change)
         alive += why is None
-        print(f"{each.exercise}: {each.change}\n    {each.verdict.status}: {why or 'NOT IN THE TABLE'}", flush=True)
+        print(
+            f"{each.exercise}: {each.change}\n    {each.verdict.status}:"
+            f" {why or 'NOT IN THE TABLE'}",
+            flush=True,
+        )
     if args.told:
         for (_, text), group in told.items():
-            print("", "=" * 100, *(f"{each.change}   [{each.seconds:.1f} s]" for each in group), text, sep="\n")
+            print(
+                "",
+                "=" * 100,
+                *(f"{each.change}   [{each.seconds:.1f} s]" for each in group),
+                text,
+                sep="\n",
+            )
     n = sum(map(len, told.values()))
     print(f"{n} mutants, {alive} accepted that are not in {TABLE.name}")
     return min(alive, 1)

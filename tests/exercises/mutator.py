@@ -81,7 +81,11 @@ def mutants(source: str) -> tuple[Mutant, ...]:
     for text in texts:
         change = _difference(plain, text)
         # Two may differ in the same words at different places.
-        name = next(name for k in range(1, 100) if (name := f"{change} ({k})" if k > 1 else change) not in found)
+        name = next(
+            name
+            for k in range(1, 100)
+            if (name := f"{change} ({k})" if k > 1 else change) not in found
+        )
         found[name] = Mutant(name, text)
     return tuple(found.values())
 
@@ -138,7 +142,11 @@ class _Names:
     def __init__(self, tree: ast.Module) -> None:
         nodes = list(ast.walk(tree))
         self._parameters = [node.arg for node in nodes if isinstance(node, ast.arg)]
-        stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        stored = [
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        ]
         self._locals = list(dict.fromkeys([*self._parameters, *stored]))
 
     def instead_of(self, name: str) -> Iterator[str]:
@@ -153,7 +161,10 @@ class _Names:
 def _mistakes(tree: ast.Module, index: int, names: _Names) -> Iterator[Callable[[], None]]:
     """What can be done to the ``index``-th node: each changes the tree when called."""
     node = list(ast.walk(tree))[index]
-    if any(isinstance(each, ast.keyword) and each.arg == "strict" and each.value is node for each in ast.walk(tree)):
+    if any(
+        isinstance(each, ast.keyword) and each.arg == "strict" and each.value is node
+        for each in ast.walk(tree)
+    ):
         return
     yield from _on_statements(node)
     for replacement in _replacements(node, names):
@@ -186,7 +197,9 @@ def _on_statements(node: ast.AST) -> Iterator[Callable[[], None]]:
             if isinstance(statement, ast.Expr | ast.AugAssign):
                 yield lambda block=block, i=i: block.insert(i, block[i])
             if i + 1 < len(block):
-                yield lambda block=block, i=i: block.__setitem__(slice(i, i + 2), [block[i + 1], block[i]])
+                yield lambda block=block, i=i: block.__setitem__(
+                    slice(i, i + 2), [block[i + 1], block[i]]
+                )
             if isinstance(statement, ast.For | ast.While | ast.If):
                 yield from _across_its_end(block, i)
 
@@ -242,20 +255,32 @@ def _replacements(node: ast.AST, names: _Names) -> Iterator[ast.AST]:
 def _other_flow(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.If(test, body, orelse):
-            yield from (ast.If(ast.UnaryOp(ast.Not(), test), body, orelse), ast.If(ast.Constant(True), body, orelse))
+            yield from (
+                ast.If(ast.UnaryOp(ast.Not(), test), body, orelse),
+                ast.If(ast.Constant(True), body, orelse),
+            )
         case ast.While(test, body, orelse):
             yield ast.If(test, body, orelse)
         case ast.AugAssign(target, op, value):
-            yield from (ast.AugAssign(target, other(), value) for other in _BINARY.get(type(op), ()))
+            yield from (
+                ast.AugAssign(target, other(), value) for other in _BINARY.get(type(op), ())
+            )
             yield ast.Assign([target], value)
         case ast.For(target, iterated, body, orelse):
             yield from (ast.For(target, other, body, orelse) for other in _other_iterated(iterated))
         case ast.comprehension(target, iterated, conditions, is_async):
-            yield from (ast.comprehension(target, other, conditions, is_async) for other in _other_iterated(iterated))
+            yield from (
+                ast.comprehension(target, other, conditions, is_async)
+                for other in _other_iterated(iterated)
+            )
             for i in range(len(conditions)):
-                yield ast.comprehension(target, iterated, conditions[:i] + conditions[i + 1 :], is_async)
+                yield ast.comprehension(
+                    target, iterated, conditions[:i] + conditions[i + 1 :], is_async
+                )
                 other = ast.UnaryOp(ast.Not(), conditions[i])
-                yield ast.comprehension(target, iterated, [*conditions[:i], other, *conditions[i + 1 :]], is_async)
+                yield ast.comprehension(
+                    target, iterated, [*conditions[:i], other, *conditions[i + 1 :]], is_async
+                )
         case ast.Break() | ast.Continue():
             yield ast.Continue() if isinstance(node, ast.Break) else ast.Break()
         case ast.Return(value) if value is not None:
@@ -295,10 +320,14 @@ def _other_calls(call: ast.Call) -> Iterator[ast.AST]:
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     for i in range(len(args) - 1):
         # In any order these are the same.
-        if name not in ("min", "max") and not any(isinstance(each, ast.Starred) for each in args[i : i + 2]):
+        if name not in ("min", "max") and not any(
+            isinstance(each, ast.Starred) for each in args[i : i + 2]
+        ):
             yield ast.Call(call.func, _swapped(args, i), call.keywords)
     if len(args) > 1 or call.keywords:
-        yield from (ast.Call(call.func, args[:i] + args[i + 1 :], call.keywords) for i in range(len(args)))
+        yield from (
+            ast.Call(call.func, args[:i] + args[i + 1 :], call.keywords) for i in range(len(args))
+        )
     for i, keyword in enumerate(call.keywords):
         # Without `strict` a zip is the same wherever it does not raise.
         if keyword.arg != "strict":
@@ -306,10 +335,16 @@ def _other_calls(call: ast.Call) -> Iterator[ast.AST]:
     if name == "range":
         for i, arg in enumerate(args):
             for op in (ast.Add(), ast.Sub()):
-                yield ast.Call(call.func, [*args[:i], ast.BinOp(arg, op, ast.Constant(1)), *args[i + 1 :]], [])
+                yield ast.Call(
+                    call.func, [*args[:i], ast.BinOp(arg, op, ast.Constant(1)), *args[i + 1 :]], []
+                )
     if args and not isinstance(args[0], ast.Starred):
         yield args[0]
-    if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") not in ("dist", "math", "torch"):
+    if isinstance(call.func, ast.Attribute) and getattr(call.func.value, "id", "") not in (
+        "dist",
+        "math",
+        "torch",
+    ):
         yield call.func.value
 
 

@@ -58,10 +58,14 @@ def one_gpu_too_many(rank: int, pp: int, *rest: Any) -> float:
     return bytes_held(rank, pp, *rest) + (rank == 0) * 7
 
 
-@pytest.mark.parametrize("grade", [grade_bytes_held, grade_break_even, grade_bottleneck, grade_planned_report])
+@pytest.mark.parametrize(
+    "grade", [grade_bytes_held, grade_break_even, grade_bottleneck, grade_planned_report]
+)
 def test_each_known_mistake_is_told_by_its_own_cause(grade: Formula) -> None:
     assert said(grade, grade.solution) == ""
-    assert {why: said(grade, wrong) for wrong, why in grade.wrongs if why not in said(grade, wrong)} == {}
+    assert {
+        why: said(grade, wrong) for wrong, why in grade.wrongs if why not in said(grade, wrong)
+    } == {}
 
 
 @pytest.mark.parametrize(
@@ -70,10 +74,16 @@ def test_each_known_mistake_is_told_by_its_own_cause(grade: Formula) -> None:
         (grade_break_even, lambda *given: math.ceil(break_even(*given)), ""),
         (grade_break_even, rounded_down, "the ring still takes longer"),
         (grade_break_even, lambda *given: 3.0, "Set the ring"),
-        (grade_bytes_held, one_gpu_too_many, "16 bytes × (3 layers × 12,000 + 1 × 5,000) / 2, and 4 microbatches"),
+        (
+            grade_bytes_held,
+            one_gpu_too_many,
+            "16 bytes × (3 layers × 12,000 + 1 × 5,000) / 2, and 4 microbatches",
+        ),
     ],
 )
-def test_any_other_answer_is_told_what_to_compare(grade: Formula, fn: Callable[..., Any], says: str) -> None:
+def test_any_other_answer_is_told_what_to_compare(
+    grade: Formula, fn: Callable[..., Any], says: str
+) -> None:
     found = said(grade, fn)
     assert says in found if says else not found
 
@@ -91,12 +101,20 @@ def choose(**changes: Any) -> Callable[..., Layout]:
     def search(model: Any, cluster: Any, batch: int, seq_len: int) -> Layout:
         n, found = cluster.n_gpus, []
         for pp in changes.get("pp", range(1, n + 1)):
-            for tp in changes.get("tp", range(1, (n if "wide" in changes else cluster.gpus_per_node) + 1)):
+            for tp in changes.get(
+                "tp", range(1, (n if "wide" in changes else cluster.gpus_per_node) + 1)
+            ):
                 for ac in changes.get("ac", ("none", "selective", "full")):
                     if n % (pp * tp) == 0:
                         try:
                             found.append(
-                                predicted(model, Layout(pp, tp, n // pp // tp, ac=ac), cluster, batch, seq_len)
+                                predicted(
+                                    model,
+                                    Layout(pp, tp, n // pp // tp, ac=ac),
+                                    cluster,
+                                    batch,
+                                    seq_len,
+                                )
                             )
                         except ValueError:
                             continue
@@ -128,7 +146,9 @@ def choose(**changes: Any) -> Callable[..., Layout]:
     ],
 )
 @pytest.mark.slow
-def test_a_layout_is_accepted_if_it_fits_and_none_is_faster(fn: Callable[..., Any], says: str) -> None:
+def test_a_layout_is_accepted_if_it_fits_and_none_is_faster(
+    fn: Callable[..., Any], says: str
+) -> None:
     found = said(grade_fastest_layout, fn)
     assert says in found if says else not found
 
@@ -156,11 +176,15 @@ def test_a_bottleneck_is_what_helps_most(fn: Callable[..., Any], says: str) -> N
         (lambda *given: planned_report(*given)[:2], "not 3"),
         (lambda *given: None, "None"),
         (
-            lambda model, layout, *rest: planned_report(model, replace(layout, microbatch_size=1), *rest),
+            lambda model, layout, *rest: planned_report(
+                model, replace(layout, microbatch_size=1), *rest
+            ),
             "of a microbatch",
         ),
         (
-            lambda model, layout, *rest: planned_report(model, replace(layout, dp_replicate=1), *rest),
+            lambda model, layout, *rest: planned_report(
+                model, replace(layout, dp_replicate=1), *rest
+            ),
             "both data-parallel",
         ),
     ],
@@ -172,7 +196,9 @@ def test_a_report_needs_all_three_numbers(fn: Callable[..., Any], says: str) -> 
 
 def test_each_patient_shows_its_own_symptom() -> None:
     _, first, *rest = ward_round().splitlines()
-    one, four = ({line.split()[0]: line.split()[1:] for line in rows} for rows in (rest[:4], rest[5:]))
+    one, four = (
+        {line.split()[0]: line.split()[1:] for line in rows} for rows in (rest[:4], rest[5:])
+    )
     assert first.startswith("2x2xH100")
     assert one["A"] == one["right"]
     assert four["A"][0] == f"{4 * 524_288:,}"
@@ -185,11 +211,15 @@ def test_each_patient_shows_its_own_symptom() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize(("batch", "size"), [(8, 1), (24, 100)])
-def test_ring_and_bubble_take_equally_long_where_two_rings_are_a_sequence(n: int, batch: int, size: int) -> None:
+def test_ring_and_bubble_take_equally_long_where_two_rings_are_a_sequence(
+    n: int, batch: int, size: int
+) -> None:
     sequence = ring = 12.0 * size
     schedule = data_parallel(n)
     assert check(schedule) == []
-    alone = simulate(schedule, Costs((batch / n * sequence, *[ring / (2 * n)] * (2 * n - 2)))).makespan
+    alone = simulate(
+        schedule, Costs((batch / n * sequence, *[ring / (2 * n)] * (2 * n - 2)))
+    ).makespan
     stage = sequence / 3 / n
     piped = simulate(build("1f1b", n, batch), Costs(stage, stage, stage)).makespan
     assert float(alone) == pytest.approx(float(piped))

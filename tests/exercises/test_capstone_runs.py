@@ -39,7 +39,10 @@ def test_a_machine_is_calibrated_to_the_step_that_was_timed() -> None:
 
 
 def test_the_first_line_of_a_log_is_no_step(tmp_path: Path) -> None:
-    lines = [{"event": "start"}, *({"event": "train", "tokens_per_s": speed} for speed in (1.0, 512.0, 2048.0, 1024.0))]
+    lines = [
+        {"event": "start"},
+        *({"event": "train", "tokens_per_s": speed} for speed in (1.0, 512.0, 2048.0, 1024.0)),
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     assert step_seconds(tmp_path) == 1.0
 
@@ -52,7 +55,8 @@ def test_a_run_dies_in_its_step_and_has_saved_what_was_planned(
     monkeypatch.chdir(Path(__file__).parents[2] / "notebooks")
     (tmp_path / "text.txt").write_text(200 * TEXT, encoding="utf-8")
     flags = (
-        f"{SIZES} --text {shlex.quote(str(tmp_path / 'text.txt'))} --checkpoint-dir {shlex.quote(str(tmp_path))}/run"
+        f"{SIZES} --text {shlex.quote(str(tmp_path / 'text.txt'))} --checkpoint-dir"
+        f" {shlex.quote(str(tmp_path))}/run"
     )
     flags += " --dp-shard 2 --microbatches 1 --steps 4 --save-every 2 --log-every 1"
     with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):

@@ -201,13 +201,18 @@ NOT_YET = {
     eats_memory: "MemoryError",
     asks: "EOFError",
     yields: "returned a generator. Likely cause: It contains `yield`",
-    returns_a_list_of_generators: "returned a list with a generator in it. Likely cause: It contains `yield`, or",
+    returns_a_list_of_generators: (
+        "returned a list with a generator in it. Likely cause: It contains `yield`, or"
+    ),
     is_async: "It begins with `async def`",
     returns_what_prints_for_ever: "still running after 1 s",
     ends_its_parent: "broke the process that it ran in",
     changes_its_argument: "`double([2])` changed its argument `x` from [2] to [2, 2]",
     uses_a_lock: "cannot be sent to another process",
-    takes_two: "cannot be called as `double(1)`: missing a required argument: 'y'. Likely cause: Keep the parameters",
+    takes_two: (
+        "cannot be called as `double(1)`: missing a required argument: 'y'. Likely cause: Keep the"
+        " parameters"
+    ),
     returns_nothing: "is None",
     cannot_be_compared: "The check itself stopped: OSError: no",
     is_wrong: "`double(1)` is 1. Likely cause: Multiply.",
@@ -215,9 +220,14 @@ NOT_YET = {
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(("answer", "words"), NOT_YET.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("answer", "words"), NOT_YET.items(), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_whatever_an_answer_does_is_said_in_a_sentence(
-    answer: Callable[..., Any], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    answer: Callable[..., Any],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit_s = 1.0 if "still running after 1 s" in words else EXERCISE.limit_s
     with only_the_toy(monkeypatch, replace(EXERCISE, limit_s=limit_s)), no_process_left():
@@ -233,7 +243,9 @@ def test_the_line_of_the_answer_that_raised_is_shown() -> None:
     assert f"in line {line}: `return x[0] * 2`" in check(named(raises)).symptom
 
 
-def test_a_function_cached_in_a_notebook_is_pending_while_it_is_the_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_cached_in_a_notebook_is_pending_while_it_is_the_stub(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # cloudpickle would send it by its name, which a rank does not find in its own __main__.
     cached = functools.cache(stub)
     cached.__module__, cached.__qualname__ = "__main__", "double"
@@ -290,7 +302,17 @@ class Doubler:
         Doubler(),
         Doubler().twice,
     ],
-    ids=["cached helper", "lambda", "wrapped", "wraps", "wraps twice", "partial", "partial twice", "object", "method"],
+    ids=[
+        "cached helper",
+        "lambda",
+        "wrapped",
+        "wraps",
+        "wraps twice",
+        "partial",
+        "partial twice",
+        "object",
+        "method",
+    ],
 )
 def test_a_right_answer_is_correct_whatever_it_is_wrapped_in(double: Callable[..., Any]) -> None:
     verdict = check(double)
@@ -298,18 +320,27 @@ def test_a_right_answer_is_correct_whatever_it_is_wrapped_in(double: Callable[..
     assert "double" in solution(double).text
 
 
-@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache(maxsize=3)], ids=["cache", "lru_cache"])
-def test_a_cached_answer_is_correct_where_its_arguments_can_be_looked_up(cached: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "cached", [functools.cache, functools.lru_cache(maxsize=3)], ids=["cache", "lru_cache"]
+)
+def test_a_cached_answer_is_correct_where_its_arguments_can_be_looked_up(
+    cached: Callable[..., Any],
+) -> None:
     assert Answer(cached(twice)).calls([(1,), (2,), (2,)]) == [2, 4, 4]
     double = cached(twice)
     assert "`functools.cache` looks a result up by the arguments, and a list" in check(double).cause
 
 
-@pytest.mark.parametrize("wrap", [functools.cache, logged, functools.partial], ids=["cache", "wrapped", "partial"])
+@pytest.mark.parametrize(
+    "wrap", [functools.cache, logged, functools.partial], ids=["cache", "wrapped", "partial"]
+)
 def test_a_wrapped_answer_that_raises_is_told_its_own_line(wrap: Callable[..., Any]) -> None:
     double = wrap(raises)
     line = raises.__code__.co_firstlineno + 1
-    assert f"`double(1)` raised TypeError: 'int' object is not subscriptable, in line {line}: " in check(double).symptom
+    assert (
+        f"`double(1)` raised TypeError: 'int' object is not subscriptable, in line {line}: "
+        in check(double).symptom
+    )
 
 
 def test_a_result_too_long_to_send_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +395,9 @@ def test_a_case_that_is_left_on_a_rank_is_named_too() -> None:
         if rank == 1:
             raise NotImplementedError("the last rank")
 
-    with pytest.raises(Pending, match="`answer`, on 2 ranks, raised NotImplementedError: the last rank"):
+    with pytest.raises(
+        Pending, match="`answer`, on 2 ranks, raised NotImplementedError: the last rank"
+    ):
         Answer(answer).on_ranks(2, meet, 2)
 
 
@@ -373,7 +406,9 @@ def test_right_answers_are_correct_however_they_are_written(answer: Callable[...
     assert check(named(answer)).status == "correct"
 
 
-def test_what_an_answer_prints_is_shown_with_the_verdict_and_nowhere_else(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_an_answer_prints_is_shown_with_the_verdict_and_nowhere_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     def chatty(x):
         print("x is", x)
         print("to stderr", file=sys.stderr)
@@ -386,7 +421,9 @@ def test_what_an_answer_prints_is_shown_with_the_verdict_and_nowhere_else(capfd:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("text", ["x" * 1_000_000, "x\n" * 10_000], ids=["one long line", "many lines"])
+@pytest.mark.parametrize(
+    "text", ["x" * 1_000_000, "x\n" * 10_000], ids=["one long line", "many lines"]
+)
 def test_of_what_an_answer_prints_at_length_the_beginning_is_shown(text: str) -> None:
     def chatty(x):
         print(text)
@@ -429,7 +466,9 @@ def after_it_spoilt_python(x):
         after_it_spoilt_python,
     ],
 )
-def test_what_a_right_answer_leaves_behind_ends_with_its_process(answer: Callable[..., Any]) -> None:
+def test_what_a_right_answer_leaves_behind_ends_with_its_process(
+    answer: Callable[..., Any],
+) -> None:
     with no_process_left():
         assert check(named(answer)).status == "correct"
     assert builtins.open is not None
@@ -461,8 +500,13 @@ def test_an_interrupt_still_interrupts(never_ends: Callable[..., Any]) -> None:
         Answer(never_ends, limit_s=30)(1)
 
 
-def test_an_interrupted_check_says_so_in_a_line_and_still_interrupts(never_ends: Callable[..., Any]) -> None:
-    with no_process_left(), pytest.raises(KeyboardInterrupt, match=r"^○ interrupted · run the cell again\.$"):
+def test_an_interrupted_check_says_so_in_a_line_and_still_interrupts(
+    never_ends: Callable[..., Any],
+) -> None:
+    with (
+        no_process_left(),
+        pytest.raises(KeyboardInterrupt, match=r"^○ interrupted · run the cell again\.$"),
+    ):
         check(never_ends)
 
 
@@ -506,7 +550,9 @@ def test_what_is_no_function_is_refused(wrong: Any) -> None:
 def test_hints_come_one_a_call_and_then_all_together() -> None:
     assert hint("double").text == "Hint 1 of 2: Think."
     assert hint(EXERCISE.solution).text.startswith("Hint 2 of 2: Use `*`.\nThere are no more")
-    assert hint("double").text.startswith("Hint 1 of 2: Think.\nHint 2 of 2: Use `*`.\nThere are no more")
+    assert hint("double").text.startswith(
+        "Hint 1 of 2: Think.\nHint 2 of 2: Use `*`.\nThere are no more"
+    )
 
 
 def test_the_solution_is_shown_as_it_can_be_pasted() -> None:
@@ -565,9 +611,17 @@ def rank_1_spins(rank, p):
 @pytest.mark.parametrize(
     ("answer", "limit_s", "words"),
     [
-        (all_send_first, 1.0, "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move"),
+        (
+            all_send_first,
+            1.0,
+            "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move",
+        ),
         (only_rank_0_reduces, 1.0, "Ranks 1 and 2 have returned"),
-        (receives_too_much, 30.0, "gloo ends a process whose message is longer than the tensor that receives it"),
+        (
+            receives_too_much,
+            30.0,
+            "gloo ends a process whose message is longer than the tensor that receives it",
+        ),
         (rank_1_raises, 30.0, "on 3 ranks, raised IndexError: list index out of range, in line"),
         (rank_2_exits, 30.0, "tried to leave Python"),
         (yields_on_a_rank, 30.0, "returned a generator. It contains `yield`"),
@@ -575,7 +629,9 @@ def rank_1_spins(rank, p):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_goes_wrong_on_ranks_is_said_too(answer: Callable[..., Any], limit_s: float, words: str) -> None:
+def test_what_goes_wrong_on_ranks_is_said_too(
+    answer: Callable[..., Any], limit_s: float, words: str
+) -> None:
     with no_process_left(), pytest.raises(Mistake) as caught:
         Answer(answer, limit_s).on_ranks(3, meet, 3)
     assert words in str(caught.value)
@@ -633,7 +689,12 @@ class Thing:
 
 
 def nested() -> dict[str, Any]:
-    return {"tensor": torch.tensor([1.0, 2.0]), "list": [1, [2, 3]], "number": 4.0, "object": Thing()}
+    return {
+        "tensor": torch.tensor([1.0, 2.0]),
+        "list": [1, [2, 3]],
+        "number": 4.0,
+        "object": Thing(),
+    }
 
 
 def test_keyword_arguments_reach_the_answer() -> None:
@@ -642,5 +703,9 @@ def test_keyword_arguments_reach_the_answer() -> None:
 
 def test_importing_the_exercises_keeps_torch_out() -> None:
     program = "import sys, course_pp.exercises; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert {"torch", "numpy", "matplotlib", "course_pp.exercises.gpipe"}.isdisjoint(done.stdout.split())
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert {"torch", "numpy", "matplotlib", "course_pp.exercises.gpipe"}.isdisjoint(
+        done.stdout.split()
+    )

@@ -21,7 +21,9 @@ Answer = Callable[..., Any]
 DIMS = {"rows": 0, "columns": 1}
 
 
-def by_cutting_a_tensor(shape: Any, tp_cuts: str, tp: int, tp_rank: int, dp: int, dp_rank: int) -> Any:
+def by_cutting_a_tensor(
+    shape: Any, tp_cuts: str, tp: int, tp_rank: int, dp: int, dp_rank: int
+) -> Any:
     numbers = torch.arange(shape[0] * shape[1]).view(shape)
     if tp_cuts in DIMS:
         numbers = numbers.chunk(tp, DIMS[tp_cuts])[tp_rank]
@@ -45,7 +47,10 @@ def with_one_row_at_least(*case: Any) -> Any:
     ("answer", "words"),
     [
         (lambda *case: by_cutting_a_tensor(*case)[::-1], "The offsets come first, then the sizes"),
-        (lambda shape, cut, tp, t, dp, d: by_cutting_a_tensor(shape, cut, tp, t, 1, 0), "FSDP does not cut"),
+        (
+            lambda shape, cut, tp, t, dp, d: by_cutting_a_tensor(shape, cut, tp, t, 1, 0),
+            "FSDP does not cut",
+        ),
         (with_one_row_at_least, "the size is 0"),
         (lambda *case: (0, 0, 1, 1), "4 entries, not 2"),
         (lambda *case: ((0.0, 0), (1, 1)), "a whole number"),
@@ -63,16 +68,25 @@ def test_the_rectangles_are_those_of_a_real_checkpoint(tmp_path: Path) -> None:
     for name, tp_cuts in cuts.items():
         entry = entries[f"model.{name}.weight"]
         rows, columns = entry.shape
-        expected = {rectangle((rows, columns), tp_cuts, 2, t, 2, d) for t in range(2) for d in range(2)}
+        expected = {
+            rectangle((rows, columns), tp_cuts, 2, t, 2, d) for t in range(2) for d in range(2)
+        }
         assert {(piece.offsets, piece.sizes) for piece in entry.pieces} == expected
 
 
 def saved_by_four(rank: int, root: Path) -> None:
     from course_pp.model import ModelConfig, Transformer
-    from course_pp.parallel import DistributedConfig, apply_fsdp2, apply_tensor_parallel, init_distributed
+    from course_pp.parallel import (
+        DistributedConfig,
+        apply_fsdp2,
+        apply_tensor_parallel,
+        init_distributed,
+    )
 
     mesh = init_distributed(DistributedConfig(dp_shard=2, tp=2))
-    model = Transformer(ModelConfig(dim=8, n_layers=1, n_heads=2, ffn_dim=12, vocab_size=16, max_seq_len=8))
+    model = Transformer(
+        ModelConfig(dim=8, n_layers=1, n_heads=2, ffn_dim=12, vocab_size=16, max_seq_len=8)
+    )
     apply_tensor_parallel(model, mesh)
     apply_fsdp2(model, mesh)
     save(root, 1, model, device_mesh=mesh)
@@ -98,9 +112,15 @@ def test_overlaps_may_be_found_number_by_number() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda wanted, pieces: {file: pieces[file] for file in overlaps(wanted, pieces)}, "whole pieces"),
+        (
+            lambda wanted, pieces: {file: pieces[file] for file in overlaps(wanted, pieces)},
+            "whole pieces",
+        ),
         (lambda wanted, pieces: {}, "is {}, not {'b': ((16, 12), (16, 12))}"),
-        (lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted}, "'x': ((16, 0), (16, 24))}, not"),
+        (
+            lambda wanted, pieces: {**overlaps(wanted, pieces), "x": wanted},
+            "'x': ((16, 0), (16, 24))}, not",
+        ),
         (lambda wanted, pieces: list(pieces), "a dictionary is asked for"),
     ],
 )
@@ -115,14 +135,20 @@ def test_a_dictionary_of_one_file_overlaps_itself() -> None:
 
 def choosing(
     named: Answer = lambda name: name.startswith("step_") and name[5:].isdigit(),
-    whole: Answer = lambda manifest, files: manifest is not None and manifest.items() <= files.items(),
+    whole: Answer = lambda manifest, files: (
+        manifest is not None and manifest.items() <= files.items()
+    ),
     order: Answer = lambda name: int(name[5:]),
     pick: Answer = lambda names, order: max(names, key=order, default=None),
 ) -> Answer:
     """The newest whole checkpoint, right unless told otherwise."""
 
     def answer(directories: Any, manifests: Any) -> Any:
-        found = [name for name, files in directories.items() if named(name) and whole(manifests.get(name), files)]
+        found = [
+            name
+            for name, files in directories.items()
+            if named(name) and whole(manifests.get(name), files)
+        ]
         return pick(found, order)
 
     return answer
@@ -133,8 +159,14 @@ def test_the_newest_may_be_chosen_from_a_list() -> None:
 
 
 def newest_if_whole(directories: Any, manifests: Any) -> Any:
-    names = sorted((name for name in directories if name[5:].isdigit()), key=lambda name: int(name[5:]))
-    if names and names[-1] in manifests and manifests[names[-1]].items() <= directories[names[-1]].items():
+    names = sorted(
+        (name for name in directories if name[5:].isdigit()), key=lambda name: int(name[5:])
+    )
+    if (
+        names
+        and names[-1] in manifests
+        and manifests[names[-1]].items() <= directories[names[-1]].items()
+    ):
         return names[-1]
     return None
 
@@ -143,23 +175,44 @@ def newest_if_whole(directories: Any, manifests: Any) -> Any:
     ("answer", "words"),
     [
         (choosing(order=str), "compare numbers"),
-        (choosing(whole=lambda manifest, files: (manifest or {}).items() <= files.items()), "never declared whole"),
-        (choosing(whole=lambda manifest, files: manifest is not None), "a file that is not there"),
-        (choosing(whole=lambda manifest, files: manifest is not None and set(manifest) <= set(files)), "but shorter"),
         (
-            choosing(whole=lambda manifest, files: manifest and set([*manifest.items()][1:]) <= set(files.items())),
+            choosing(whole=lambda manifest, files: (manifest or {}).items() <= files.items()),
+            "never declared whole",
+        ),
+        (choosing(whole=lambda manifest, files: manifest is not None), "a file that is not there"),
+        (
+            choosing(
+                whole=lambda manifest, files: manifest is not None and set(manifest) <= set(files)
+            ),
+            "but shorter",
+        ),
+        (
+            choosing(
+                whole=lambda manifest, files: (
+                    manifest and set([*manifest.items()][1:]) <= set(files.items())
+                )
+            ),
             "the first as well",
         ),
         (choosing(whole=lambda manifest, files: manifest == files), "does no harm"),
         (
-            choosing(whole=lambda manifest, files: manifest and all(files.get(f, 0) >= manifest[f] for f in manifest)),
+            choosing(
+                whole=lambda manifest, files: (
+                    manifest and all(files.get(f, 0) >= manifest[f] for f in manifest)
+                )
+            ),
             "but longer",
         ),
         (
-            choosing(whole=lambda manifest, files: manifest and {*manifest.values()} <= {*files.values()}),
+            choosing(
+                whole=lambda manifest, files: manifest and {*manifest.values()} <= {*files.values()}
+            ),
             "Each size belongs to a name",
         ),
-        (choosing(named=lambda name: name.startswith("step_"), order=lambda name: name[5:13]), "somebody's copies"),
+        (
+            choosing(named=lambda name: name.startswith("step_"), order=lambda name: name[5:13]),
+            "somebody's copies",
+        ),
         (choosing(pick=lambda names, order: names[-1] if names else None), "whatever the order"),
         (choosing(pick=lambda names, order: max(names, key=order)), "ValueError"),
         (newest_if_whole, "The one before it"),
@@ -173,8 +226,14 @@ def test_a_wrong_newest_is_told_why(answer: Answer, words: str) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (choosing(named=lambda name: name.startswith("step_"), order=lambda name: int(name[5:])), "somebody's copies"),
-        (choosing(whole=lambda manifest, files: manifest.items() <= files.items()), "never declared whole"),
+        (
+            choosing(named=lambda name: name.startswith("step_"), order=lambda name: int(name[5:])),
+            "somebody's copies",
+        ),
+        (
+            choosing(whole=lambda manifest, files: manifest.items() <= files.items()),
+            "never declared whole",
+        ),
     ],
 )
 def test_an_answer_that_raises_is_told_at_what(answer: Answer, words: str) -> None:
@@ -185,7 +244,11 @@ def test_an_answer_that_raises_is_told_at_what(answer: Answer, words: str) -> No
 
 
 def saving(
-    rank: int, write: Answer, publish: Answer, barriers: str, publisher: Answer = lambda rank: rank == 0
+    rank: int,
+    write: Answer,
+    publish: Answer,
+    barriers: str,
+    publisher: Answer = lambda rank: rank == 0,
 ) -> None:
     write()
     if "a" in barriers:
@@ -247,16 +310,34 @@ def writes_again(rank: int, write: Answer, publish: Answer) -> None:
     ("answer", "words"),
     [
         (writes_again, ["wrote its piece twice"]),
-        (lambda rank, write, publish: saving(rank, write, publish, ""), ["a barrier after `write()`"]),
+        (
+            lambda rank, write, publish: saving(rank, write, publish, ""),
+            ["a barrier after `write()`"],
+        ),
         (lambda rank, write, publish: saving(rank, write, publish, "b"), ["published when"]),
-        (lambda rank, write, publish: saving(rank, write, publish, "a"), ["a barrier after `publish()`"]),
-        (lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: True), ["One rank publishes"]),
-        (lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: False), ["One rank has to"]),
+        (
+            lambda rank, write, publish: saving(rank, write, publish, "a"),
+            ["a barrier after `publish()`"],
+        ),
+        (
+            lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: True),
+            ["One rank publishes"],
+        ),
+        (
+            lambda rank, write, publish: saving(rank, write, publish, "ab", lambda rank: False),
+            ["One rank has to"],
+        ),
         (barriers_first, ["a barrier after `write()`"]),
         (rank_0_writes, ["Every rank writes its own"]),
-        (barrier_of_rank_0, ["Rank 0 called `barrier` once, rank", "never", "every rank has to call"]),
+        (
+            barrier_of_rank_0,
+            ["Rank 0 called `barrier` once, rank", "never", "every rank has to call"],
+        ),
         (one_more_on_rank_0, ["Rank 0 called `barrier` 3 times", "twice"]),
-        (lambda rank, write, publish: saving(rank, write, publish, "ab" if rank else "a"), ["rank 0 once"]),
+        (
+            lambda rank, write, publish: saving(rank, write, publish, "ab" if rank else "a"),
+            ["rank 0 once"],
+        ),
     ],
 )
 def test_a_save_with_a_gap_is_told_where(answer: Answer, words: list[str]) -> None:
@@ -276,7 +357,9 @@ def entries(
         for number, (name, parameter) in enumerate(stage.named_parameters()):
             found[name] = parameter
             for slot in slots:
-                found[f"{optimizer_key(name, number, coordinates)}/{slot}"] = optimizer.state[parameter][slot]
+                found[f"{optimizer_key(name, number, coordinates)}/{slot}"] = optimizer.state[
+                    parameter
+                ][slot]
         return found
 
     return answer
@@ -287,7 +370,10 @@ def changed(change: Answer) -> Answer:
 
     def answer(stage: Any, optimizer: Any, coordinates: Any, step: int) -> Any:
         found = entries()(stage, optimizer, coordinates, step)
-        return {key: change(value) if isinstance(value, torch.nn.Parameter) else value for key, value in found.items()}
+        return {
+            key: change(value) if isinstance(value, torch.nn.Parameter) else value
+            for key, value in found.items()
+        }
 
     return answer
 
@@ -329,27 +415,47 @@ def by_number_under_the_name(stage: Any, optimizer: Any, coordinates: Any, step:
     [
         (as_shown, "numbers the parameters of its own rank"),
         (by_number_under_the_name, "in the order of its groups"),
-        (entries(lambda name, number, place: f"{place['pp']}.{number}"), "another layout looks for it"),
+        (
+            entries(lambda name, number, place: f"{place['pp']}.{number}"),
+            "another layout looks for it",
+        ),
         (entries(generator=lambda place: {"rng": torch.get_rng_state()}), "a generator of its own"),
         (
-            entries(generator=lambda place: {} if any(place.values()) else {"rng": torch.get_rng_state()}),
+            entries(
+                generator=lambda place: (
+                    {} if any(place.values()) else {"rng": torch.get_rng_state()}
+                )
+            ),
             "the generator of rank 1",
         ),
         (entries(generator=lambda place: {}), "no rank's random number generator"),
         (entries(generator=in_one_place("pp")), "a generator of its own"),
-        (entries(generator=lambda place: {f"rng.{dist.get_rank()}": torch.get_rng_state()}), "all coordinates"),
         (
-            entries(generator=lambda place: {f"rng.{'.'.join(map(str, place.values()))}": torch.get_rng_state()}),
+            entries(generator=lambda place: {f"rng.{dist.get_rank()}": torch.get_rng_state()}),
+            "all coordinates",
+        ),
+        (
+            entries(
+                generator=lambda place: {
+                    f"rng.{'.'.join(map(str, place.values()))}": torch.get_rng_state()
+                }
+            ),
             "Write the names of the dimensions",
         ),
         (entries(position=lambda step, place: {f"step_{step}": step}), "such as `step_1234`"),
         (entries(position=lambda step, place: {}), "the data begin again"),
-        (entries(position=lambda step, place: {"step": (step, place["dp_shard"])}), "different values"),
+        (
+            entries(position=lambda step, place: {"step": (step, place["dp_shard"])}),
+            "different values",
+        ),
         (entries(slots=("exp_avg", "exp_avg_sq")), "no entry holds step of"),
         (entries(slots=("step",)), "no entry holds exp_avg of"),
         (changed(lambda weight: weight.float()), "keeps the dtype"),
         (changed(lambda weight: weight.detach().numpy()), "a tensor or a number"),
-        (lambda stage, optimizer, coordinates, step: stage.state_dict().keys(), "a dictionary is asked for"),
+        (
+            lambda stage, optimizer, coordinates, step: stage.state_dict().keys(),
+            "a dictionary is asked for",
+        ),
     ],
 )
 def test_what_a_rank_forgets_is_told_from_its_symptom(answer: Answer, words: str) -> None:
@@ -373,7 +479,9 @@ def test_patients_have_the_symptoms_that_the_notebook_tells() -> None:
     assert [case for case, found in symptoms.items() if found.before != found.after] == []
 
 
-def trained(rank: int, layout: DistributedConfig, root: Path, until: int, die_in: int | None = None) -> list[float]:
+def trained(
+    rank: int, layout: DistributedConfig, root: Path, until: int, die_in: int | None = None
+) -> list[float]:
     trainee = lab.Trainee(layout)
     parts = trainee.module, trainee.optimizer
     loaded = resume(root, *parts, device_mesh=trainee.mesh)

@@ -95,5 +95,7 @@ def test_a_rounded_number_is_called_rounded(right: Any) -> None:
         ("assign_layers", lambda n_layers, n_stages: [(0, 1), 2], "[1]"),
     ],
 )
-def test_a_wrong_entry_is_named_by_its_place(name: str, answer: Callable[..., Any], place: str) -> None:
+def test_a_wrong_entry_is_named_by_its_place(
+    name: str, answer: Callable[..., Any], place: str
+) -> None:
     refuses(name, answer, f"){place}` is")

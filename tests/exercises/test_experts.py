@@ -43,7 +43,9 @@ def balance_by_autograd(scores: list[list[float]], k: int) -> tuple[float, list[
 
 def moved_by_sign(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
     tokens = torch.tensor(counts, dtype=torch.float64).sum(0)
-    return (torch.tensor(bias, dtype=torch.float64) + step * (tokens.mean() - tokens).sign()).tolist()
+    return (
+        torch.tensor(bias, dtype=torch.float64) + step * (tokens.mean() - tokens).sign()
+    ).tolist()
 
 
 def mixture_by_mask(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
@@ -124,11 +126,25 @@ def softmax(logits: list[float]) -> list[float]:
         ),
         (lambda logits, k: route_by_softmax_of_all(logits, k)[::-1], "worst first"),
         (lambda logits, k: sorted(route_by_softmax_of_all(logits, k)), "give the best first"),
-        (lambda logits, k: [(e, 1 / k) for e, _ in route_by_softmax_of_all(logits, k)], "better expert counts more"),
-        (lambda logits, k: [(w, e) for e, w in route_by_softmax_of_all(logits, k)], "the expert comes first"),
+        (
+            lambda logits, k: [(e, 1 / k) for e, _ in route_by_softmax_of_all(logits, k)],
+            "better expert counts more",
+        ),
+        (
+            lambda logits, k: [(w, e) for e, w in route_by_softmax_of_all(logits, k)],
+            "the expert comes first",
+        ),
         (lambda logits, k: dict(route_by_softmax_of_all(logits, k)), "a list is asked for"),
-        (lambda logits, k: [e for e, _ in route_by_softmax_of_all(logits, k)], "a list is asked for"),
-        (lambda logits, k: [(logits.index(logits[e]), w) for e, w in route_by_softmax_of_all(logits, k)], "equal"),
+        (
+            lambda logits, k: [e for e, _ in route_by_softmax_of_all(logits, k)],
+            "a list is asked for",
+        ),
+        (
+            lambda logits, k: [
+                (logits.index(logits[e]), w) for e, w in route_by_softmax_of_all(logits, k)
+            ],
+            "equal",
+        ),
         (lambda logits, k: [(e, w**2) for e, w in route_by_softmax_of_all(logits, k)], "sum to 1"),
     ],
 )
@@ -147,13 +163,25 @@ def splits_of_pairs(counts: list[list[int]], rank: int) -> tuple[list[int], list
     [
         (lambda counts, rank: splits_by_dictionary(counts, rank)[::-1], "changed places"),
         (lambda counts, rank: (splits_by_dictionary(counts, rank)[0],) * 2, "is not what it sends"),
-        (lambda counts, rank: (counts[rank], [row[rank] for row in counts]), "Count by rank, not by expert"),
-        (lambda counts, rank: splits_by_dictionary([row[::-1] for row in counts], rank), "`each` experts"),
-        (lambda counts, rank: ([0] * len(counts), splits_by_dictionary(counts, rank)[1]), "What it gets is right"),
+        (
+            lambda counts, rank: (counts[rank], [row[rank] for row in counts]),
+            "Count by rank, not by expert",
+        ),
+        (
+            lambda counts, rank: splits_by_dictionary([row[::-1] for row in counts], rank),
+            "`each` experts",
+        ),
+        (
+            lambda counts, rank: ([0] * len(counts), splits_by_dictionary(counts, rank)[1]),
+            "What it gets is right",
+        ),
         (lambda counts, rank: splits_by_dictionary(counts, rank)[0], "Two lists"),
         (lambda counts, rank: splits_by_dictionary(counts, 0), "`rank` makes no difference"),
         (splits_of_pairs, "takes it to have 2"),
-        (lambda counts, rank: ([float(n) for n in splits_by_dictionary(counts, rank)[0]], []), "a whole number"),
+        (
+            lambda counts, rank: ([float(n) for n in splits_by_dictionary(counts, rank)[0]], []),
+            "a whole number",
+        ),
     ],
 )
 def test_wrong_splits_are_told_why(answer: Answer, words: str) -> None:
@@ -205,7 +233,10 @@ def with_gradient(factor: Callable[[list[list[float]], int], float]) -> Answer:
         (balance_of_means_alone(2), "f is a count"),
         (balance_of_a_softmax, "no softmax is left"),
         (
-            lambda scores, k: (k * balance_by_autograd(scores, k)[0], with_gradient(lambda s, k: k)(scores, k)[1]),
+            lambda scores, k: (
+                k * balance_by_autograd(scores, k)[0],
+                with_gradient(lambda s, k: k)(scores, k)[1],
+            ),
             "a fraction of all choices",
         ),
     ],
@@ -235,7 +266,9 @@ def toward_mean(tokens: list[int], n: int, within: float = 0.0) -> int:
     return (n < mean - within) - (n > mean + within)
 
 
-def one_fullest_and_one_emptiest(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
+def one_fullest_and_one_emptiest(
+    bias: list[float], counts: list[list[int]], step: float
+) -> list[float]:
     tokens = np.sum(counts, 0)
     after = np.array(bias)
     after[tokens.argmin()] += step
@@ -254,10 +287,16 @@ def one_fullest_and_one_emptiest(bias: list[float], counts: list[list[int]], ste
         (moved_by(lambda n, all_: toward_mean(all_, n, within=0.5)), "However near the mean"),
         (moved_by(lambda n, all_: toward_mean(all_, n, within=0.49)), "However near the mean"),
         (lambda bias, counts, step: moved_by_sign(bias, counts, -step), "The wrong way"),
-        (lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step), "kept from step to step"),
+        (
+            lambda bias, counts, step: moved_by_sign([0.0] * len(bias), counts, step),
+            "kept from step to step",
+        ),
         (lambda bias, counts, step: bias, "Nothing moves"),
         (lambda bias, counts, step: [b - step for b in bias], "fewer goes up"),
-        (lambda bias, counts, step: [round(b) for b in moved_by_sign(bias, counts, step)], "it goes down by"),
+        (
+            lambda bias, counts, step: [round(b) for b in moved_by_sign(bias, counts, step)],
+            "it goes down by",
+        ),
         (
             lambda bias, counts, step: [
                 b + step * ((n < m) - (n > m))
@@ -272,7 +311,9 @@ def test_a_wrong_move_is_told_why(answer: Answer, words: str) -> None:
     refuses("moved", answer, words)
 
 
-def in_order_of_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+def in_order_of_experts(
+    x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor
+) -> Tensor:
     order = chosen.flatten().argsort(stable=True)
     sizes = chosen.flatten().bincount(minlength=len(experts)).tolist()
     rows = x[order // chosen.shape[1]].split(sizes)
@@ -280,7 +321,9 @@ def in_order_of_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, wei
     return (computed * weights.flatten()[order, None]).view(len(x), -1, x.shape[1]).sum(1)
 
 
-def without_idle_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+def without_idle_experts(
+    x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor
+) -> Tensor:
     out = torch.zeros_like(x)
     for i, expert in enumerate(experts):
         token, choice = (chosen == i).nonzero(as_tuple=True)
@@ -290,7 +333,10 @@ def without_idle_experts(x: Tensor, experts: list[nn.Module], chosen: Tensor, we
 
 
 def on_all_tokens(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
-    parts = [expert(x) * (weights * (chosen == i)).sum(1, keepdim=True) for i, expert in enumerate(experts)]
+    parts = [
+        expert(x) * (weights * (chosen == i)).sum(1, keepdim=True)
+        for i, expert in enumerate(experts)
+    ]
     return torch.stack(parts).sum(0)
 
 
@@ -318,7 +364,9 @@ def mean_over_k(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Te
     return mixture_by_mask(x, experts, chosen, weights) / chosen.shape[1]
 
 
-def with_idle_experts_beside(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
+def with_idle_experts_beside(
+    x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor
+) -> Tensor:
     out = [torch.zeros(x.shape[1]) for _ in x]
     for i, expert in enumerate(experts):
         token, choice = (chosen == i).nonzero(as_tuple=True)
@@ -350,14 +398,23 @@ def ill_as_given(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: T
         (overwritten, "yours overwrites"),
         (with_idle_experts_beside, "must be part of the output"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).tolist(), "a tensor is asked for"),
-        (lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)), "The weights are not in it"),
-        (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]), "Only each token's first choice"),
+        (
+            lambda x, e, c, w: mixture_by_mask(x, e, c, torch.ones_like(w)),
+            "The weights are not in it",
+        ),
+        (
+            lambda x, e, c, w: mixture_by_mask(x, e, c[:, :1], w[:, :1]),
+            "Only each token's first choice",
+        ),
         (lambda x, e, c, w: mixture_by_mask(x, e, c[:, :2], w[:, :2]), "first two choices"),
         (lambda x, e, c, w: mixture_by_mask(x, e[:-1], c, w), "rows of the last expert"),
         (mean_over_k, "do not divide by k"),
         (lambda x, e, c, w: mixture_by_mask(x, e, c, w).detach(), "has no gradient"),
         (lambda x, e, c, w: mixture_by_mask(x.detach(), e, c, w), "Something is detached from x"),
-        (lambda x, e, c, w: mixture_by_mask(x, e, c, w.detach()), "Something is detached from weights"),
+        (
+            lambda x, e, c, w: mixture_by_mask(x, e, c, w.detach()),
+            "Something is detached from weights",
+        ),
         (lambda x, e, c, w: None, "a tensor is asked for"),
     ],
 )

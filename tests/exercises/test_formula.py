@@ -19,7 +19,9 @@ from tests.exercises.grading import verdict_of
         for i, (wrong, cause) in enumerate(formula.wrongs)
     ],
 )
-def test_a_wrong_formula_is_told_its_cause(name: str, wrong: Callable[..., Any], cause: Any) -> None:
+def test_a_wrong_formula_is_told_its_cause(
+    name: str, wrong: Callable[..., Any], cause: Any
+) -> None:
     verdict = verdict_of(name, wrong)
     assert verdict.status == "not yet"
     assert callable(cause) or verdict.cause == cause

@@ -34,7 +34,10 @@ def test_another_way_to_the_gathers_is_correct() -> None:
     ("answer", "words"),
     [
         (lambda a, m, groups, pp: gathers_by_following_a_group(a, m, 1, pp), "for one group"),
-        (lambda a, m, groups, pp: gathers_by_following_a_group(a, m, groups, not pp), "two loops have changed places"),
+        (
+            lambda a, m, groups, pp: gathers_by_following_a_group(a, m, groups, not pp),
+            "two loops have changed places",
+        ),
         (lambda a, m, groups, pp: 5, "`gathers(True, 8, 4, True)` is 5, not 36"),
         (lambda a, m, groups, pp: None, "None"),
     ],
@@ -43,7 +46,9 @@ def test_a_wrong_number_of_gathers_is_told_why(answer: Answer, words: str) -> No
     refuses("gathers", answer, words)
 
 
-def bytes_one_by_one(layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool) -> Fraction:
+def bytes_one_by_one(
+    layers: int, layer: int, root: int, n: int, reshard: bool, pipeline: bool
+) -> Fraction:
     kept = Fraction(0)
     for i, group in enumerate([root] + [layer] * layers):
         kept += 3 * Fraction(group, n)
@@ -59,7 +64,10 @@ def test_bytes_may_be_added_one_by_one() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda *sizes: bytes_one_by_one(*sizes[:4], False, sizes[5]), "`reshard` makes no difference"),
+        (
+            lambda *sizes: bytes_one_by_one(*sizes[:4], False, sizes[5]),
+            "`reshard` makes no difference",
+        ),
         (lambda *sizes: bytes_one_by_one(*sizes[:5], False), "`pipeline` makes no difference"),
         (lambda *sizes: "many", "a number is asked for"),
     ],
@@ -74,7 +82,11 @@ def by_comparing_times(
     choices = []
     for policy in (True, False):
         kept = 2 * layer if policy and not pipeline else layers * layer
-        seconds = max(forward, gather) + max(2 * forward, gather * (1 + policy)) + pipeline * policy * gather
+        seconds = (
+            max(forward, gather)
+            + max(2 * forward, gather * (1 + policy))
+            + pipeline * policy * gather
+        )
         if kept <= room:
             choices.append((seconds, kept, policy))
     return min(choices)[2] if choices else None
@@ -89,7 +101,10 @@ def test_the_policy_may_be_chosen_by_comparing_times() -> None:
     [
         (lambda room, *case: by_comparing_times(1e9, *case), "`room` makes no difference"),
         (lambda *sizes: "auto", "True, False or None is asked for"),
-        (lambda *sizes: None, "room 100, all layers 80, two of them 20; a forward takes 4, a gather 1"),
+        (
+            lambda *sizes: None,
+            "room 100, all layers 80, two of them 20; a forward takes 4, a gather 1",
+        ),
     ],
 )
 def test_a_wrong_choice_is_told_why(answer: Answer, words: str) -> None:
@@ -208,7 +223,10 @@ def empties_its_lists(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
         (says_too_late, "Only the first microbatch is in them"),
         (keeps_the_last, "Only the last microbatch is in them"),
         (right_once, "In the second, after `model.zero_grad()`, the gradients differ"),
-        (empties_its_lists, "changed its argument `microbatches`, which had 3 entries and now has 0"),
+        (
+            empties_its_lists,
+            "changed its argument `microbatches`, which had 3 entries and now has 0",
+        ),
         (as_shown, "0.5 times one process's"),
         (accumulating(share=lambda loss, m, n: loss / m / n), "averages over its ranks"),
         (accumulating(sync=lambda i, m: True), "9 reduce-scatters were begun for 3 groups"),
@@ -254,12 +272,17 @@ def test_gathers_and_reductions_of_a_group_and_the_gathered_bytes(
 ) -> None:
     counts, n_bytes = lab.count(layout), lab.step_bytes(layout)
     assert {reshard: lab.per_group(counts[reshard], layout) for reshard in counts} == often
-    assert (n_bytes[True]["whole parameters"] == n_bytes[False]["whole parameters"]) == (layout.pp > 1)
+    assert (n_bytes[True]["whole parameters"] == n_bytes[False]["whole parameters"]) == (
+        layout.pp > 1
+    )
     if layout.pp > 1:
         assert all(counts[reshard] == lab.predicted(layout, reshard) for reshard in counts)
         assert n_bytes[True]["whole gradients"] == n_bytes[True]["whole parameters"]
     else:
-        assert lab.sent(counts[False][0], layout) == {"dp_shard all_gather": 0.75, "dp_shard reduce_scatter": 0.75}
+        assert lab.sent(counts[False][0], layout) == {
+            "dp_shard all_gather": 0.75,
+            "dp_shard reduce_scatter": 0.75,
+        }
 
 
 def test_a_rank_keeps_its_share_between_steps() -> None:
@@ -289,6 +312,8 @@ def test_fsdp_before_tensor_parallelism_is_refused_by_name() -> None:
 
 
 def test_the_curve_says_where_the_policies_meet() -> None:
-    figure = lab.draw_shares(lambda tokens, reshard: min(1, tokens / (400 if reshard else 200)), crossing=400)
+    figure = lab.draw_shares(
+        lambda tokens, reshard: min(1, tokens / (400 if reshard else 200)), crossing=400
+    )
     assert "from 400 tokens on" in figure.alt_text
     assert "up to 2 times" in figure.alt_text

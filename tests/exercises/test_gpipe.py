@@ -9,7 +9,13 @@ import torch
 from torch.nn.functional import mse_loss
 
 from course_pp.exercises.formula import flawed
-from course_pp.exercises.gpipe.exercises import PATIENTS, accumulate, examine, mended_step, time_cuts
+from course_pp.exercises.gpipe.exercises import (
+    PATIENTS,
+    accumulate,
+    examine,
+    mended_step,
+    time_cuts,
+)
 from course_pp.schedule import Action
 from tests.exercises.grading import accepts, refuses
 
@@ -27,7 +33,8 @@ def bubble_as_a_tensor_of_float32(p: int, m: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "answer", [bubble_with_times, bubble_as_a_tensor_of_float32, lambda p, m: Fraction(p - 1, m + p - 1)]
+    "answer",
+    [bubble_with_times, bubble_as_a_tensor_of_float32, lambda p, m: Fraction(p - 1, m + p - 1)],
 )
 def test_another_way_to_the_bubble_is_correct(answer: Answer) -> None:
     accepts("bubble", answer)
@@ -89,7 +96,9 @@ def in_halves(p: int, m: int) -> list[list[Action]]:
     return order(p, lambda rank: [Action(rank, kind, i) for kind in "FIW" for i in range(m)])
 
 
-@pytest.mark.parametrize("answer", [newest_first, lambda p, m: tuple(order(p, lambda r: both(r, range(m))))])
+@pytest.mark.parametrize(
+    "answer", [newest_first, lambda p, m: tuple(order(p, lambda r: both(r, range(m))))]
+)
 def test_every_order_of_all_forwards_then_all_backwards_is_correct(answer: Answer) -> None:
     accepts("afab_order", answer)
 
@@ -125,7 +134,9 @@ def accumulating(share: str = SHARE, backward: str = ONCE_MORE) -> Answer:
 
 
 def one_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> Any:
-    shares = [len(x) * loss_fn(model(x), target) for x, target in zip(microbatches, targets, strict=True)]
+    shares = [
+        len(x) * loss_fn(model(x), target) for x, target in zip(microbatches, targets, strict=True)
+    ]
     loss = torch.stack(shares).sum() / sum(map(len, targets))
     loss.backward()
     return loss
@@ -145,7 +156,9 @@ def scaled_afterwards(model: Any, microbatches: Any, targets: Any, loss_fn: Any)
     return total / rows
 
 
-def forward_again_for_the_loss(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> torch.Tensor:
+def forward_again_for_the_loss(
+    model: Any, microbatches: Any, targets: Any, loss_fn: Any
+) -> torch.Tensor:
     accumulate(model, microbatches, targets, loss_fn)
     with torch.no_grad():
         shares = [len(x) * loss_fn(model(x), y) for x, y in zip(microbatches, targets, strict=True)]
@@ -183,7 +196,10 @@ def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (accumulating("loss_fn(model(x), target) / len(targets)"), "counts the same, whatever its size"),
+        (
+            accumulating("loss_fn(model(x), target) / len(targets)"),
+            "counts the same, whatever its size",
+        ),
         (accumulating("loss_fn(model(x), target)"), "never divided"),
         (accumulating("loss_fn(model(x), target) * len(x)"), "not divided by all rows"),
         (accumulating("loss_fn(model(x), target) / rows"), "multiply it by n first"),
@@ -197,12 +213,18 @@ def no_backward(model: Any, microbatches: Any, targets: Any, loss_fn: Any) -> fl
         (one_backward, "microbatches were held at once"),
         (
             accumulating(
-                backward="        share.backward(retain_graph=True); kept = [share, *locals().get('kept', [])]\n"
+                backward=(
+                    "        share.backward(retain_graph=True); kept = [share,"
+                    " *locals().get('kept', [])]\n"
+                )
             ),
             "without `retain_graph`",
         ),
         (all_at_once, "all rows at once"),
-        (flawed(accumulate, ("share.item()", "share.item() * rows / len(x) / len(targets)")), "the loss returned is"),
+        (
+            flawed(accumulate, ("share.item()", "share.item() * rows / len(x) / len(targets)")),
+            "the loss returned is",
+        ),
         (no_backward, "no gradient"),
     ],
 )
@@ -244,12 +266,17 @@ def step_with(*changes: tuple[str, str]) -> Answer:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("answer", [mended_step, step_with((OLDEST, "for x, y in reversed(in_flight):"))])
+@pytest.mark.parametrize(
+    "answer", [mended_step, step_with((OLDEST, "for x, y in reversed(in_flight):"))]
+)
 def test_the_step_may_be_mended_with_the_oldest_or_the_newest_first(answer: Answer) -> None:
     accepts("mended_step", answer)
 
 
-NOT_IN_THE_LOSS = ("y = loss_fn(y, target) / m", "y = loss_fn(y, target)"), ("sum(losses)", "sum(losses) / m")
+NOT_IN_THE_LOSS = (
+    ("y = loss_fn(y, target) / m", "y = loss_fn(y, target)"),
+    ("sum(losses)", "sum(losses) / m"),
+)
 SCALED_AT_LAST = ("    return sum", "    for p in stage.parameters(): p.grad /= m\n    return sum")
 
 
@@ -257,7 +284,13 @@ SCALED_AT_LAST = ("    return sum", "    for p in stage.parameters(): p.grad /= 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (PATIENTS["A"], "belongs to another microbatch. Compare the order in which the ranks do their backwards"),
+        (
+            PATIENTS["A"],
+            (
+                "belongs to another microbatch. Compare the order in which the ranks do their"
+                " backwards"
+            ),
+        ),
         (PATIENTS["B"], "how inputs and targets are cut"),
         (PATIENTS["C"], "Exactly m times too large"),
         (step_with(*NOT_IN_THE_LOSS), "Exactly m times too large"),

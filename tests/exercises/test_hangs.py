@@ -29,18 +29,26 @@ def computes(rank: int) -> Wait:
     ("waits", "words"),
     [
         ([receives(0, 1), receives(1, 0)], ["Everyone receives, nobody sends", "or it was lost"]),
-        ([sends(0, 1), sends(1, 0)], ["A blocking `send` ends when its receiver takes the message"]),
+        (
+            [sends(0, 1), sends(1, 0)],
+            ["A blocking `send` ends when its receiver takes the message"],
+        ),
         (
             [sends(0, 1, WAITS_FOR_A_HANDLE), sends(1, 0, WAITS_FOR_A_HANDLE)],
             ["is to send it blocking", "nobody takes"],
         ),
         ([receives(0, 1), is_back(1)], ["Rank 1 has returned", "or it was lost"]),
-        ([sends(0, 1, WAITS_FOR_A_HANDLE), is_back(1)], ["Rank 1 has returned", "has to be received there"]),
+        (
+            [sends(0, 1, WAITS_FOR_A_HANDLE), is_back(1)],
+            ["Rank 1 has returned", "has to be received there"],
+        ),
         ([receives(0, 1), computes(1)], ["Look at rank 1 first", "does a loop of it never end?"]),
     ],
     ids=["all receive", "all send", "all wait for handles", "lost", "not taken", "a loop"],
 )
-def test_the_cause_of_a_hang_is_what_its_ranks_were_doing(waits: list[Wait], words: list[str]) -> None:
+def test_the_cause_of_a_hang_is_what_its_ranks_were_doing(
+    waits: list[Wait], words: list[str]
+) -> None:
     stopped = Stopped("endless", "It was still running.", diagnosis(waits), waits=tuple(waits))
     told = explained(stopped)
     assert told.symptom == stopped.symptom

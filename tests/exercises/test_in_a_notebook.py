@@ -79,10 +79,15 @@ PENDING = "○ pending · Exercise 4, bytes at the peak"
         ("verdict", [CORRECT]),
         ("check(bubble)\ncheck(peak_bytes)", [CORRECT, PENDING]),
         ("progress()\nNone", ["notebook  exercise"]),
-        ("hint('bubble')\nsolution('bubble')", ["Hint 1 of 3: Count in slots", "def bubble(p, m):"]),
+        (
+            "hint('bubble')\nsolution('bubble')",
+            ["Hint 1 of 3: Count in slots", "def bubble(p, m):"],
+        ),
     ],
 )
-def test_each_call_shows_its_result_once_wherever_it_stands(run: Run, cell: str, shown: list[str]) -> None:
+def test_each_call_shows_its_result_once_wherever_it_stands(
+    run: Run, cell: str, shown: list[str]
+) -> None:
     run("verdict = check(bubble)")
     got = texts(run(cell))
     assert [text[: len(want)] for text, want in zip(got, shown, strict=True)] == shown
@@ -106,13 +111,17 @@ def test_what_is_shown_is_as_rich_as_the_last_expression_of_a_cell(run: Run) -> 
         ("quiz('before', about='day')", "about is 'day'; there are 45_minutes, "),
     ],
 )
-def test_a_call_that_names_nothing_known_is_told_without_a_traceback(run: Run, cell: str, message: str) -> None:
+def test_a_call_that_names_nothing_known_is_told_without_a_traceback(
+    run: Run, cell: str, message: str
+) -> None:
     [output] = run(cell)
     [line] = output["traceback"]
     assert line.startswith(message)
 
 
-def test_an_interrupted_check_shows_one_line_and_stops_the_cell(kernel: Any, tmp_path: Path) -> None:
+def test_an_interrupted_check_shows_one_line_and_stops_the_cell(
+    kernel: Any, tmp_path: Path
+) -> None:
     manager, client = kernel
     called = tmp_path / "called"
     answer = f"def bubble(p, m):\n    open({str(called)!r}, 'w').close()\n    time.sleep(60)"

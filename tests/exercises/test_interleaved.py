@@ -50,7 +50,12 @@ def nearest_to_root(p: int, m: int, layers: int, f: float, b: float, latency: fl
 
 def by_counter(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
     """As Megatron-LM does it: the chunk follows from how many forwards there were."""
-    table = [(chunk, i) for first in range(0, m, n) for chunk in range(v) for i in range(first, min(first + n, m))]
+    table = [
+        (chunk, i)
+        for first in range(0, m, n)
+        for chunk in range(v)
+        for i in range(first, min(first + n, m))
+    ]
     ahead = min(m * v, (v - 1) * n + 2 * (p - 1 - rank))
     order = []
     for k in range(m * v + ahead):
@@ -79,7 +84,9 @@ def changed(**change: Any) -> Answer:
         ahead = warm_up(rank, p, m, v, n)
         if change.get("cut", True):
             ahead = min(m * v, ahead)
-        pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+        pairs = [
+            action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair
+        ]
         left = len(backwards) if change.get("no_drain") else m * v - ahead
         return forwards[:ahead] + pairs + backwards[left:]
 
@@ -92,12 +99,15 @@ def with_rounds_of(size: Callable[[int, int], int]) -> Answer:
 
 def moved_by(microbatch: Answer) -> Answer:
     return lambda rank, p, m, v, n: [
-        Action(action.stage, action.kind, microbatch(action, m, n)) for action in order_in_rounds(rank, p, m, v, n)
+        Action(action.stage, action.kind, microbatch(action, m, n))
+        for action in order_in_rounds(rank, p, m, v, n)
     ]
 
 
 def only(wanted: Answer) -> Answer:
-    return lambda rank, p, m, v, n: [a for a in order_in_rounds(rank, p, m, v, n) if wanted(a, m, n)]
+    return lambda rank, p, m, v, n: [
+        a for a in order_in_rounds(rank, p, m, v, n) if wanted(a, m, n)
+    ]
 
 
 def ahead_by(warm_up: Answer) -> Answer:
@@ -110,7 +120,9 @@ def by_search(rank: int, p: int, v: int, shape: str) -> tuple[int, ...]:
     return tuple(stage for stage, place in enumerate(ranks) if place == rank)
 
 
-def in_halves(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+def in_halves(
+    chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
+) -> None:
     """Another way to write it: what is needed to begin a backward is kept at the forward; sends are waited for late."""
     p, m, kept, sends = ring.n_ranks, len(microbatches), {}, []
 
@@ -137,38 +149,71 @@ def ill(*changes: tuple[str, str]) -> Answer:
     return flawed(healed_chunks_step, *changes)
 
 
-def by_kind(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+def by_kind(
+    chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
+) -> None:
     """All forwards, then all backwards."""
     forwards_first = sorted(order, key=lambda action: action.kind == "B")
     healed_chunks_step(chunks, forwards_first, microbatches, targets, loss_fn, ring)
 
 
-def last_first(chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any) -> None:
+def last_first(
+    chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
+) -> None:
     """As given, but for which microbatch is which: on all ranks alike."""
-    turned = [replace(action, microbatch=len(microbatches) - 1 - action.microbatch) for action in order]
+    turned = [
+        replace(action, microbatch=len(microbatches) - 1 - action.microbatch) for action in order
+    ]
     healed_chunks_step(chunks, turned, microbatches, targets, loss_fn, ring)
 
 
 WRONG = {
     "warm_up_forwards": [
-        (lambda rank, p, v: p - 1 - rank, "cannot run", "The first backward is in the *last* chunk"),
-        (lambda rank, p, v: v * (p - 1 - rank), "take", "a round of p forwards in each other chunk"),
-        (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank), "is no faster", "Megatron-LM's count"),
-        (lambda rank, p, v: v * p - rank, "is 8, not 7", "The forward of the first pair is no warm-up"),
+        (
+            lambda rank, p, v: p - 1 - rank,
+            "cannot run",
+            "The first backward is in the *last* chunk",
+        ),
+        (
+            lambda rank, p, v: v * (p - 1 - rank),
+            "take",
+            "a round of p forwards in each other chunk",
+        ),
+        (
+            lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank),
+            "is no faster",
+            "Megatron-LM's count",
+        ),
+        (
+            lambda rank, p, v: v * p - rank,
+            "is 8, not 7",
+            "The forward of the first pair is no warm-up",
+        ),
         (lambda rank, p, v: v * p - 1, "(1, 4, 2)` is 7, not 6", "Not every rank is as far"),
         (lambda rank, p, v: v * p, "is 8, not 7", "as breadth first does"),
         (lambda rank, p, v: v * (p - 1 - rank) + (v - 1) * p, "is 10, not 7"),
         (lambda rank, p, v: (v - 1) * p, "cannot run", "each rank behind needs one to work on"),
         (lambda rank, p, v: (v - 1) * p + rank, "cannot run", "*shorter* from rank to rank"),
         (lambda rank, p, v: float(v * p - 1 - rank), "a float", "whole"),
-        (lambda rank, p, v: p - 1 - rank - v if rank else v * p - 1, "is 0, not 6", "in the *last* chunk"),
+        (
+            lambda rank, p, v: p - 1 - rank - v if rank else v * p - 1,
+            "is 0, not 6",
+            "in the *last* chunk",
+        ),
         (lambda rank, p, v: v * p - 1 - rank - 9, "is -2, not 7", "count the ranks behind"),
     ],
     "best_chunks": [
         (lambda p, m, layers, f, b, latency: layers, "each adds 2 p messages"),
-        (lambda *row: 1, "Without latency every chunk more shortens the bubble", "a chunk takes a v-th of them"),
+        (
+            lambda *row: 1,
+            "Without latency every chunk more shortens the bubble",
+            "a chunk takes a v-th of them",
+        ),
         (with_whole_ranks, "Without latency every chunk more"),
-        (lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row), "a chunk takes a v-th of them"),
+        (
+            lambda *row: best_chunks(*row) if row[-1] == 0 else with_whole_ranks(*row),
+            "a chunk takes a v-th of them",
+        ),
         (lambda *row: best_chunks(*row) if row[2] != 6 else 2, "Add up the work"),
         (lambda *row: 3 if row[0] == 8 else best_chunks(*row), "cannot be cut into 3 equal chunks"),
         (lambda *row: sqrt(2.0), "round, and try both neighbours"),
@@ -176,39 +221,95 @@ WRONG = {
         (nearest_to_root, "best_chunks(4, 12, 16, 24, 72, 4)", "The divisor nearest to the root"),
     ],
     "order_in_rounds": [
-        (ahead_by(lambda rank, p, m, v, n: (v - 1) * p + 2 * (p - 1 - rank)), "cannot run", "rounds of n, not of p"),
-        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + p - 1 - rank), "messages that take 1", "too short"),
-        (ahead_by(lambda rank, p, m, v, n: m * v), "holds 16 activations at its peak; 11 are enough", "everything"),
-        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - rank)), "holds 13 activations", "Count the warm-up"),
-        (ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 3 * (p - 1 - rank)), "cannot run", "Count the warm-up"),
-        (changed(up_again=True), "backwards in another order", "in backward the last chunk comes first"),
+        (
+            ahead_by(lambda rank, p, m, v, n: (v - 1) * p + 2 * (p - 1 - rank)),
+            "cannot run",
+            "rounds of n, not of p",
+        ),
+        (
+            ahead_by(lambda rank, p, m, v, n: (v - 1) * n + p - 1 - rank),
+            "messages that take 1",
+            "too short",
+        ),
+        (
+            ahead_by(lambda rank, p, m, v, n: m * v),
+            "holds 16 activations at its peak; 11 are enough",
+            "everything",
+        ),
+        (
+            ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 2 * (p - rank)),
+            "holds 13 activations",
+            "Count the warm-up",
+        ),
+        (
+            ahead_by(lambda rank, p, m, v, n: (v - 1) * n + 3 * (p - 1 - rank)),
+            "cannot run",
+            "Count the warm-up",
+        ),
+        (
+            changed(up_again=True),
+            "backwards in another order",
+            "in backward the last chunk comes first",
+        ),
         (changed(newest_first=True), "backwards in another order", "comes back first"),
         (changed(no_drain=True), "lacks `0B2`", "as many backwards are left"),
-        (changed(cut=False), "`order_in_rounds(0, 4, 4, 2, 4)` lacks `4B0`", "The warm-up is all forwards at most"),
-        (moved_by(lambda action, m, n: (action.microbatch + n) % m), "forwards in another order", "0 to n - 1"),
-        (only(lambda action, m, n: action.kind == "F" or action.microbatch >= m - n), "lacks `4B0`", "A round adds"),
+        (
+            changed(cut=False),
+            "`order_in_rounds(0, 4, 4, 2, 4)` lacks `4B0`",
+            "The warm-up is all forwards at most",
+        ),
+        (
+            moved_by(lambda action, m, n: (action.microbatch + n) % m),
+            "forwards in another order",
+            "0 to n - 1",
+        ),
+        (
+            only(lambda action, m, n: action.kind == "F" or action.microbatch >= m - n),
+            "lacks `4B0`",
+            "A round adds",
+        ),
         (lambda *row: [], "`order_in_rounds(0, 4, 8, 2, 4)` is `[]`"),
         (changed(whole_rounds=True), "has `0F10`", "the last round takes what is left"),
         (with_rounds_of(lambda p, m: p), "forwards in another order", "A round is n microbatches"),
         (with_rounds_of(lambda p, m: m), "forwards in another order", "then comes the next round"),
-        (lambda rank, p, m, v, n: order_in_rounds(0, p, m, v, n), "has `0F0`", "stage `c * p + rank`"),
+        (
+            lambda rank, p, m, v, n: order_in_rounds(0, p, m, v, n),
+            "has `0F0`",
+            "stage `c * p + rank`",
+        ),
         (lambda rank, p, m, v, n: order_in_rounds(rank, p, m, v, n) * 2, "has `0F0` 2 times"),
     ],
     "stages_of_rank": [
-        (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)), "a microbatch visits each rank once"),
+        (
+            lambda rank, p, v, shape: list(range(rank * v, rank * v + v)),
+            "a microbatch visits each rank once",
+        ),
         (lambda rank, p, v, shape: [c * p + rank for c in range(v)], "That is the loop"),
-        (lambda rank, p, v, shape: [rank, 2 * p - 1 - rank][:v], "'loop')` is [0, 7]", "is on rank s % p"),
+        (
+            lambda rank, p, v, shape: [rank, 2 * p - 1 - rank][:v],
+            "'loop')` is [0, 7]",
+            "is on rank s % p",
+        ),
         (lambda rank, p, v, shape: [rank, rank + p][:v], "holds v = 3 stages"),
-        (lambda rank, p, v, shape: stages_of_rank(rank, p, v, shape)[::-1], "in the order of the model"),
+        (
+            lambda rank, p, v, shape: stages_of_rank(rank, p, v, shape)[::-1],
+            "in the order of the model",
+        ),
         (lambda rank, p, v, shape: [c * v + rank for c in range(v)], "dealt round, like cards"),
         (
-            lambda rank, p, v, shape: [c * p + (rank if shape == "loop" or not c else p - 1 - rank) for c in range(v)],
+            lambda rank, p, v, shape: [
+                c * p + (rank if shape == "loop" or not c else p - 1 - rank) for c in range(v)
+            ],
             "The third goes down the ranks again",
         ),
         (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)], "counted from 0"),
     ],
     "healed_chunks_step": [
-        (PATIENTS["B"], "chunk 0 wrong, chunk 1 none", "Which of its chunks does a rank need for stage s"),
+        (
+            PATIENTS["B"],
+            "chunk 0 wrong, chunk 1 none",
+            "Which of its chunks does a rank need for stage s",
+        ),
         (PATIENTS["C"], "chunk 0 wrong, chunk 1 right", "Ends are stages, not ranks"),
         (ill(("1 / m", "1")), "m times too large"),
         (ill(("in order:", "in [a for a in order if a.kind == 'F']:")), "No backward has run"),
@@ -216,10 +317,19 @@ WRONG = {
         (ill(("kept.pop((stage, i))", "kept.pop((i, stage))")), "KeyError", "the same key"),
         (ill(("if stage > 0:", "if True:")), "there is no gradient to send: stage 0 has none"),
         (
-            ill(("            else:\n                sends.", "            if True:\n                sends.")),
+            ill(
+                (
+                    "            else:\n                sends.",
+                    "            if True:\n                sends.",
+                )
+            ),
             "the last stage sends none",
         ),
-        (by_kind, "the gradients are right, but rank 0 works in another order", "Go through `order`"),
+        (
+            by_kind,
+            "the gradients are right, but rank 0 works in another order",
+            "Go through `order`",
+        ),
         (last_first, "rank 0 was given 0F0 0F1", "and did 0F7 0F6", "Go through `order`"),
     ],
 }
@@ -232,7 +342,9 @@ RIGHT = {
     "order_in_rounds": [by_counter, changed()],
     "stages_of_rank": [
         by_search,
-        lambda rank, p, v, shape: range(rank, p * v, p) if shape == "loop" else by_search(rank, p, v, shape),
+        lambda rank, p, v, shape: (
+            range(rank, p * v, p) if shape == "loop" else by_search(rank, p, v, shape)
+        ),
         lambda rank, p, v, shape: [*by_search(rank, p, v, shape)],
     ],
     "healed_chunks_step": [in_halves],
@@ -240,7 +352,12 @@ RIGHT = {
 
 
 def cases(answers: dict[str, list[Any]], of_steps: bool) -> list[tuple[Any, ...]]:
-    return [(name, each) for name, rows in answers.items() for each in rows if name.endswith("_step") == of_steps]
+    return [
+        (name, each)
+        for name, rows in answers.items()
+        for each in rows
+        if name.endswith("_step") == of_steps
+    ]
 
 
 @pytest.mark.parametrize(("name", "case"), cases(WRONG, of_steps=False))
@@ -254,7 +371,9 @@ def test_an_ill_step_is_told_why(name: str, case: tuple[Any, ...]) -> None:
     refuses(name, *case)
 
 
-@pytest.mark.parametrize(("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers])
+@pytest.mark.parametrize(
+    ("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers]
+)
 def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
     accepts(name, answer)
 
@@ -267,11 +386,15 @@ def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: i
     short, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))
     assert short.makespan == roomy.makespan == 3 * (m * v + p - 1)
     assert short.peak_activations == tuple(v * p - rank for rank in range(p))
-    assert roomy.peak_activations == tuple((v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p))
+    assert roomy.peak_activations == tuple(
+        (v - 1) * p + 2 * (p - 1 - rank) + 1 for rank in range(p)
+    )
 
 
 @pytest.mark.parametrize(("p", "v"), [(4, 2), (8, 2)])
-def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(p: int, v: int) -> None:
+def test_megatrons_room_makes_latency_cost_the_same_however_many_microbatches(
+    p: int, v: int
+) -> None:
     costs = Costs(latency=1)
 
     def added(schedule: Schedule) -> float:

@@ -20,14 +20,23 @@ def read(notebook: str) -> tuple[str, str, str]:
     """Its prose, its outputs, and its headings, with every run of white space made one space."""
     [path] = NOTEBOOKS.glob(f"{notebook}_*.ipynb")
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    prose = [line for cell in cells if cell["cell_type"] == "markdown" for line in "".join(cell["source"]).splitlines()]
+    prose = [
+        line
+        for cell in cells
+        if cell["cell_type"] == "markdown"
+        for line in "".join(cell["source"]).splitlines()
+    ]
     outputs, titles = [], []
     for cell in cells:
         if cell["cell_type"] == "code":
             titles.append("".join(cell["source"]))
             outputs += ["".join(output.get("text", "")) for output in cell["outputs"]]
     headings = [line.removeprefix("## ") for line in prose if line.startswith("## ")]
-    return " ".join(" ".join(prose + titles).split()), " ".join(" ".join(outputs).split()), "\n".join(headings)
+    return (
+        " ".join(" ".join(prose + titles).split()),
+        " ".join(" ".join(outputs).split()),
+        "\n".join(headings),
+    )
 
 
 def test_there_are_thirty_two_or_three_a_notebook() -> None:
@@ -46,7 +55,14 @@ def test_the_answer_is_what_a_cell_prints_and_what_the_package_computes(question
     if question.run:
         found = eval(
             question.run,
-            {"simulate": simulate, "build": build, "bound": bound, "Costs": Costs, "list": list, "max": max},
+            {
+                "simulate": simulate,
+                "build": build,
+                "bound": bound,
+                "Costs": Costs,
+                "list": list,
+                "max": max,
+            },
         )
         assert found == pytest.approx(question.value)
 
@@ -72,7 +88,11 @@ def test_a_route_asks_what_its_sections_teach(monkeypatch: pytest.MonkeyPatch) -
     from routes import ROUTES, chosen
 
     for route in ROUTES:
-        taught = {(part.notebook, section.title) for part in route.parts for section in chosen(part)}
-        expected = [question for question in questions() if (question.notebook, question.section) in taught]
+        taught = {
+            (part.notebook, section.title) for part in route.parts for section in chosen(part)
+        }
+        expected = [
+            question for question in questions() if (question.notebook, question.section) in taught
+        ]
         assert list(questions_about([route.name])) == expected
     assert expected == list(questions())

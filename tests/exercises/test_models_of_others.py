@@ -57,7 +57,10 @@ def all_weights(stages: list[dict[str, int]]) -> list[dict[int, str]]:
 
 def by_name(stages: list[dict[str, int]]) -> list[dict[int, str]]:
     names = {name for weights in stages for name in weights}
-    where = [{stage: name for stage, weights in enumerate(stages) if name in weights} for name in sorted(names)]
+    where = [
+        {stage: name for stage, weights in enumerate(stages) if name in weights}
+        for name in sorted(names)
+    ]
     return [each for each in where if len(each) > 1]
 
 
@@ -66,7 +69,11 @@ def last_name(stages: list[dict[str, int]]) -> list[dict[int, str]]:
 
 
 def every_pair(stages: list[dict[str, int]]) -> list[dict[int, str]]:
-    held = [(stage, name, weight) for stage, weights in enumerate(stages) for name, weight in weights.items()]
+    held = [
+        (stage, name, weight)
+        for stage, weights in enumerate(stages)
+        for name, weight in weights.items()
+    ]
     return [{a[0]: a[1], b[0]: b[1]} for a in held for b in held if a[0] < b[0] and a[2] == b[2]]
 
 
@@ -87,7 +94,9 @@ def loss_with(divide: str, chunk: bool, left_out: int = -100, counts: int = 1) -
             for stage in stages:
                 x = stage(x, attention_mask=real)
             padding = mask.chunk(m)[i][:, 1:] != counts
-            targets = (rows[:, 1:].masked_fill(padding, left_out) if left_out else rows[:, 1:]).flatten()
+            targets = (
+                rows[:, 1:].masked_fill(padding, left_out) if left_out else rows[:, 1:]
+            ).flatten()
             losses.append(cross_entropy(x[:, :-1].flatten(0, 1), targets, reduction=divide))
         return sum(losses) / (m if divide == "mean" else mask[:, 1:].sum())
 
@@ -141,14 +150,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "words"), [(name, *each) for name, answers in WRONG.items() for each in answers]
+    ("name", "answer", "words"),
+    [(name, *each) for name, answers in WRONG.items() for each in answers],
 )
 def test_a_wrong_answer_is_told_why(name: str, answer: Answer, words: str) -> None:
     refuses(name, answer, words)
 
 
 def test_ties_may_come_in_any_order() -> None:
-    accepts("tied_across", lambda stages: [dict(reversed(each.items())) for each in tied_across(stages)[::-1]])
+    accepts(
+        "tied_across",
+        lambda stages: [dict(reversed(each.items())) for each in tied_across(stages)[::-1]],
+    )
 
 
 def test_a_loss_may_be_computed_otherwise() -> None:
@@ -187,14 +200,17 @@ def test_skips_stay_on_their_rank_in_a_v() -> None:
 
 
 @pytest.mark.parametrize(
-    ("late", "tried"), [((), [0.02]), ((0.02,), [0.02, 0.04]), ((0.02, 0.04, 0.08), [0.02, 0.04, 0.08])]
+    ("late", "tried"),
+    [((), [0.02]), ((0.02,), [0.02, 0.04]), ((0.02, 0.04, 0.08), [0.02, 0.04, 0.08])],
 )
 def test_prompts_are_written_at_a_slower_pace_where_the_machine_is_too_busy(
     late: tuple[float, ...], tried: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paces = []
 
-    def on_ranks(n: int, fn: object, n_prompts: tuple[int, ...], n_tokens: int, forward_s: float) -> list[Any]:
+    def on_ranks(
+        n: int, fn: object, n_prompts: tuple[int, ...], n_tokens: int, forward_s: float
+    ) -> list[Any]:
         paces.append(forward_s)
         length = {1: 24, 4: 27, 8: 51}
         slow = 1.2 if forward_s in late else 1.0
@@ -206,7 +222,9 @@ def test_prompts_are_written_at_a_slower_pace_where_the_machine_is_too_busy(
     monkeypatch.setattr(lab, "on_ranks", on_ranks)
     written = generate_text((1, 4, 8), n_tokens=6)
     assert paces == tried
-    assert written[4][1].makespan == pytest.approx((1.2 if tried[-1] in late else 1) * 27 * tried[-1])
+    assert written[4][1].makespan == pytest.approx(
+        (1.2 if tried[-1] in late else 1) * 27 * tried[-1]
+    )
 
 
 @pytest.mark.ranks

@@ -21,7 +21,9 @@ def test_a_mutant_that_was_once_accepted_is_refused(name: str, change: str) -> N
 
 @pytest.mark.long
 def test_survivors_are_few_are_mutants_and_each_has_a_reason() -> None:
-    changes = {exercise.name: {mutant.change for mutant in mutants_of(exercise)} for exercise in ALL}
+    changes = {
+        exercise.name: {mutant.change for mutant in mutants_of(exercise)} for exercise in ALL
+    }
     n_mutants = [len(each) for each in changes.values()]
     assert min(n_mutants) >= FEWEST
     assert sum(map(len, survivors().values())) < 0.1 * sum(n_mutants)

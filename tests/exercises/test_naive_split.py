@@ -206,7 +206,9 @@ def by_limit(costs, n_stages):
             used += cost
         return [*ranges, (start, len(costs))]
 
-    sums = sorted({sum(costs[i:j]) for i in range(len(costs)) for j in range(i + 1, len(costs) + 1)})
+    sums = sorted(
+        {sum(costs[i:j]) for i in range(len(costs)) for j in range(i + 1, len(costs) + 1)}
+    )
     limit = next(s for s in sums if s >= max(costs) and len(filled(s)) <= n_stages)
     ranges = filled(limit)
     while len(ranges) < n_stages:
@@ -223,7 +225,9 @@ def by_the_package(costs, n_stages):
 def filled_up_to(limit, costs, n_stages):
     ranges, start = [], 0
     for i in range(len(costs)):
-        if i > start and (sum(costs[start : i + 1]) > limit or n_stages - len(ranges) - 1 == len(costs) - i):
+        if i > start and (
+            sum(costs[start : i + 1]) > limit or n_stages - len(ranges) - 1 == len(costs) - i
+        ):
             ranges.append((start, i))
             start = i
     return [*ranges, (start, len(costs))]
@@ -319,7 +323,9 @@ def best_of_fewer(costs, n_stages):
 def test_the_hints_lead_to_the_solution() -> None:
     exercise = find("balanced_cut")
     steps = ["best = {0: (0.0, [])}", "max(worst, sum(costs[start:end])), [*ranges, (start, end)]"]
-    assert [step for step in steps if step not in "".join(exercise.hints) or step not in exercise.source] == []
+    assert [
+        step for step in steps if step not in "".join(exercise.hints) or step not in exercise.source
+    ] == []
     assert "limit" not in "".join(exercise.hints)
 
 
@@ -331,10 +337,27 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (by_number, ["`balanced_cut([1, 1, 1, 1, 4], 2)`", "costs 5; 4 is possible", "same number of layers"]),
+        (
+            by_number,
+            [
+                "`balanced_cut([1, 1, 1, 1, 4], 2)`",
+                "costs 5; 4 is possible",
+                "same number of layers",
+            ],
+        ),
         (up_to_the_average, ["is possible", "costs of the stages", "filled up to the average"]),
-        (all_but_one_alone, ["costs 3; 2 is possible", "take the one whose largest sum is smallest"]),
-        (by_bisection, ["`balanced_cut([0.3, 0.4, 0.5, 0.6], 2)`", "costs 1.2; 1.1 is possible", "whole numbers"]),
+        (
+            all_but_one_alone,
+            ["costs 3; 2 is possible", "take the one whose largest sum is smallest"],
+        ),
+        (
+            by_bisection,
+            [
+                "`balanced_cut([0.3, 0.4, 0.5, 0.6], 2)`",
+                "costs 1.2; 1.1 is possible",
+                "whole numbers",
+            ],
+        ),
         (by_bisection_to_a_thousandth, ["`balanced_cut([0.0007,", "nor near 1"]),
         (
             of_least_squares,
@@ -345,7 +368,9 @@ def test_a_best_cut_is_correct_however_it_is_found(answer: Callable[..., Any]) -
         (leaves_stages_empty, ["stage 1 has no layer"]),
     ],
 )
-def test_a_cut_that_is_not_the_best_is_told_why(answer: Callable[..., Any], words: list[str]) -> None:
+def test_a_cut_that_is_not_the_best_is_told_why(
+    answer: Callable[..., Any], words: list[str]
+) -> None:
     refuses("balanced_cut", answer, *words)
 
 
@@ -391,17 +416,28 @@ def clears_them_all(stage):
 
 
 @pytest.mark.parametrize("answer", [with_a_loop, by_the_largest, as_a_set])
-def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
+def test_a_search_for_the_untrained_is_correct_however_it_is_written(
+    answer: Callable[..., Any],
+) -> None:
     accepts("untrained", answer)
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda s: [n for n, p in s.named_parameters() if p.requires_grad and p.grad is None], ["set_to_none=False"]),
-        (lambda s: [n for n, p in s.named_parameters() if p.grad is None or not p.grad.any()], ["layer 2 is frozen"]),
+        (
+            lambda s: [n for n, p in s.named_parameters() if p.requires_grad and p.grad is None],
+            ["set_to_none=False"],
+        ),
+        (
+            lambda s: [n for n, p in s.named_parameters() if p.grad is None or not p.grad.any()],
+            ["layer 2 is frozen"],
+        ),
         (lambda s: [n for n, p in s.named_parameters() if not p.grad], ["Boolean value of Tensor"]),
-        (lambda s: [p for p in s.parameters() if p.grad is None], ["not names", "named_parameters()"]),
+        (
+            lambda s: [p for p in s.parameters() if p.grad is None],
+            ["not names", "named_parameters()"],
+        ),
         (
             lambda s: [
                 n
@@ -411,21 +447,42 @@ def test_a_search_for_the_untrained_is_correct_however_it_is_written(answer: Cal
             ["only some numbers are zero is healthy"],
         ),
         (
-            lambda s: [n for n, p in s.named_parameters() if p.requires_grad and (p.grad is None or p.grad.sum() == 0)],
+            lambda s: [
+                n
+                for n, p in s.named_parameters()
+                if p.requires_grad and (p.grad is None or p.grad.sum() == 0)
+            ],
             ["1 and -1 cancel", "add up to zero"],
         ),
         (lambda s: sum(p.grad is None for p in s.parameters()), ["is an int; a list is asked for"]),
-        (lambda s: all(p.grad is not None for p in s.parameters()), ["is a bool; a list is asked for"]),
+        (
+            lambda s: all(p.grad is not None for p in s.parameters()),
+            ["is a bool; a list is asked for"],
+        ),
         (
             lambda s: [
-                n for n, p in s.named_parameters() if p.requires_grad and (p.grad is None or p.grad.norm() < 1e-3)
+                n
+                for n, p in s.named_parameters()
+                if p.requires_grad and (p.grad is None or p.grad.norm() < 1e-3)
             ],
             ["each number of a gradient is 1e-6", "Small is not zero"],
         ),
-        (zeroes_what_is_missing, ["layer 0 has `grad` None, `untrained` changed the gradient of 0.weight"]),
-        (clears_them_all, ["every gradient is there, `untrained` changed the gradient of 0.weight"]),
-        (lambda s: [n for n, p in s.named_parameters() if p.grad is not None], ["every gradient is there"]),
-        (lambda s: untrained(s[:2]), ["the last bias has `grad` None, `untrained` gave [], not ['2.bias']"]),
+        (
+            zeroes_what_is_missing,
+            ["layer 0 has `grad` None, `untrained` changed the gradient of 0.weight"],
+        ),
+        (
+            clears_them_all,
+            ["every gradient is there, `untrained` changed the gradient of 0.weight"],
+        ),
+        (
+            lambda s: [n for n, p in s.named_parameters() if p.grad is not None],
+            ["every gradient is there"],
+        ),
+        (
+            lambda s: untrained(s[:2]),
+            ["the last bias has `grad` None, `untrained` gave [], not ['2.bias']"],
+        ),
     ],
 )
 def test_a_search_that_misses_is_told_what(answer: Callable[..., Any], words: list[str]) -> None:

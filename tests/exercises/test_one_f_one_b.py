@@ -84,7 +84,11 @@ def counting_anew(rank: int, p: int, m: int) -> list[Action]:
 def without_min(rank: int, p: int, m: int) -> list[Action]:
     warm_up = p - 1 - rank
     steady = chain(*zip(forwards(rank, m)[warm_up:], backwards(rank, m), strict=False))
-    return [*forwards(rank, warm_up), *steady, *backwards(rank, m)[-warm_up:]] if warm_up else [*steady]
+    return (
+        [*forwards(rank, warm_up), *steady, *backwards(rank, m)[-warm_up:]]
+        if warm_up
+        else [*steady]
+    )
 
 
 def by_index_without_min(rank: int, p: int, m: int) -> list[Action]:
@@ -96,11 +100,23 @@ def by_index_without_min(rank: int, p: int, m: int) -> list[Action]:
 
 
 WRONG_ORDERS = [
-    (lambda rank, p, m: forwards(rank, m) + backwards(rank, m), "holds 8 activations", "what GPipe holds"),
+    (
+        lambda rank, p, m: forwards(rank, m) + backwards(rank, m),
+        "holds 8 activations",
+        "what GPipe holds",
+    ),
     (lambda rank, p, m: in_phases(rank, m, 0), "takes", "starve"),
-    (lambda rank, p, m: in_phases(rank, m, min(m, p - rank)), "the first one after the warm-up counts"),
+    (
+        lambda rank, p, m: in_phases(rank, m, min(m, p - rank)),
+        "the first one after the warm-up counts",
+    ),
     (lambda rank, p, m: in_phases(rank, m, min(m, rank)), "wait", "shorter from rank to rank"),
-    (lambda rank, p, m: in_phases(rank, m, min(m, p - 1)), "holds", "are enough", "gets shorter from rank to rank"),
+    (
+        lambda rank, p, m: in_phases(rank, m, min(m, p - 1)),
+        "holds",
+        "are enough",
+        "gets shorter from rank to rank",
+    ),
     (newest_first, "cannot run", "oldest"),
     (without_drain, "lacks", "the drain"),
     (counting_anew, "2 times", "goes on where the warm-up stopped"),
@@ -110,7 +126,10 @@ WRONG_ORDERS = [
         "(0, 4, 2)` raised ValueError: microbatch -1",
         "With fewer microbatches than ranks the warm-up is m",
     ),
-    (lambda rank, p, m: [Action(0, a.kind, a.microbatch) for a in order_1f1b(rank, p, m)], "Rank 1 holds stage 1"),
+    (
+        lambda rank, p, m: [Action(0, a.kind, a.microbatch) for a in order_1f1b(rank, p, m)],
+        "Rank 1 holds stage 1",
+    ),
     (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_1f1b(rank, p, m)], "no action"),
     (lambda rank, p, m: None, "Is a `return` missing?"),
 ]
@@ -129,9 +148,18 @@ def test_an_order_may_be_found_by_a_limit_and_written_as_text() -> None:
 # Steps on real ranks: a solution with one change.
 
 DOWN, UP = "sends.extend(send_activation(y, link))", "sends.extend(send_gradient(dx, link))"
-WARM_UP, DRAIN = "min(m, link.n_ranks - 1 - link.rank)", "    while in_flight:\n        backward()\n"
-BLOCKING = "if not link.is_last: dist.send(y.detach(), link.rank + 1)", "if link.rank: dist.send(dx, link.rank - 1)"
-AT_ONCE = "[send.wait() for send in send_activation(y, link)]", "[send.wait() for send in send_gradient(dx, link)]"
+WARM_UP, DRAIN = (
+    "min(m, link.n_ranks - 1 - link.rank)",
+    "    while in_flight:\n        backward()\n",
+)
+BLOCKING = (
+    "if not link.is_last: dist.send(y.detach(), link.rank + 1)",
+    "if link.rank: dist.send(dx, link.rank - 1)",
+)
+AT_ONCE = (
+    "[send.wait() for send in send_activation(y, link)]",
+    "[send.wait() for send in send_gradient(dx, link)]",
+)
 
 
 def step_with(*changes: tuple[str, str]) -> Answer:
@@ -150,7 +178,9 @@ def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: An
         y = forward_stage(stage, x, targets[i], loss_fn, link)
         in_flight.append((x, y))
         sends.extend(send_activation(y, link))
-        while in_flight and (len(in_flight) == link.n_ranks - link.rank or i % 4 == 3 or i == m - 1):
+        while in_flight and (
+            len(in_flight) == link.n_ranks - link.rank or i % 4 == 3 or i == m - 1
+        ):
             x, y = in_flight.popleft()
             sends.extend(send_gradient(backward_stage(x, y, recv_gradient(y, m, link)), link))
             if len(in_flight) == link.n_ranks - link.rank - 1 and i % 4 != 3 and i != m - 1:
@@ -205,7 +235,9 @@ def in_one_tensor(n: str) -> Answer:
     return flawed(healed_step, (each, f"torch.empty({n}, *link.shape, dtype=link.dtype)"))
 
 
-def fresh_in_one_function(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
+def fresh_in_one_function(
+    stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any
+) -> None:
     m, in_flight, sends = len(microbatches), deque[Any](), []
     warm_up = min(m, link.n_ranks - 1 - link.rank)
     for i in range(m + warm_up):
@@ -221,7 +253,10 @@ def fresh_in_one_function(stage: Any, microbatches: Any, targets: Any, loss_fn: 
         each.wait()
 
 
-TOO_MANY, TOO_FEW = ["received activations; 1F1B needs 3", "Count the slots"], [".0.weight", "Who has written to it"]
+TOO_MANY, TOO_FEW = (
+    ["received activations; 1F1B needs 3", "Count the slots"],
+    [".0.weight", "Who has written to it"],
+)
 COPIED = "x = slot.detach().requires_grad_()", "x = slot.clone().requires_grad_()"
 WRONG_CURES = {
     "a slot for each microbatch": (slots("m"), TOO_MANY),
@@ -254,7 +289,8 @@ def test_the_patient_is_healed_in_several_ways(answer: Answer) -> None:
 
 # The patients of the clinic: what they have must show, and nothing else.
 
-# By patient and number of microbatches: for each rank how many of its gradients are right, are missing, are wrong.
+# By patient and number of microbatches: for each rank how many of its gradients are right, are
+# missing, are wrong.
 WELL = [(12, 0, 0)] * 4
 SYMPTOMS = {
     ("A", 8): [(0, 12, 0), (0, 12, 0), (0, 12, 0), (12, 0, 0)],
@@ -268,7 +304,10 @@ SYMPTOMS = {
 @pytest.mark.parametrize(("name", "m"), SYMPTOMS)
 def test_a_patient_shows_its_symptom(name: str, m: int) -> None:
     found = examine(PATIENTS[name], m, stagger_s=0.05)
-    counts = [tuple(list(rank.values()).count(kind) for kind in ("right", "none", "wrong")) for rank in found.by_rank]
+    counts = [
+        tuple(list(rank.values()).count(kind) for kind in ("right", "none", "wrong"))
+        for rank in found.by_rank
+    ]
     assert counts == SYMPTOMS[name, m]
     assert (found.value == pytest.approx(found.of_one)) == ((name, m) != ("C", 8))
 
@@ -289,16 +328,43 @@ def one_too_few_on_rank_0(rank: int, p: int, f: float, b: float, latency: float)
 
 WRONG_LIMITS = [
     (lambda rank, p, f, b, latency: p - rank, "1F1B without latency"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(latency / (f + b))), "crosses each link twice"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + floor(2 * latency / (f + b))), "You round down"),
-    (lambda rank, p, f, b, latency: p - rank + ceil(2 * (p - 1 - rank) * latency / (f + b)), "Each link holds whole"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * ceil(latency / (f + b))), "round up once a link"),
-    (lambda rank, p, f, b, latency: 2 * (p - rank) - 1, "is 7, not 4", "Without latency it is 1F1B"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(2 * latency / f)), "every forward + backward"),
-    (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)), "a whole place", "math.ceil"),
+    (
+        lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(latency / (f + b))),
+        "crosses each link twice",
+    ),
+    (
+        lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + floor(2 * latency / (f + b))),
+        "You round down",
+    ),
+    (
+        lambda rank, p, f, b, latency: p - rank + ceil(2 * (p - 1 - rank) * latency / (f + b)),
+        "Each link holds whole",
+    ),
+    (
+        lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * ceil(latency / (f + b))),
+        "round up once a link",
+    ),
+    (
+        lambda rank, p, f, b, latency: 2 * (p - rank) - 1,
+        "is 7, not 4",
+        "Without latency it is 1F1B",
+    ),
+    (
+        lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + ceil(2 * latency / f)),
+        "every forward + backward",
+    ),
+    (
+        lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency / (f + b)),
+        "a whole place",
+        "math.ceil",
+    ),
     (one_too_few_on_rank_0, "is 15, not 16", "3.2 at once. Behind rank 0 lie 3 links"),
     (lambda rank, p, f, b, latency: 0, "must hold 1"),
-    (lambda rank, p, f, b, latency: 2 if rank == 1 else 1, "is 1, not 4", "0 at once. Behind rank 0 lie 3 links"),
+    (
+        lambda rank, p, f, b, latency: 2 if rank == 1 else 1,
+        "is 1, not 4",
+        "0 at once. Behind rank 0 lie 3 links",
+    ),
 ]
 
 
@@ -308,11 +374,15 @@ def test_wrong_room_for_what_is_on_its_way_is_told_why(answer: Answer, words: li
     refuses("held_with_latency", answer, *words)
 
 
-def from_the_last_rank_up(rank: int, p: int, forward: float, backward: float, latency: float) -> int:
+def from_the_last_rank_up(
+    rank: int, p: int, forward: float, backward: float, latency: float
+) -> int:
     if rank == p - 1:
         return 1
     here, there_and_back = 1, -(-2 * latency // (forward + backward))
-    return int(here + there_and_back) + from_the_last_rank_up(rank + 1, p, forward, backward, latency)
+    return int(here + there_and_back) + from_the_last_rank_up(
+        rank + 1, p, forward, backward, latency
+    )
 
 
 def test_the_solution_says_that_the_fewest_places_are_asked_for() -> None:
@@ -327,7 +397,10 @@ def test_room_may_be_counted_rank_by_rank() -> None:
 def test_with_that_room_latency_costs_what_it_costs_gpipe(p: int, latency: int, m: int) -> None:
     costs = Costs(1, 1, 1, latency)
     limits = [held_with_latency(rank, p, 1, 2, latency) for rank in range(p)]
-    assert simulate(with_room(limits, m), costs).makespan == simulate(build("gpipe", p, m), costs).makespan
+    assert (
+        simulate(with_room(limits, m), costs).makespan
+        == simulate(build("gpipe", p, m), costs).makespan
+    )
 
 
 # A budget.
@@ -342,7 +415,9 @@ def chosen_by(
     rank_by: Callable[[int, int], Any] = lambda p, m: (p - 1) / (m + p - 1),
     sizes: Callable[[int, int], Any] = equal_microbatches,
 ) -> Answer:
-    def answer(state: int, activations: int, rows: int, min_rows: int, budget: int, max_ranks: int) -> Any:
+    def answer(
+        state: int, activations: int, rows: int, min_rows: int, budget: int, max_ranks: int
+    ) -> Any:
         pairs = [(p, m) for p in range(1, max_ranks + 1) for m in sizes(rows, min_rows)]
         fitting = [(p, m) for p, m in pairs if needed(state, activations, p, m) <= budget]
         return min(fitting, key=lambda pair: rank_by(*pair), default=None)
@@ -356,12 +431,21 @@ def on_first_rank(state: float, activations: float, p: int, m: int) -> float:
 
 WRONG_CHOICES = [
     (chosen_by(lambda s, a, p, m: s / p + a / p), "as GPipe has"),
-    (chosen_by(lambda s, a, p, m: s / p + a / m), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)"),
-    (chosen_by(lambda s, a, p, m: s / p + a / (p * m)), "of 120 on rank 0", "min(m, p) activations"),
+    (
+        chosen_by(lambda s, a, p, m: s / p + a / m),
+        "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)",
+    ),
+    (
+        chosen_by(lambda s, a, p, m: s / p + a / (p * m)),
+        "of 120 on rank 0",
+        "min(m, p) activations",
+    ),
     (chosen_by(lambda s, a, p, m: s / p), "of 120 on rank 0", "min(m, p) activations"),
     (chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m)), "rank 0 has `state / p`"),
     (
-        chosen_by(lambda s, a, p, m: s + min(m, p) * a / (p * m), lambda p, m: ((p - 1) / (m + p - 1), -m)),
+        chosen_by(
+            lambda s, a, p, m: s + min(m, p) * a / (p * m), lambda p, m: ((p - 1) / (m + p - 1), -m)
+        ),
         "rank 0 has `state / p`",
     ),
     (chosen_by(lambda s, a, p, m: s // p + min(m, p) * a // (p * m)), "`//` drops that"),
@@ -369,9 +453,15 @@ WRONG_CHOICES = [
     (chosen_by(lambda s, a, p, m: s / p + min(m, p) * a // (p * m)), "`//` drops that"),
     (chosen_by(on_first_rank, lambda p, m: (-p, -m)), "Fewer ranks make the bubble smaller"),
     (chosen_by(on_first_rank, lambda p, m: m), "More microbatches make the bubble smaller"),
-    (chosen_by(on_first_rank, sizes=lambda rows, least: range(1, rows // least + 1)), "m must divide the rows"),
     (
-        chosen_by(on_first_rank, sizes=lambda rows, least: [m for m in range(1, rows + 1) if rows % m == 0]),
+        chosen_by(on_first_rank, sizes=lambda rows, least: range(1, rows // least + 1)),
+        "m must divide the rows",
+    ),
+    (
+        chosen_by(
+            on_first_rank,
+            sizes=lambda rows, least: [m for m in range(1, rows + 1) if rows % m == 0],
+        ),
         "m is at most rows // min_rows",
     ),
     (lambda *args: (choose(*args) or (1, 1))[::-1], "The ranks come first"),
@@ -389,7 +479,9 @@ def the_fewest_ranks_with_the_most_microbatches(
     state: int, activations: int, rows: int, min_rows: int, budget: int, max_ranks: int
 ) -> list[int] | None:
     m = max(m for m in range(1, rows // min_rows + 1) if rows % m == 0)
-    fitting = [p for p in range(1, max_ranks + 1) if on_first_rank(state, activations, p, m) <= budget]
+    fitting = [
+        p for p in range(1, max_ranks + 1) if on_first_rank(state, activations, p, m) <= budget
+    ]
     return [fitting[0], m] if fitting else None
 
 

@@ -16,7 +16,18 @@ from course_pp.exercises.own_schedule.exercises import (
     run_unbuffered,
     untangled,
 )
-from course_pp.schedule import Action, Costs, Schedule, bound, build, check, names, optimum, search, simulate
+from course_pp.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    bound,
+    build,
+    check,
+    names,
+    optimum,
+    search,
+    simulate,
+)
 from course_pp.show.board_levels import LEVELS
 from tests.exercises.grading import accepts, refuses
 
@@ -108,9 +119,18 @@ def healed_on_two(programs: Programs) -> Programs:
 
 WRONG = {
     "lower_bound": [
-        (lambda p, m, f, i, w: m * (f + i + w), "The last rank cannot begin before a microbatch has come down"),
-        (lambda p, m, f, i, w: (p - 1) * f + m * (f + i + w), "the gradient still goes up through all the others"),
-        (lambda p, m, f, i, w: (p - 1 + m) * (f + i + w), "(4, 8, 1, 1, 1)` is 33, yet zb_h1 is done after 27"),
+        (
+            lambda p, m, f, i, w: m * (f + i + w),
+            "The last rank cannot begin before a microbatch has come down",
+        ),
+        (
+            lambda p, m, f, i, w: (p - 1) * f + m * (f + i + w),
+            "the gradient still goes up through all the others",
+        ),
+        (
+            lambda p, m, f, i, w: (p - 1 + m) * (f + i + w),
+            "(4, 8, 1, 1, 1)` is 33, yet zb_h1 is done after 27",
+        ),
         (lambda p, m, f, i, w: p * (f + i) + w, "One rank alone has `m` times all three kinds"),
         (lambda p, m, f, i, w: "27", "`lower_bound(4, 8, 1, 1, 1)` is"),
     ],
@@ -121,18 +141,29 @@ WRONG = {
         (lambda able, held, cap: able[0], "the best takes"),
         (lambda able, held, cap: Action(0, "F", 99), "Return one of the actions in `able`"),
         (lambda able, held, cap: None, "Return one of the actions in `able`"),
-        (lambda able, held, cap: next(a for a in able if a.kind == "I"), "StopIteration", "choose among those"),
+        (
+            lambda able, held, cap: next(a for a in able if a.kind == "I"),
+            "StopIteration",
+            "choose among those",
+        ),
         (lambda able, held, cap: {a.kind: a for a in able}["F"], "KeyError", "choose among those"),
     ],
     "repair": [
-        (lambda schedule, costs, cap: schedule, "it took 31; now 31; 25 is possible.", "Simulate after each swap"),
+        (
+            lambda schedule, costs, cap: schedule,
+            "it took 31; now 31; 25 is possible.",
+            "Simulate after each swap",
+        ),
         (swapped(by_makespan), "is possible", "let actions end sooner"),
         (swapped(by_makespan, rounds=1), "is possible"),
         (
             lambda schedule, costs, cap: build("zb_h2", schedule.n_ranks, schedule.n_microbatches),
             "a rank holds 5 activations",
         ),
-        (lambda schedule, costs, cap: build("1f1b", schedule.n_ranks, schedule.n_microbatches), "other actions"),
+        (
+            lambda schedule, costs, cap: build("1f1b", schedule.n_ranks, schedule.n_microbatches),
+            "other actions",
+        ),
         (reordered(reversed), "the order cannot run", "Not every swap is legal"),
         (unchecked, "raised ValueError", "Not every swap is legal"),
         (in_its_place, "FrozenInstanceError", "change lists"),
@@ -154,16 +185,22 @@ RIGHT = {
     "lower_bound": [lambda p, m, f, i, w: float(bound(p, m, Costs(f, i, w)))],
     "next_action": [weights_when_full],
     "repair": [searched, swapped(by_ends, backwards=True)],
-    "untangled": [lambda programs: [[list(event) for event in program] for program in untangled(programs)]],
+    "untangled": [
+        lambda programs: [[list(event) for event in program] for program in untangled(programs)]
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name, rows in WRONG.items() for case in rows])
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, rows in WRONG.items() for case in rows]
+)
 def test_a_wrong_answer_is_told_why(name: str, case: tuple[Any, ...]) -> None:
     refuses(name, *case)
 
 
-@pytest.mark.parametrize(("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers])
+@pytest.mark.parametrize(
+    ("name", "answer"), [(name, each) for name, answers in RIGHT.items() for each in answers]
+)
 def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
     accepts(name, answer)
 
@@ -184,7 +221,9 @@ def test_whatever_the_rule_the_order_is_legal_and_fits(cap: int) -> None:
     assert max(simulate(order).peak_activations) <= cap
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name not in ("pipedream", "chimera", "dualpipe")])
+@pytest.mark.parametrize(
+    "name", [name for name in names() if name not in ("pipedream", "chimera", "dualpipe")]
+)
 def test_every_order_can_be_untangled_and_keeps_its_events(name: str) -> None:
     programs = programs_of(build(name, 2, 4))
     assert hanging(untangled(programs)) == {}

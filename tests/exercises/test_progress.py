@@ -24,8 +24,16 @@ def toy(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("export", "target", "says"),
     [
-        ("to_csv", "class/mine.csv", "{} cannot be written: No such file or directory. Create the folder"),
-        ("to_json", "class/mine.json", "{} cannot be written: No such file or directory. Create the folder"),
+        (
+            "to_csv",
+            "class/mine.csv",
+            "{} cannot be written: No such file or directory. Create the folder",
+        ),
+        (
+            "to_json",
+            "class/mine.json",
+            "{} cannot be written: No such file or directory. Create the folder",
+        ),
         ("to_json", "class/", "{} is no folder that you can reach: create it, or give a file"),
         ("to_json", "mine", "{} is no folder that you can reach: create it, or give a file"),
         ("to_json", "/proc", "/proc/"),
@@ -48,7 +56,8 @@ def test_in_a_folder_each_learner_has_one_file_whose_name_names_nobody(
     files = []
     for learner in ("a", "b", "a"):
         monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / learner / "progress.json"))
-        monkeypatch.setattr(sys.modules["course_pp.exercises.progress"], "STORE", Store())  # a kernel of their own
+        # a kernel of their own
+        monkeypatch.setattr(sys.modules["course_pp.exercises.progress"], "STORE", Store())
         files.append(progress().to_json(folder))
     assert files[0] == files[2] != files[1]
     assert sorted(folder.iterdir()) == sorted(files[:2])
@@ -147,7 +156,9 @@ def test_a_file_that_cannot_be_read_is_put_aside(content: bytes, progress_file: 
 
 
 def test_a_whole_number_may_have_lost_its_point(progress_file: Path) -> None:
-    progress_file.write_text('{"exercises": {"double": {"took_minutes": 8, "begun": 5}}, "written": 5}')
+    progress_file.write_text(
+        '{"exercises": {"double": {"took_minutes": 8, "begun": 5}}, "written": 5}'
+    )
     kept, note = Store().read()
     assert (kept.exercises["double"].took_minutes, note) == (8, "")
 
@@ -162,7 +173,9 @@ def test_a_whole_number_may_have_lost_its_point(progress_file: Path) -> None:
         ("/dev/null/x", "File exists"),
     ],
 )
-def test_a_place_that_can_be_no_file_is_noted(place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_can_be_no_file_is_noted(
+    place: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COURSE_PP_PROGRESS", place)
     store = Store()
     note = store.record_attempt("double", correct=True)
@@ -192,7 +205,9 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("export", ["to_csv", "to_json"])
-def test_an_export_may_be_read_by_whom_the_umask_lets(export: str, umask: int, tmp_path: Path) -> None:
+def test_an_export_may_be_read_by_whom_the_umask_lets(
+    export: str, umask: int, tmp_path: Path
+) -> None:
     target = getattr(progress(), export)(tmp_path / "mine.json")
     assert target.stat().st_mode & 0o777 == 0o666 & ~umask
     target.chmod(0o640)

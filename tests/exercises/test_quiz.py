@@ -17,13 +17,17 @@ THIRD = [question for question in questions() if question.notebook == "03"]
 RIGHT = "".join("abcdef"[question.options.index(question.correct)] for question in THIRD)
 
 
-def test_without_answers_each_question_is_printed_with_letters_and_none_is_said_to_be_right() -> None:
+def test_without_answers_each_question_is_printed_with_letters_and_none_is_said_to_be_right() -> (
+    None
+):
     text = quiz("before").text
     assert text.startswith('Answer with quiz("before", "…"): a letter for each of the 30 questions')
     for number, question in enumerate(questions(), 1):
         assert f"\n{number}. {question.asks}\n   a) " in text
     assert "prints: " not in text
-    assert text.endswith('0 of 30 answered. What is right is shown after the course: quiz("after").')
+    assert text.endswith(
+        '0 of 30 answered. What is right is shown after the course: quiz("after").'
+    )
 
 
 def test_letters_are_kept_and_counted_with_progress(progress_file: Path) -> None:
@@ -76,7 +80,10 @@ def test_after_the_course_each_answer_is_explained_with_the_cell_that_shows_it()
     wrong = "".join("abcd"[question.options.index(question.wrong[0].says)] for question in THIRD)
     text = quiz("after", wrong, about="03").text
     for question in THIRD:
-        assert f"{question.correct} is right. Not {question.wrong[0].says!r}: {question.wrong[0].because}." in text
+        assert (
+            f"{question.correct} is right. Not {question.wrong[0].says!r}:"
+            f" {question.wrong[0].because}." in text
+        )
         assert f"Notebook 03, section {question.section!r}, prints: {question.output}" in text
     assert "3 of 3 answered, 0 right." in text
 
@@ -88,13 +95,21 @@ def test_after_the_course_each_answer_is_explained_with_the_cell_that_shows_it()
         (lambda: quiz("during"), "quiz: when is 'during' .*'before', 'after'"),
         (
             lambda: quiz("after", about="77"),
-            "about is '77'; there are 45_minutes, 90_minutes, 180_minutes, a_day, a_semester, 00, 01",
+            (
+                "about is '77'; there are 45_minutes, 90_minutes, 180_minutes, a_day, a_semester,"
+                " 00, 01"
+            ),
         ),
         (lambda: quiz("after", "ab", about="03"), "answers has 2 letters for 3 questions"),
-        (lambda: quiz("after", "abz", about="03"), "answers has 'z' for question 3: give one of a, b, c, or -"),
+        (
+            lambda: quiz("after", "abz", about="03"),
+            "answers has 'z' for question 3: give one of a, b, c, or -",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line_and_nothing_kept(call: Callable[[], object], says: str) -> None:
+def test_what_does_not_fit_is_refused_in_one_line_and_nothing_kept(
+    call: Callable[[], object], says: str
+) -> None:
     with pytest.raises(NoQuiz, match="^" + says) as caught:
         call()
     assert len(caught.value._render_traceback_()) == 1
@@ -105,7 +120,10 @@ def test_what_does_not_fit_is_refused_in_one_line_and_nothing_kept(call: Callabl
     ("about", "names"),
     [
         ("45_minutes", ["bubble_of_1f1b", "held_under_1f1b"]),
-        (["09", "45_minutes"], ["bubble_of_1f1b", "held_under_1f1b", "full_state_dict", "killed_save"]),
+        (
+            ["09", "45_minutes"],
+            ["bubble_of_1f1b", "held_under_1f1b", "full_state_dict", "killed_save"],
+        ),
     ],
 )
 def test_it_asks_about_routes_and_notebooks_in_the_order_of_the_course(
@@ -116,7 +134,8 @@ def test_it_asks_about_routes_and_notebooks_in_the_order_of_the_course(
 
 def test_where_nothing_can_be_kept_the_answers_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COURSE_PP_PROGRESS", "/dev/null")
-    monkeypatch.setattr("course_pp.exercises.quizzes.STORE", Store())  # what waits in it is of this test alone
+    # what waits in it is of this test alone
+    monkeypatch.setattr("course_pp.exercises.quizzes.STORE", Store())
     made = quiz("after", RIGHT, about="03")
     assert "3 of 3 answered, 3 right." in made.summary
     assert "COURSE_PP_PROGRESS" in made.note

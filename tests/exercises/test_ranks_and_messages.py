@@ -61,7 +61,10 @@ def rank_0_receives_first(x, rank, p):
 
 
 ALONE = "    if p == 1:\n        return x.clone()\n"
-SENDING, WAITED = "sending = dist.isend(x, dst=(rank + 1) % p)", "    sending.wait()  # type: ignore[union-attr]\n"
+SENDING, WAITED = (
+    "sending = dist.isend(x, dst=(rank + 1) % p)",
+    "    sending.wait()  # type: ignore[union-attr]\n",
+)
 RECEIVING = "dist.recv(received, src=(rank - 1) % p)"
 BOTH = f"    {SENDING}\n    {RECEIVING}\n{WAITED}"
 HANDLES: list[Any] = []
@@ -109,7 +112,9 @@ WRONG_SHIFTS = [
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("answer", [by_parity, in_a_batch, rank_0_receives_first])
-def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(answer: Callable[..., Any]) -> None:
+def test_a_ring_without_a_deadlock_is_correct_however_it_is_written(
+    answer: Callable[..., Any],
+) -> None:
     accepts("shift", answer)
 
 
@@ -135,7 +140,9 @@ def from_its_owner(chunks, rank, p):
     sent = torch.tensor(0)
     for distance in range(1, p):
         left = (rank - distance) % p
-        sent += exchange(chunks[(rank + 1) % p], (rank + distance) % p, chunks[(left + 1) % p], left)
+        sent += exchange(
+            chunks[(rank + 1) % p], (rank + distance) % p, chunks[(left + 1) % p], left
+        )
     return sent
 
 
@@ -183,7 +190,9 @@ def gather_with(*changes: tuple[str, str]) -> Callable[..., Any]:
 
 
 def received_into(like: str, then: str) -> Callable[..., Any]:
-    return gather_with((INTO, f", (received := torch.empty_like({like})), (rank - 1) % p)\n        {then}"))
+    return gather_with(
+        (INTO, f", (received := torch.empty_like({like})), (rank - 1) % p)\n        {then}")
+    )
 
 
 def returning(value: str) -> Callable[..., Any]:
@@ -235,7 +244,9 @@ def test_a_gather_that_is_wrong_is_told_why(answer: Callable[..., Any], words: l
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda n_bytes, p, latency, bandwidth: 2 * (p - 1) * latency + 2 * (p - 1) / p * n_bytes / bandwidth,
+        lambda n_bytes, p, latency, bandwidth: (
+            2 * (p - 1) * latency + 2 * (p - 1) / p * n_bytes / bandwidth
+        ),
         lambda n_bytes, p, latency, bandwidth: torch.tensor(
             sum(latency + n_bytes / (p * bandwidth) for _ in range(2 * p - 2)), dtype=torch.float64
         ),

@@ -42,7 +42,9 @@ def test_an_answer_that_returns_nothing_is_not_yet_correct(exercise: Exercise) -
 
 
 @pytest.mark.parametrize("exercise", ALL, ids=lambda exercise: exercise.name)
-def test_the_source_of_the_solution_defines_the_function_without_annotations(exercise: Exercise) -> None:
+def test_the_source_of_the_solution_defines_the_function_without_annotations(
+    exercise: Exercise,
+) -> None:
     assert exercise.source.startswith(f"def {exercise.name}(")
     assert "->" not in exercise.source.splitlines()[0]
     compile(exercise.source, exercise.name, "exec")

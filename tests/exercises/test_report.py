@@ -18,16 +18,24 @@ ASKED = ("shared_tensor", "bubble_of_1f1b", "held_under_1f1b", "killed_save")
 def answers(before: str, after: str) -> dict[str, dict[str, str]]:
     """For each of `ASKED` a sign: + is right, x wrong, - I do not know, a space not asked."""
     named = {question.name: question for question in questions()}
-    says = {name: {"+": named[name].correct, "x": named[name].wrong[0].says, "-": "-"} for name in ASKED}
+    says = {
+        name: {"+": named[name].correct, "x": named[name].wrong[0].says, "-": "-"} for name in ASKED
+    }
     return {
-        when: {name: says[name][sign] for name, sign in zip(ASKED, signs, strict=False) if sign != " "}
+        when: {
+            name: says[name][sign] for name, sign in zip(ASKED, signs, strict=False) if sign != " "
+        }
         for when, signs in (("before", before), ("after", after))
     }
 
 
-def export(folder: Path, name: str, before: str = "", after: str = "", learner: str = "", **tried: Any) -> None:
+def export(
+    folder: Path, name: str, before: str = "", after: str = "", learner: str = "", **tried: Any
+) -> None:
     exercises = {EXERCISE: Record(**tried)} if tried else {}
-    Progress((), kept=Kept(exercises, answers(before, after), learner or name)).to_json(folder / f"{name}.json")
+    Progress((), kept=Kept(exercises, answers(before, after), learner or name)).to_json(
+        folder / f"{name}.json"
+    )
 
 
 @pytest.fixture
@@ -42,7 +50,16 @@ def twelve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     export(folder, "other", "+", " +x")
     export(folder, "nothing")
     export(folder, "twice", "xxxx", "", attempts=1)
-    export(folder, "again", "xxxx", "++xx", learner="twice", correct=True, attempts=4, took_minutes=20.0)
+    export(
+        folder,
+        "again",
+        "xxxx",
+        "++xx",
+        learner="twice",
+        correct=True,
+        attempts=4,
+        took_minutes=20.0,
+    )
     raw = Store()
     monkeypatch.setenv("COURSE_PP_PROGRESS", str(folder / "progress.json"))
     raw.record_attempt(EXERCISE, correct=True)
@@ -78,14 +95,22 @@ def test_a_class_of_twelve_files_is_counted_as_by_hand(twelve: Path) -> None:
         ("memory", 4, 1 / 4, 3 / 4),
         ("checkpoints", 2, 1 / 2, 0),
     ]
-    assert {line.name: (line.answered, line.right) for line in report.questions if line.answered} == {
+    assert {
+        line.name: (line.answered, line.right) for line in report.questions if line.answered
+    } == {
         "shared_tensor": (4, 3),
         "bubble_of_1f1b": (6, 5),
         "held_under_1f1b": (6, 3),
         "killed_save": (3, 0),
     }
     [line] = [line for line in report.exercises if line.tried]
-    assert (line.exercise, line.tried, line.correct, line.attempts, line.hints) == (EXERCISE, 4, 3, 2.5, 0.25)
+    assert (line.exercise, line.tried, line.correct, line.attempts, line.hints) == (
+        EXERCISE,
+        4,
+        3,
+        2.5,
+        0.25,
+    )
     assert (line.solution_seen, line.minutes, line.hard) == (1, 14, False)
 
 
@@ -93,7 +118,13 @@ def test_only_what_was_taught_is_scored(twelve: Path, capsys: pytest.CaptureFixt
     assert main(["report", str(twelve), "--about", "45_minutes", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     # Both questions of the route: a 0 to 2, b 0 to 1, twice 0 to 1, raw 1 to 2.
-    assert data["whole"] == {"concept": "everything", "people": 4, "before": 1 / 8, "after": 6 / 8, "gain": 5 / 7}
+    assert data["whole"] == {
+        "concept": "everything",
+        "people": 4,
+        "before": 1 / 8,
+        "after": 6 / 8,
+        "gain": 5 / 7,
+    }
     assert data["not_twice"] == {
         "only after": ["after.json", "other.json"],
         "only before": ["before.json"],
@@ -102,7 +133,9 @@ def test_only_what_was_taught_is_scored(twelve: Path, capsys: pytest.CaptureFixt
     assert [line["name"] for line in data["questions"]] == ["bubble_of_1f1b", "held_under_1f1b"]
     assert class_report(twelve, ["a_semester"]) == class_report(twelve)
     assert main(["report", str(twelve), "--about", "a_year"]) == 2
-    assert capsys.readouterr().err.startswith("python -m course_pp report: about is 'a_year'; there are 45_minutes, ")
+    assert capsys.readouterr().err.startswith(
+        "python -m course_pp report: about is 'a_year'; there are 45_minutes, "
+    )
 
 
 def test_an_exercise_that_half_of_those_who_try_fail_is_marked(tmp_path: Path) -> None:
@@ -129,7 +162,9 @@ DAMAGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_or_foreign_file_is_one_line_and_the_others_count(name: str, tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_file_is_one_line_and_the_others_count(
+    name: str, tmp_path: Path
+) -> None:
     export(tmp_path, "good", "+", "+")
     (tmp_path / name).write_bytes(DAMAGED[name])
     report = class_report(tmp_path)

@@ -70,8 +70,14 @@ def cutting(
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], None)), "No rank has the bias"),
         (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b.chunk(n)[r])), "as long as these"),
         (cutting(row=lambda w, b, r, n: (w[:, r::n], b if r == 0 else None)), "not where x is"),
-        (cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b if r == 1 else None)), "No rank has the bias"),
-        (cutting(row=lambda w, b, r, n: (b if r == 0 else None, w.chunk(n, 1)[r])), "The weight comes first"),
+        (
+            cutting(row=lambda w, b, r, n: (w.chunk(n, 1)[r], b if r == 1 else None)),
+            "No rank has the bias",
+        ),
+        (
+            cutting(row=lambda w, b, r, n: (b if r == 0 else None, w.chunk(n, 1)[r])),
+            "The weight comes first",
+        ),
         (cutting(row=lambda w, b, r, n: w.chunk(n, 1)[r]), "is one tensor"),
     ],
 )
@@ -85,7 +91,9 @@ def total(x: Any, group: Any = None, op: Any = dist.ReduceOp.SUM) -> Any:
     return result
 
 
-def entering(backward: Callable[..., Any], forward: Callable[..., Any] = lambda x, group: x.view_as(x)) -> Answer:
+def entering(
+    backward: Callable[..., Any], forward: Callable[..., Any] = lambda x, group: x.view_as(x)
+) -> Answer:
     """An autograd function with this forward and backward."""
 
     class Function(torch.autograd.Function):
@@ -134,7 +142,10 @@ def in_place(gradient: Any, group: Any) -> Any:
     [
         (lambda x, group: x, "nothing is added up"),
         (entering(lambda gradient, group: gradient, forward=total), "the sum belongs in backward"),
-        (entering(total, forward=lambda x, group: total(x, group) / 2), "Forward begins all_reduce"),
+        (
+            entering(total, forward=lambda x, group: total(x, group) / 2),
+            "Forward begins all_reduce",
+        ),
         (entering(lambda gradient, group: total(gradient, group) / 2), "averaged"),
         (entering(lambda gradient, group: total(total(gradient, group), group)), "added up twice"),
         (entering(lambda gradient, group: total(gradient)), "over all ranks"),
@@ -165,7 +176,9 @@ def test_bytes_may_be_added_one_by_one() -> None:
     accepts("sent_bytes", in_two_rounds)
 
 
-def sending(sums: Callable[..., float] | None = None, messages: Callable[..., float] | None = None) -> Answer:
+def sending(
+    sums: Callable[..., float] | None = None, messages: Callable[..., float] | None = None
+) -> Answer:
     def sent_bytes(n_layers: int, activation: int, m: int, tp: int) -> tuple[float, float]:
         right = 8 * n_layers * m * activation * (tp - 1) / tp, 2 * m * activation
         case = n_layers, activation, m, tp
@@ -263,20 +276,43 @@ def norm_of(cut: Any, copied: Any) -> Any:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt(), "tp times instead of once"),
+        (
+            lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt(),
+            "tp times instead of once",
+        ),
         (lambda cut, copied, mesh: total(square(cut)).sqrt(), "`copied` is missing"),
-        (lambda cut, copied, mesh: (total(square(cut)) + square(copied)).sqrt(), "Other stages have other `copied`"),
-        (lambda cut, copied, mesh: (summed(square(cut), mesh, "tp") + square(copied)).sqrt(), "the norm of one stage"),
-        (lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "tp").sqrt(), "counts tp times"),
-        (lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "pp").sqrt(), "other parts of the same"),
+        (
+            lambda cut, copied, mesh: (total(square(cut)) + square(copied)).sqrt(),
+            "Other stages have other `copied`",
+        ),
+        (
+            lambda cut, copied, mesh: (summed(square(cut), mesh, "tp") + square(copied)).sqrt(),
+            "the norm of one stage",
+        ),
+        (
+            lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "tp").sqrt(),
+            "counts tp times",
+        ),
+        (
+            lambda cut, copied, mesh: summed(square(cut) + square(copied), mesh, "pp").sqrt(),
+            "other parts of the same",
+        ),
         (lambda cut, copied, mesh: norm_of(cut, copied), "this rank alone"),
-        (lambda cut, copied, mesh: with_a_share_of_copies(cut, copied, mesh) ** 2, "The root is missing"),
+        (
+            lambda cut, copied, mesh: with_a_share_of_copies(cut, copied, mesh) ** 2,
+            "The root is missing",
+        ),
         (lambda cut, copied, mesh: total(norm_of(cut, copied)), "3 and 4 make 5"),
         (
-            lambda cut, copied, mesh: summed((summed(square(cut), mesh, "tp") + square(copied)).sqrt(), mesh, "pp"),
+            lambda cut, copied, mesh: summed(
+                (summed(square(cut), mesh, "tp") + square(copied)).sqrt(), mesh, "pp"
+            ),
             "3 and 4 make 5",
         ),
-        (lambda cut, copied, mesh: (total(square(cut) + square(copied)) / 4).sqrt(), "are averaged"),
+        (
+            lambda cut, copied, mesh: (total(square(cut) + square(copied)) / 4).sqrt(),
+            "are averaged",
+        ),
         (scales_in_place, "changed its argument `copied[0]`"),
         (lambda cut, copied, mesh: None, "None"),
     ],
@@ -312,7 +348,9 @@ def test_sums_on_the_slow_link_lengthen_the_step() -> None:
     assert across.timeline.makespan > inside.timeline.makespan
 
 
-@pytest.mark.parametrize(("patient", "rows"), [("A", ("wrong, wrong, wrong, wrong", 3)), ("B", ("wrong, right", 2))])
+@pytest.mark.parametrize(
+    ("patient", "rows"), [("A", ("wrong, wrong, wrong, wrong", 3)), ("B", ("wrong, right", 2))]
+)
 def test_a_patient_shows_its_symptom(patient: str, rows: tuple[str, int]) -> None:
     found = lab.examine(lab.PATIENTS[patient])
     assert found.count(rows[0]) == rows[1]
@@ -322,7 +360,10 @@ def test_a_patient_shows_its_symptom(patient: str, rows: tuple[str, int]) -> Non
 def test_the_norm_of_the_whole_model_is_that_of_one_process() -> None:
     *right, of_one = lab.norms_by(whole_norm)
     assert right == pytest.approx([of_one] * 4, rel=1e-12)
-    assert lab.norms_by(lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt())[0] > of_one * 1.001
+    assert (
+        lab.norms_by(lambda cut, copied, mesh: total(square(cut) + square(copied)).sqrt())[0]
+        > of_one * 1.001
+    )
 
 
 def test_clipping_by_stage_leaves_more_than_the_limit() -> None:

@@ -68,12 +68,20 @@ def watched(rank: int, fn: Callable[[int], None]) -> None:
         fn(rank)
 
 
-@pytest.mark.parametrize("answer", [waits_for_all, waits_for_the_last, sends_blocking, meets_at_a_barrier])
-def test_a_last_message_that_is_known_to_be_taken_is_accepted(answer: Callable[[int], None]) -> None:
+@pytest.mark.parametrize(
+    "answer", [waits_for_all, waits_for_the_last, sends_blocking, meets_at_a_barrier]
+)
+def test_a_last_message_that_is_known_to_be_taken_is_accepted(
+    answer: Callable[[int], None],
+) -> None:
     Answer(answer).on_ranks(2, watched)
 
 
 @pytest.mark.parametrize("answer", [waits_for_the_first, waits_for_none])
-def test_a_last_message_that_nobody_waits_for_is_refused_though_it_may_arrive(answer: Callable[[int], None]) -> None:
-    with pytest.raises(Mistake, match="Rank 1 returned before its last message to rank 0 was known to be taken"):
+def test_a_last_message_that_nobody_waits_for_is_refused_though_it_may_arrive(
+    answer: Callable[[int], None],
+) -> None:
+    with pytest.raises(
+        Mistake, match="Rank 1 returned before its last message to rank 0 was known to be taken"
+    ):
         Answer(answer).on_ranks(2, watched)

@@ -27,7 +27,9 @@ from tests.exercises.grading import accepts, refuses
 Answer = Callable[..., Any]
 
 
-def with_lag(lag: Callable[[int, int], int], warm_up: Answer | None = None, drain: str = "IW") -> Answer:
+def with_lag(
+    lag: Callable[[int, int], int], warm_up: Answer | None = None, drain: str = "IW"
+) -> Answer:
     """F and I of 1F1B, or of another warm-up; a W after each I but the first ``lag``, or otherwise in the drain."""
 
     def order_zb_h1(rank: int, p: int, m: int) -> list[Action]:
@@ -72,7 +74,12 @@ def put(short: int = 0, after_i: bool = False, drain: str = "IW") -> Answer:
     """W's where all room but ``short`` is used up: before an F, or after an I; and around the I's of the drain."""
 
     def place_weights(order: list[Action], room: int) -> list[Action]:
-        left, held, waiting, out = sum(a.kind == "F" for a in order), 0, deque[Action](), list[Action]()
+        left, held, waiting, out = (
+            sum(a.kind == "F" for a in order),
+            0,
+            deque[Action](),
+            list[Action](),
+        )
 
         def weights(n: int) -> None:
             nonlocal held
@@ -89,14 +96,20 @@ def put(short: int = 0, after_i: bool = False, drain: str = "IW") -> Answer:
             weights(not left and drain == "WI")
             out.append(action)
             waiting.append(Action(action.stage, "W", action.microbatch))
-            weights(drain.count("W") if not left and drain != "WI" else after_i and held >= room - short)
+            weights(
+                drain.count("W") if not left and drain != "WI" else after_i and held >= room - short
+            )
         return [*out, *waiting]
 
     return place_weights
 
 
 def at_once(order: list[Action], room: int) -> list[Action]:
-    return [each for a in order for each in ([a, Action(a.stage, "W", a.microbatch)] if a.kind == "I" else [a])]
+    return [
+        each
+        for a in order
+        for each in ([a, Action(a.stage, "W", a.microbatch)] if a.kind == "I" else [a])
+    ]
 
 
 def at_the_end(order: list[Action], room: int) -> list[Action]:
@@ -126,7 +139,8 @@ def after_the_input_gradient(order: list[Action], room: int) -> list[Action]:
 
 
 def best_by(
-    key: Callable[[float, float], Any], fits: Callable[..., bool] = lambda held, s, a, budget: s + held * a <= budget
+    key: Callable[[float, float], Any],
+    fits: Callable[..., bool] = lambda held, s, a, budget: s + held * a <= budget,
 ) -> Answer:
     def choose_schedule(points: Any, s: float, a: float, budget: float) -> str | None:
         fitting = [name for name, (held, _) in points.items() if fits(held, s, a, budget)]
@@ -146,30 +160,78 @@ def by_sorting(points: Any, state: float, activation: float, budget: float) -> A
 
 WRONG = {
     "order_zb_h1": [
-        (lambda rank, p, m: build("1f1b", p, m).actions[rank], "has `0B0`", "A whole backward: here it is split"),
-        (with_lag(lambda rank, p: 0), "takes 30 units; 27 are enough", "Each W comes right after its I"),
+        (
+            lambda rank, p, m: build("1f1b", p, m).actions[rank],
+            "has `0B0`",
+            "A whole backward: here it is split",
+        ),
+        (
+            with_lag(lambda rank, p: 0),
+            "takes 30 units; 27 are enough",
+            "Each W comes right after its I",
+        ),
         (with_lag(lambda rank, p: 99), "holds 8 activations", "All W's come after the last F"),
         (with_lag(lambda rank, p: p - 1 - rank), "holds 7 activations", "room is left for `rank`"),
-        (with_lag(lambda rank, p: rank, drain="I"), "it takes", "do one W after each, and not all of them at the end"),
-        (with_lag(lambda rank, p: rank, drain="IWW"), "it takes", "do one W after each, and not several"),
+        (
+            with_lag(lambda rank, p: rank, drain="I"),
+            "it takes",
+            "do one W after each, and not all of them at the end",
+        ),
+        (
+            with_lag(lambda rank, p: rank, drain="IWW"),
+            "it takes",
+            "do one W after each, and not several",
+        ),
         (with_lag(lambda rank, p: 0, lambda rank, p: p - rank), "The warm-up is that of 1F1B"),
         (with_lag(lambda rank, p: 0, lambda rank, p: 0), "it takes", "turns back too soon"),
-        (lambda rank, p, m: order_zb_h1(rank, p, m)[: 3 * m - rank], "lacks", "those put off come last"),
+        (
+            lambda rank, p, m: order_zb_h1(rank, p, m)[: 3 * m - rank],
+            "lacks",
+            "those put off come last",
+        ),
         (lambda rank, p, m: order_zb_h1(0, p, m), "has `0F0`", "its actions are `1F0`"),
-        (lambda rank, p, m: order_zb_h1(rank, p, m + 1), "has `0F8`", "The microbatches are 0 to 7"),
-        (lambda rank, p, m: order_zb_h1(rank, p, m)[:1] + order_zb_h1(rank, p, m), "2 times", "Each phase goes on"),
+        (
+            lambda rank, p, m: order_zb_h1(rank, p, m + 1),
+            "has `0F8`",
+            "The microbatches are 0 to 7",
+        ),
+        (
+            lambda rank, p, m: order_zb_h1(rank, p, m)[:1] + order_zb_h1(rank, p, m),
+            "2 times",
+            "Each phase goes on",
+        ),
         (w_before_i, "cannot run", "W of a microbatch comes after its I"),
         (lambda rank, p, m: order_zb_h1(rank, p, m)[::-1], "cannot run"),
-        (lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_zb_h1(rank, p, m)], "no action"),
+        (
+            lambda rank, p, m: [f"{a.kind}{a.microbatch}" for a in order_zb_h1(rank, p, m)],
+            "no action",
+        ),
     ],
     "forwards_first": [
-        (lambda rank, p, f, b: p - rank, "is 4, not 7", "That is 1F1B", "7 after it began; 4 forwards take 4"),
+        (
+            lambda rank, p, f, b: p - rank,
+            "is 4, not 7",
+            "That is 1F1B",
+            "7 after it began; 4 forwards take 4",
+        ),
         (lambda rank, p, f, b: 2 * (p - 1 - rank) + 1, "as long as a forward"),
         (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b // f, "round down"),
-        (lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f), "add first, then round"),
-        (lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f), "own I is not in the way"),
-        (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f), "own forward of microbatch 0 counts"),
-        (lambda rank, p, f, b: 1 + rank + math.ceil(rank * b / f), "the first has the longest to wait"),
+        (
+            lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f),
+            "add first, then round",
+        ),
+        (
+            lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f),
+            "own I is not in the way",
+        ),
+        (
+            lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
+            "own forward of microbatch 0 counts",
+        ),
+        (
+            lambda rank, p, f, b: 1 + rank + math.ceil(rank * b / f),
+            "the first has the longest to wait",
+        ),
         (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b / f, "a float", "round up"),
     ],
     "place_weights": [
@@ -179,27 +241,61 @@ WRONG = {
         (put(drain="WI"), "it takes", "let one W follow each I"),
         (put(drain="IWWWWWWWW"), "it takes", "let one W follow each I"),
         (put(short=1), "it takes", "delays an I"),
-        (put(after_i=True), "With two F's or two I's at a time", "holds 7 activations", "do the oldest first"),
-        (lambda order, room: [a for a in place_weights(order, room) if a.kind != "W"], "lacks", "those put off"),
-        (lambda order, room: sorted(place_weights(order, room), key=lambda a: a.kind), "changes the order of F and I"),
+        (
+            put(after_i=True),
+            "With two F's or two I's at a time",
+            "holds 7 activations",
+            "do the oldest first",
+        ),
+        (
+            lambda order, room: [a for a in place_weights(order, room) if a.kind != "W"],
+            "lacks",
+            "those put off",
+        ),
+        (
+            lambda order, room: sorted(place_weights(order, room), key=lambda a: a.kind),
+            "changes the order of F and I",
+        ),
         (in_place, "changed its argument"),
     ],
     "choose_schedule": [
         (fitting_by(lambda *_: True), "is 'zb_v', not 'v_half'", "does not fit into `budget`"),
-        (best_by(lambda held, bubble: held), "is 'naive', not 'zb_v'", "Less memory than the budget buys nothing"),
-        (best_by(lambda held, bubble: held, lambda *_: True), "Less memory than the budget buys nothing"),
+        (
+            best_by(lambda held, bubble: held),
+            "is 'naive', not 'zb_v'",
+            "Less memory than the budget buys nothing",
+        ),
+        (
+            best_by(lambda held, bubble: held, lambda *_: True),
+            "Less memory than the budget buys nothing",
+        ),
         (best_by(lambda held, bubble: (held, bubble)), "Less memory than the budget buys nothing"),
         (best_by(lambda held, bubble: -bubble), "the largest bubble of what fits"),
         (best_by(lambda held, bubble: bubble), "holds less"),
         (fitting_by(lambda held, s, a, budget: held * a <= budget), "A rank needs its state"),
         (fitting_by(lambda held, s, a, budget: s + held <= budget), "A rank needs its state"),
-        (fitting_by(lambda held, s, a, budget: (s + held) * a <= budget), "The state is bytes already"),
-        (fitting_by(lambda held, s, a, budget: s + held * a <= budget - 1e-6), "What needs exactly the budget fits"),
-        (lambda points, s, a, budget: None, "is None, not 'zb_v'", "wherever `state + held * activation` is within"),
-        (lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row), "first, then the bubble"),
+        (
+            fitting_by(lambda held, s, a, budget: (s + held) * a <= budget),
+            "The state is bytes already",
+        ),
+        (
+            fitting_by(lambda held, s, a, budget: s + held * a <= budget - 1e-6),
+            "What needs exactly the budget fits",
+        ),
+        (
+            lambda points, s, a, budget: None,
+            "is None, not 'zb_v'",
+            "wherever `state + held * activation` is within",
+        ),
+        (
+            lambda points, *row: choose_schedule({k: v[::-1] for k, v in points.items()}, *row),
+            "first, then the bubble",
+        ),
         (lambda *row: choose_schedule(*row) or "none", "no schedule of those"),
         (
-            lambda points, s, a, budget: min((v[1], k) for k, v in points.items() if s + v[0] * a <= budget)[1],
+            lambda points, s, a, budget: min(
+                (v[1], k) for k, v in points.items() if s + v[0] * a <= budget
+            )[1],
             "raised ValueError",
             "where nothing is left",
         ),
@@ -225,13 +321,16 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "words"), [(name, answer, words) for name, rows in WRONG.items() for answer, *words in rows]
+    ("name", "answer", "words"),
+    [(name, answer, words) for name, rows in WRONG.items() for answer, *words in rows],
 )
 def test_a_wrong_answer_is_told_why(name: str, answer: Answer, words: list[str]) -> None:
     refuses(name, answer, *words)
 
 
-@pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers])
+@pytest.mark.parametrize(
+    ("name", "answer"), [(name, answer) for name, answers in RIGHT.items() for answer in answers]
+)
 def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer) -> None:
     accepts(name, answer)
 
@@ -243,8 +342,10 @@ FREED_BY_I = (
 )
 BY_HAND = (
     "torch.autograd.backward(y, dy, inputs=list(stage.parameters()))",
-    "for p, g in zip(stage.parameters(), torch.autograd.grad(y, list(stage.parameters()), dy)): "
-    "p.grad = g if p.grad is None else p.grad + g",
+    (
+        "for p, g in zip(stage.parameters(), torch.autograd.grad(y, list(stage.parameters()), dy)):"
+        " p.grad = g if p.grad is None else p.grad + g"
+    ),
 )
 
 
@@ -256,7 +357,11 @@ WRONG_STEPS = [
     (PATIENTS["A"], "Who has written to its slot"),
     (PATIENTS["B"], "which `y` meets which `dy`"),
     (PATIENTS["C"], "the gradients are right, but the norm", "after the last W"),
-    (step((SLOTS, "range(link.n_ranks - link.rank)")), "pop from an empty deque", "If it is `free` that is empty"),
+    (
+        step((SLOTS, "range(link.n_ranks - link.rank)")),
+        "pop from an empty deque",
+        "If it is `free` that is empty",
+    ),
     (step((SLOTS, "range(link.n_ranks + 1)")), "memory for 5 inputs", "p slots are enough"),
     (step((SLOTS, "range(m)"), *FREED_BY_I), "memory for 8 inputs", "1F1B lets a rank hold 4"),
     (
@@ -269,8 +374,16 @@ WRONG_STEPS = [
         "memory for 100 inputs",
         "the slots, used or not",
     ),
-    (step((SLOTS, "range(m)"), ("free.append(", "free.appendleft(")), "memory for 8 inputs", "1F1B lets a rank hold 4"),
-    (step(("> link.rank:", "> 0:")), "has done a W before its forward 3", "Let `rank` of them wait"),
+    (
+        step((SLOTS, "range(m)"), ("free.append(", "free.appendleft(")),
+        "memory for 8 inputs",
+        "1F1B lets a rank hold 4",
+    ),
+    (
+        step(("> link.rank:", "> 0:")),
+        "has done a W before its forward 3",
+        "Let `rank` of them wait",
+    ),
     (step(("> link.rank:", "> 0:"), BY_HAND), "has done a W before its forward 3"),
     (
         step(
@@ -298,14 +411,29 @@ def test_a_wrong_step_is_told_why(answer: Answer, words: list[str]) -> None:
 
 
 def test_a_step_may_add_gradients_by_hand_take_any_w_first_and_have_p_slots() -> None:
-    accepts("healed_split_step", step((SLOTS, "range(link.n_ranks)"), BY_HAND, ("waiting.popleft()", "waiting.pop()")))
+    accepts(
+        "healed_split_step",
+        step((SLOTS, "range(link.n_ranks)"), BY_HAND, ("waiting.popleft()", "waiting.pop()")),
+    )
 
 
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
-    found = {name: examine(step) for name, step in (*PATIENTS.items(), ("healed", healed_split_step))}
-    wrong = {name: [list(rank.values()).count("wrong") for rank in each.by_rank] for name, each in found.items()}
-    assert wrong == {"A": [0, 1, 1, 1], "B": [0, 3, 3, 0], "C": [0, 0, 0, 0], "healed": [0, 0, 0, 0]}
-    assert [name for name, each in found.items() if each.value == pytest.approx(each.of_one)] == ["healed"]
+    found = {
+        name: examine(step) for name, step in (*PATIENTS.items(), ("healed", healed_split_step))
+    }
+    wrong = {
+        name: [list(rank.values()).count("wrong") for rank in each.by_rank]
+        for name, each in found.items()
+    }
+    assert wrong == {
+        "A": [0, 1, 1, 1],
+        "B": [0, 3, 3, 0],
+        "C": [0, 0, 0, 0],
+        "healed": [0, 0, 0, 0],
+    }
+    assert [name for name, each in found.items() if each.value == pytest.approx(each.of_one)] == [
+        "healed"
+    ]
     assert "rank 1: 3 right, 1 wrong (1.0.weight)" in str(found["A"])
 
 
@@ -313,7 +441,9 @@ def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
 
 
 @pytest.mark.parametrize(("name", "of_two"), [("zb_h1", 54), ("zb_h2", 51), ("dualpipe_v", 108)])
-def test_steps_one_after_another_can_run_and_overlap_where_a_rank_is_done_early(name: str, of_two: int) -> None:
+def test_steps_one_after_another_can_run_and_overlap_where_a_rank_is_done_early(
+    name: str, of_two: int
+) -> None:
     steps = one_after_another(build(name, 4, 8))
     assert check(steps) == []
     assert steps.n_microbatches == 16

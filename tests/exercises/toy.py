@@ -31,11 +31,15 @@ def shape_of_result(rank: int, fn: Callable[..., Any]) -> Any:
     return fn(rank, 2).shape
 
 
-EXERCISE = Exercise(double, grade, "98", "twice as much", 1, 3, ("Think.", "Use `*`."), limit_s=30.0)
+EXERCISE = Exercise(
+    double, grade, "98", "twice as much", 1, 3, ("Think.", "Use `*`."), limit_s=30.0
+)
 
 
 @contextmanager
-def only_the_toy(monkeypatch: pytest.MonkeyPatch, exercise: Exercise = EXERCISE) -> Iterator[Exercise]:
+def only_the_toy(
+    monkeypatch: pytest.MonkeyPatch, exercise: Exercise = EXERCISE
+) -> Iterator[Exercise]:
     """Within, the course has one notebook, 98, with one exercise."""
     module: Any = ModuleType("course_pp.exercises.toy.exercises")
     module.EXERCISES = (exercise,)

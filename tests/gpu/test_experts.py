@@ -51,11 +51,16 @@ def test_grouped_products_in_bfloat16_differ_by_rounding(halves: bool) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_experts_shared_out_over_gpus_equal_one_process(layout: DistributedConfig, subtests: pytest.Subtests) -> None:
+def test_experts_shared_out_over_gpus_equal_one_process(
+    layout: DistributedConfig, subtests: pytest.Subtests
+) -> None:
     n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
     if n_ranks > torch.cuda.device_count():
         pytest.skip("fewer GPUs than ranks")
-    recipes = [Recipe(layout, s, "full", n_microbatches=2) for s in (["1f1b", "zb_v"] if layout.pp > 1 else ["1f1b"])]
+    recipes = [
+        Recipe(layout, s, "full", n_microbatches=2)
+        for s in (["1f1b", "zb_v"] if layout.pp > 1 else ["1f1b"])
+    ]
     ranks = on_ranks(n_ranks, train_on_rank, recipes, EXPERTS, backend=None, timeout_s=110)
     for recipe, found in zip(recipes, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(recipe)):

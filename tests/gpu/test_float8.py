@@ -32,5 +32,6 @@ def test_gradients_are_torchaos_and_near_the_emulated(recipe: str) -> None:
         for others in (gradients(emulated, "cpu"), gradients(exact, "cuda"))
     ]
     print(f"{recipe}: {off[0]:.3f} off the emulated, {off[1]:.3f} off bfloat16's")
-    assert off[0] < 0.25  # each rounding may fall to the other side, for a bfloat16 that differs in its last bit
+    # each rounding may fall to the other side, for a bfloat16 that differs in its last bit
+    assert off[0] < 0.25
     assert off[1] < 0.5

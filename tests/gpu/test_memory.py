@@ -14,7 +14,9 @@ ROWS, WIDTH = 2048, 256
 def peak_bytes(n_microbatches: int, schedule: str) -> tuple[int, int]:
     """Most bytes that the allocator gave out during a step beyond those before it, and most that a recorder counted."""
     torch.manual_seed(0)
-    stage = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))).cuda()
+    stage = nn.Sequential(
+        *(part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    ).cuda()
     recorder = Recorder(memory=True)
     pipeline = Pipeline(build(schedule, 1, n_microbatches), stage, mse_loss, recorder=recorder)
     x = torch.randn(n_microbatches * ROWS, WIDTH, device="cuda")
@@ -35,4 +37,6 @@ def test_each_microbatch_in_flight_costs_what_is_predicted(schedule: str) -> Non
     (few, counted), (many, _) = peak_bytes(4, schedule), peak_bytes(8, schedule)
     in_flight = [simulate(build(schedule, 1, n)).peak_memory()[0] for n in (4, 8)]
     each = counted / in_flight[0]
-    assert many - few == pytest.approx((in_flight[1] - in_flight[0]) * each, rel=0.05, abs=0.05 * each)
+    assert many - few == pytest.approx(
+        (in_flight[1] - in_flight[0]) * each, rel=0.05, abs=0.05 * each
+    )

@@ -38,9 +38,21 @@ def test_a_checkpoint_holds_the_generator_of_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.timeout(COMPILING_S + 130)
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_trains_saves_and_resumes(engine: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_trains_saves_and_resumes(
+    engine: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
-    run = [TRAIN, "--model", "tiny", "--global-batch-size", "8", "--engine", engine, "--precision", precision]
+    run = [
+        TRAIN,
+        "--model",
+        "tiny",
+        "--global-batch-size",
+        "8",
+        "--engine",
+        engine,
+        "--precision",
+        precision,
+    ]
     run += ["--microbatches", "2", "--checkpoint-dir", "saved"]
     first = labelled_lines(1, [*run, "--steps", "2", "--compile"], COMPILING_S)
     assert any("on cuda:0" in line for line in first)

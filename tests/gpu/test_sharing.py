@@ -23,8 +23,13 @@ def _train(rank: int, n_ranks: int, name: str) -> Trained:
     torch.manual_seed(0)
     schedule, device = build(name, n_ranks, N_MICROBATCHES), get_device(share=True)
     held = [stage for stage, ranks in enumerate(schedule.placement) if rank in ranks]
-    modules = {i: build_stage_module(CONFIG, i, schedule.n_stages).to(device, torch.float64) for i in held}
-    pipeline, optimizer = Pipeline(schedule, modules, CrossEntropy(), device=device), adamw(modules.values())
+    modules = {
+        i: build_stage_module(CONFIG, i, schedule.n_stages).to(device, torch.float64) for i in held
+    }
+    pipeline, optimizer = (
+        Pipeline(schedule, modules, CrossEntropy(), device=device),
+        adamw(modules.values()),
+    )
     trained = Trained([], {}, {})
     for inputs, target in DATA:
         optimizer.zero_grad()

@@ -33,7 +33,9 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.mark.timeout(COMPILING_S + 30)
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 def test_one_gpu_equals_one_process(compiler: str | None, subtests: pytest.Subtests) -> None:
-    recipes = [Recipe(ALONE, s, ac, compiler) for s, ac in product(SCHEDULES, CHECKPOINTING[compiler])]
+    recipes = [
+        Recipe(ALONE, s, ac, compiler) for s, ac in product(SCHEDULES, CHECKPOINTING[compiler])
+    ]
     [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=COMPILING_S)
     for recipe, trained in zip(recipes, found, strict=True):
         with subtests.test(str(recipe)):
@@ -43,9 +45,14 @@ def test_one_gpu_equals_one_process(compiler: str | None, subtests: pytest.Subte
 @pytest.mark.ranks
 @pytest.mark.timeout(COMPILING_S + 30)
 @pytest.mark.parametrize("compiler", [None, "inductor"])
-def test_one_gpu_in_half_precision_differs_by_rounding(compiler: str | None, subtests: pytest.Subtests) -> None:
+def test_one_gpu_in_half_precision_differs_by_rounding(
+    compiler: str | None, subtests: pytest.Subtests
+) -> None:
     ac = CHECKPOINTING[compiler][-1]
-    recipes = [Recipe(ALONE, schedule, ac, compiler, dtype) for schedule, dtype in product(SCHEDULES, HALVES)]
+    recipes = [
+        Recipe(ALONE, schedule, ac, compiler, dtype)
+        for schedule, dtype in product(SCHEDULES, HALVES)
+    ]
     [found] = on_ranks(1, train_on_rank, recipes, backend=None, timeout_s=COMPILING_S)
     for recipe, trained in zip(recipes, found, strict=True):
         with subtests.test(str(recipe)):
@@ -54,12 +61,20 @@ def test_one_gpu_in_half_precision_differs_by_rounding(compiler: str | None, sub
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_gpu_a_rank_equals_one_process(layout: DistributedConfig, subtests: pytest.Subtests) -> None:
-    n_ranks = prod(layout.sizes(layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp).values())
+def test_a_gpu_a_rank_equals_one_process(
+    layout: DistributedConfig, subtests: pytest.Subtests
+) -> None:
+    n_ranks = prod(
+        layout.sizes(layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp).values()
+    )
     if n_ranks > torch.cuda.device_count():
         pytest.skip("fewer GPUs than ranks")
     schedules = SCHEDULES if layout.pp > 1 else SCHEDULES[:1]
-    recipes = [Recipe(layout, s, "selective", None, d) for s in schedules for d in (torch.float64, torch.bfloat16)]
+    recipes = [
+        Recipe(layout, s, "selective", None, d)
+        for s in schedules
+        for d in (torch.float64, torch.bfloat16)
+    ]
     ranks = on_ranks(n_ranks, train_on_rank, recipes, backend=None, timeout_s=110)
     for recipe, found in zip(recipes, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(recipe)):
@@ -70,11 +85,12 @@ def test_a_gpu_a_rank_equals_one_process(layout: DistributedConfig, subtests: py
 
 
 def assert_rounded(ranks: list[Trained], dtype: torch.dtype) -> None:
-    """The first loss, and every gradient as a vector, differ from the exact ones by what rounding can do at most.
+    """The first loss, and every gradient as a vector, differ from the exact ones by what rounding
+    can do at most.
 
-    A product in half precision is off by u = eps / 2 of its result, and its inputs are by as much. On the way from the
-    tokens to a gradient lie at most 2 · 8 products a layer, forward and back, so relative errors of at most 16 · L · u
-    add up, if no layer magnifies them.
+    A product in half precision is off by u = eps / 2 of its result, and its inputs are by as much.
+    On the way from the tokens to a gradient lie at most 2 · 8 products a layer, forward and back,
+    so relative errors of at most 16 · L · u add up, if no layer magnifies them.
     """
     exact, bound = reference(), 16 * CONFIG.n_layers * torch.finfo(dtype).eps / 2
     for trained in ranks:

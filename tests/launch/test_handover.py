@@ -28,8 +28,14 @@ pytestmark = pytest.mark.timeout(60)
 # srun's parent is the guard, who leads the session of job 9.
 SERVE = 'echo "9 $PPID" > "${0%/*}/sent"; shift 8; exec "$@"'
 # The node has left after one call, and srun has not noticed yet.
-SERVE_ONCE = 'echo "9 $PPID" > "${{0%/*}}/sent"; shift 8; [ -e {0} ] && exec "$@"; touch {0}; head -n 1 | "$@"; sleep 2'
-SQUEUE = 'case "$*" in *%L*) echo UNLIMITED;; *%t*) echo "R|gpu|None";; *allocsid*) cat "${0%/*}/sent" || :;; esac'
+SERVE_ONCE = (
+    'echo "9 $PPID" > "${{0%/*}}/sent"; shift 8; [ -e {0} ] && exec "$@"; touch {0}; head -n 1 |'
+    ' "$@"; sleep 2'
+)
+SQUEUE = (
+    'case "$*" in *%L*) echo UNLIMITED;; *%t*) echo "R|gpu|None";; *allocsid*) cat "${0%/*}/sent"'
+    " || :;; esac"
+)
 
 
 @pytest.fixture
@@ -42,7 +48,12 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     (tmp_path / "site.toml").write_text(f'folder = "{tmp_path / "shared"}"\n')
     (tmp_path / "bin").mkdir()
-    for name, shell in (("srun", SERVE), ("squeue", SQUEUE), ("sinfo", "true"), ("scancel", "true")):
+    for name, shell in (
+        ("srun", SERVE),
+        ("squeue", SQUEUE),
+        ("sinfo", "true"),
+        ("scancel", "true"),
+    ):
         pretend(tmp_path / "bin" / name, shell)
     with no_process_left(within_s=15):
         yield tmp_path / "bin"
@@ -129,16 +140,26 @@ remote.main(Path(), 1000.0, "course_pp")
     ids=["cores", "its turn", "a group's share", "fewer jobs of ours", "cores for ours"],
 )
 def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and_until_then_takes_calls(
-    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: str, reason: str, in_vain: str
+    tools: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    user: str,
+    reason: str,
+    in_vain: str,
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_PARTITION", "gpu")
     asked = "--noheader --states=PD --name=course_pp -o %i %U %r --partition=gpu"
-    pretend(tools / "squeue", f'touch {tmp_path / "looked"}; [ "$*" != "{asked}" ] || cat {tmp_path / "waiting"}')
+    pretend(
+        tools / "squeue",
+        f'touch {tmp_path / "looked"}; [ "$*" != "{asked}" ] || cat {tmp_path / "waiting"}',
+    )
 
     def idle(then: Callable[[subprocess.Popen[str]], object]) -> str:
         (tmp_path / "looked").unlink(missing_ok=True)
         pipe = subprocess.PIPE
-        with subprocess.Popen([sys.executable, "-c", IDLE], stdin=pipe, stdout=pipe, text=True) as node:
+        with subprocess.Popen(
+            [sys.executable, "-c", IDLE], stdin=pipe, stdout=pipe, text=True
+        ) as node:
             assert node.stdin
             assert node.stdout
             while not (tmp_path / "looked").exists():
@@ -146,9 +167,14 @@ def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and
             then(node)
             return node.stdout.readline()
 
-    (tmp_path / "waiting").write_text(f"11 {user} {in_vain}\n12 70002 QOSMaxJobsPerUserLimit\nodd\n")
+    (tmp_path / "waiting").write_text(
+        f"11 {user} {in_vain}\n12 70002 QOSMaxJobsPerUserLimit\nodd\n"
+    )
     assert idle(lambda node: print("2\n3", file=node.stdin, flush=True)) == "[2, 3]\n"
-    assert idle(lambda node: (tmp_path / "waiting").write_text(f"11 70002 None\n12 {user} {reason}\n")) == "[]\n"
+    assert (
+        idle(lambda node: (tmp_path / "waiting").write_text(f"11 70002 None\n12 {user} {reason}\n"))
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +196,9 @@ def test_a_job_that_is_never_idle_leaves_between_calls_once_another_has_waited_f
                 node.stdin.write(b"%d\n" % number)
             if not node.stdout.readline():
                 break
-            assert node.stdout.readline() == b"course_pp ended call %d\n" % number, "what has begun is never lost"
+            assert node.stdout.readline() == b"course_pp ended call %d\n" % number, (
+                "what has begun is never lost"
+            )
             answered = number
             time.sleep(0.1)
         assert (2 <= answered < 15) if gives_way else answered == 15
@@ -185,7 +213,9 @@ def test_ranks_that_run_here_although_srun_is_at_hand_say_so_once(
     assert capsys.readouterr().out.count("No cluster answers behind srun.") == 1
 
 
-@pytest.mark.parametrize(("line", "sent"), [('setup = ["module load x"]', True), ('python = "/opt/python"', False)])
+@pytest.mark.parametrize(
+    ("line", "sent"), [('setup = ["module load x"]', True), ('python = "/opt/python"', False)]
+)
 def test_the_search_path_goes_to_nodes_that_run_the_same_interpreter(
     tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sent: bool
 ) -> None:
@@ -219,7 +249,9 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
 
     write(call_file(tmp_path, 1), replace(call, python=(3, 1)))
     ours = ".".join(map(str, sys.version_info[:2]))
-    assert f"you call from Python 3.1, and the node runs Python {ours}" in left_by_the_node(tmp_path)
+    assert f"you call from Python 3.1, and the node runs Python {ours}" in left_by_the_node(
+        tmp_path
+    )
 
     def full(file: Path, data: bytes) -> int:
         with file.open("wb") as opened:
@@ -230,7 +262,9 @@ def test_what_fails_around_a_call_is_told_with_the_folder_and_a_remedy(
 
     monkeypatch.setattr(remote, "_end", lambda file: End((b"x" * 5000,)))
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert f"cannot be written to {tmp_path} (No space left on device)" in left_by_the_node(tmp_path)
+    assert f"cannot be written to {tmp_path} (No space left on device)" in left_by_the_node(
+        tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +295,9 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_just_after_the_job_was_submitted_ends_it(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_just_after_the_job_was_submitted_ends_it(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Process, "watch", interrupted)
     # A notebook keeps the traceback, and in it whatever the frames hold.
     with no_process_left(within_s=15), pytest.raises(KeyboardInterrupt) as kept:
@@ -297,12 +333,24 @@ time.sleep(1000)
 """
 
 
-def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(tools: Path, tmp_path: Path) -> None:
+def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
+    tools: Path, tmp_path: Path
+) -> None:
     # The controller is away at the first call.
-    pretend(tools / "scancel", f'echo "$@" >> {tmp_path / "cancelled"}; [ $(wc -l < {tmp_path / "cancelled"}) = 2 ]')
+    pretend(
+        tools / "scancel",
+        f'echo "$@" >> {tmp_path / "cancelled"}; [ $(wc -l < {tmp_path / "cancelled"}) = 2 ]',
+    )
     (tmp_path / "shared" / "run").mkdir(parents=True)
     (tmp_path / "shared" / "run" / "call-1").touch()
-    argv = [sys.executable, "-c", STARTER, str(guard.__file__), str(tmp_path / "shared" / "run"), str(tmp_path)]
+    argv = [
+        sys.executable,
+        "-c",
+        STARTER,
+        str(guard.__file__),
+        str(tmp_path / "shared" / "run"),
+        str(tmp_path),
+    ]
     starter = subprocess.Popen(argv, start_new_session=True)
     over = f'case "$*" in *--states=PENDING,*) ;; *) echo 7 {starter.pid};; esac'
     pretend(tools / "squeue", f"{over}; echo 8 1; echo 9 {starter.pid}")
@@ -318,4 +366,6 @@ def test_job_and_folder_go_with_a_killed_kernel_though_its_child_holds_the_pipe(
             time.sleep(0.05)
     finally:
         os.killpg(starter.pid, signal.SIGKILL)
-    assert (tmp_path / "cancelled").read_text() == 2 * "--quiet 9\n", "one job of three of the same name"
+    assert (tmp_path / "cancelled").read_text() == 2 * "--quiet 9\n", (
+        "one job of three of the same name"
+    )

@@ -12,7 +12,8 @@ from tests.processes import no_process_left
 
 KERNELS = 20
 LIMIT_S = 400
-# The ranks of a kernel add its number to theirs: a message from another kernel's ranks would give another sum.
+# The ranks of a kernel add its number to theirs: a message from another kernel's ranks would give
+# another sum.
 CELL = """
 from course_pp.launch import on_ranks
 
@@ -43,7 +44,8 @@ def test_twenty_kernels_start_ranks_at_once_and_none_meets_anothers(tmp_path: Pa
                 for number, (_, client) in enumerate(started)
             ]
             said = [
-                printed(client, request, begun + LIMIT_S) for (_, client), request in zip(started, asked, strict=True)
+                printed(client, request, begun + LIMIT_S)
+                for (_, client), request in zip(started, asked, strict=True)
             ]
             print(f"{KERNELS} kernels: {time.monotonic() - begun:.0f} s")
         finally:

@@ -66,13 +66,17 @@ def wait_for(*files: Path) -> None:
     ("caller", "how"),
     [
         pytest.param(ON_RANKS, signal.SIGKILL, id="on_ranks-killed"),
-        pytest.param(RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted", marks=pytest.mark.long),
+        pytest.param(
+            RUN_TORCHRUN, signal.SIGINT, id="torchrun-interrupted", marks=pytest.mark.long
+        ),
         pytest.param(RUN_TORCHRUN, signal.SIGKILL, id="torchrun-killed", marks=pytest.mark.long),
         # test_an_interrupt_says_who_waited_for_whom interrupts such a caller, too.
         pytest.param(ON_RANKS, signal.SIGINT, id="on_ranks-interrupted", marks=pytest.mark.full),
     ],
 )
-def test_when_the_caller_is_interrupted_or_killed(tmp_path: Path, caller: str, how: signal.Signals) -> None:
+def test_when_the_caller_is_interrupted_or_killed(
+    tmp_path: Path, caller: str, how: signal.Signals
+) -> None:
     if caller == RUN_TORCHRUN and how == signal.SIGKILL:
         script = SCRIPT.replace(", start_new_session=True", "")
     else:
@@ -118,10 +122,11 @@ def test_children_of_ranks_end_with_the_call(then: str) -> None:
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """Fails unless this process, and the one that ranks fork from, soon have no more open than before.
+    """Fails unless this process, and the one that ranks fork from, soon have no more open than
+    before.
 
-    Ranks end when their connections close, and the server closes a rank's last socket after it has told the caller
-    that the rank has ended: both a moment later.
+    Ranks end when their connections close, and the server closes a rank's last socket after it has
+    told the caller that the rank has ended: both a moment later.
     """
     on_ranks(1, print)
     processes = psutil.Process(), psutil.Process(SERVERS.pid())
@@ -132,7 +137,9 @@ def no_descriptor_left() -> Iterator[None]:
     yield
     limit = time.monotonic() + 20
     while any(process.num_fds() > most for process, most in zip(processes, before, strict=True)):
-        assert time.monotonic() < limit, f"{[p.num_fds() for p in processes]} descriptors are open, {before} were"
+        assert time.monotonic() < limit, (
+            f"{[p.num_fds() for p in processes]} descriptors are open, {before} were"
+        )
         time.sleep(0.02)
 
 
@@ -177,7 +184,10 @@ def test_ranks_end_when_the_process_they_fork_from_is_killed() -> None:
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(1000)
 
-    with no_process_left(), pytest.raises(RuntimeError, match="the process that starts ranks ended"):
+    with (
+        no_process_left(),
+        pytest.raises(RuntimeError, match="the process that starts ranks ended"),
+    ):
         on_ranks(2, kill_the_server)
     assert on_ranks(2, lambda rank: rank) == [0, 1], "the next call starts a new one"
 
@@ -191,7 +201,10 @@ def test_the_helper_sees_a_process_that_has_left_its_parent_group_and_session() 
     before = descendants()
     subprocess.run(["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 &"], check=True)
     limit = time.monotonic() + 20
-    while list((started := descendants(others=before)).values()) != ["sleep 1000"] and time.monotonic() < limit:
+    while (
+        list((started := descendants(others=before)).values()) != ["sleep 1000"]
+        and time.monotonic() < limit
+    ):
         time.sleep(0.02)  # it is a shell first, then setsid
     for pid in started:
         os.kill(pid, signal.SIGKILL)

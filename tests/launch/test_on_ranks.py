@@ -22,7 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_pp.launch import LaunchError, RankDied, RanksHung, RankTraceback, crew, fork_server, on_ranks, run_torchrun
+from course_pp.launch import (
+    LaunchError,
+    RankDied,
+    RanksHung,
+    RankTraceback,
+    crew,
+    fork_server,
+    on_ranks,
+    run_torchrun,
+)
 from course_pp.launch.surroundings import Lines
 from tests.processes import no_process_left
 
@@ -90,10 +99,18 @@ def test_a_rank_sees_torchruns_variables_and_the_callers_folder_path_arguments_a
     def look(rank: int) -> tuple[list[str], str, int, list[str]]:
         import beside_the_notebook
 
-        return [os.environ[name] for name in names], os.getcwd(), beside_the_notebook.ANSWER, sys.argv
+        return (
+            [os.environ[name] for name in names],
+            os.getcwd(),
+            beside_the_notebook.ANSWER,
+            sys.argv,
+        )
 
     arguments = ["train.py", "--pp=2"]
-    seen = [([str(r), str(r), "2", "2", "yes"], os.path.realpath(tmp_path), 42, arguments) for r in range(2)]
+    seen = [
+        ([str(r), str(r), "2", "2", "yes"], os.path.realpath(tmp_path), 42, arguments)
+        for r in range(2)
+    ]
     assert on_ranks(2, look) == seen
 
 
@@ -109,7 +126,9 @@ def _own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_own_server")
-def test_what_is_no_string_in_the_callers_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_string_in_the_callers_path_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     assert on_ranks(1, lambda rank: tmp_path in sys.path) == [False]
 
@@ -137,7 +156,9 @@ def test_without_a_backend_the_function_makes_the_group_itself() -> None:
     assert on_ranks(2, join, backend=None) == [2, 2]
 
 
-def test_output_arrives_in_whole_labelled_lines_whoever_wrote_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_arrives_in_whole_labelled_lines_whoever_wrote_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def talk(rank: int) -> None:
         print(f"python {rank}")
         subprocess.run(["echo", f"child {rank}"], check=True)
@@ -149,14 +170,16 @@ def test_output_arrives_in_whole_labelled_lines_whoever_wrote_it(capsys: pytest.
     out, err = capsys.readouterr()
     for rank in range(2):
         label = f"[rank {rank}] "
-        assert {f"{label}{text}" for text in (f"python {rank}", f"child {rank}", f"C {rank}", "100%")} <= set(
-            out.splitlines()
-        )
+        assert {
+            f"{label}{text}" for text in (f"python {rank}", f"child {rank}", f"C {rank}", "100%")
+        } <= set(out.splitlines())
         assert f"{label}error {rank}" in err.splitlines()
     assert all(line.startswith("[rank ") for line in out.splitlines())
 
 
-def test_bytes_that_are_no_text_are_shown_with_a_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text_are_shown_with_a_replacement(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     on_ranks(1, lambda rank: os.write(1, b"\xff\n"))
     assert capsys.readouterr().out == "[rank 0] \N{REPLACEMENT CHARACTER}\n"
 
@@ -180,7 +203,9 @@ class SlowSink(io.StringIO):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_that_print_faster_than_it_can_be_shown_end(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_print_faster_than_it_can_be_shown_end(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def print_or_fail(rank: int) -> None:
         if fails and rank == 1:
             time.sleep(0.3)
@@ -189,7 +214,9 @@ def test_ranks_that_print_faster_than_it_can_be_shown_end(fails: bool, monkeypat
             print("x" * 1000)
 
     monkeypatch.setattr(sys, "stdout", SlowSink())
-    error, words = (ShapeError, "the reason") if fails else (RanksHung, r"2 ranks still running after 0\.5 s")
+    error, words = (
+        (ShapeError, "the reason") if fails else (RanksHung, r"2 ranks still running after 0\.5 s")
+    )
     with pytest.raises(error, match=words):
         on_ranks(2, print_or_fail, timeout_s=30 if fails else 0.5)
 
@@ -263,9 +290,21 @@ def test_a_rank_that_dies_is_named_and_its_peers_errors_do_not_hide_it(
     ("make", "error", "words"),
     [
         (lambda: threading.Lock(), TypeError, "rank 0 returned a lock that cannot be sent back"),
-        (lambda: (_ for _ in ()).throw(Unbuildable(1, 2)), LaunchError, "rank 0 raised .*Unbuildable: 1 and 2"),
-        (lambda: (_ for _ in ()).throw(TurnsIntoText()), LaunchError, "rank 0 raised .*TurnsIntoText"),
-        (lambda: (_ for _ in ()).throw(Unmarkable(3)), LaunchError, "rank 0 raised .*Unmarkable: 3"),
+        (
+            lambda: (_ for _ in ()).throw(Unbuildable(1, 2)),
+            LaunchError,
+            "rank 0 raised .*Unbuildable: 1 and 2",
+        ),
+        (
+            lambda: (_ for _ in ()).throw(TurnsIntoText()),
+            LaunchError,
+            "rank 0 raised .*TurnsIntoText",
+        ),
+        (
+            lambda: (_ for _ in ()).throw(Unmarkable(3)),
+            LaunchError,
+            "rank 0 raised .*Unmarkable: 3",
+        ),
     ],
     ids=["result", "exception", "no exception", "frozen exception"],
 )
@@ -288,7 +327,9 @@ def test_what_cannot_be_pickled_still_arrives_as_a_sentence(
     ],
     ids=["no rank", "takes no rank", "too few", "lock", "nan", "too long"],
 )
-def test_a_call_that_cannot_work_is_refused_before_any_rank_starts(call: Callable[[], object], words: str) -> None:
+def test_a_call_that_cannot_work_is_refused_before_any_rank_starts(
+    call: Callable[[], object], words: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 
@@ -311,7 +352,9 @@ def frames_of_ours(failure: BaseException) -> list[str]:
     ],
     ids=["on a rank", "where", "no script"],
 )
-def test_a_script_shows_one_frame_of_ours_where_the_error_explains_itself(call: Callable[[], object]) -> None:
+def test_a_script_shows_one_frame_of_ours_where_the_error_explains_itself(
+    call: Callable[[], object],
+) -> None:
     with pytest.raises((KeyError, ValueError, FileNotFoundError)) as failure:
         call()
     assert len(frames_of_ours(failure.value)) == 1
@@ -369,7 +412,9 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         print([box.value for box in results])
         """)
     )
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=True)
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=50, check=True
+    )
     assert run.stdout.splitlines() == ["top of the script", "[0, 1]"]
 
 
@@ -399,9 +444,13 @@ def test_the_server_that_ranks_fork_from_has_one_thread() -> None:
 @pytest.mark.usefixtures("_own_server")
 def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> None:
     def threads_and_what_was_there(rank: int) -> tuple[int, bool]:
-        names = {f"course_pp.exercises.{name}.lab" for name in ("fsdp_reshard_policy", "dcp_checkpointing")}
+        names = {
+            f"course_pp.exercises.{name}.lab"
+            for name in ("fsdp_reshard_policy", "dcp_checkpointing")
+        }
         inherited = names <= sys.modules.keys()
-        # Together they take longer to import than most steps of the course: tokenizers and xxhash come along.
+        # Together they take longer to import than most steps of the course: tokenizers and xxhash
+        # come along.
         import course_pp.exercises.dcp_checkpointing.lab
         import course_pp.exercises.fsdp_reshard_policy.lab  # noqa: F401
 
@@ -414,9 +463,14 @@ def test_what_a_rank_imported_of_this_package_is_there_for_the_next_call() -> No
 
 
 @pytest.mark.usefixtures("_own_server")
-def test_a_module_that_has_changed_is_imported_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A part of the package that does not lie in its folder, where other tests and the linter look meanwhile.
-    (tmp_path / "extends.py").write_text(f"import course_pp\ncourse_pp.__path__.append({str(tmp_path)!r})\n")
+def test_a_module_that_has_changed_is_imported_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A part of the package that does not lie in its folder, where other tests and the linter look
+    # meanwhile.
+    (tmp_path / "extends.py").write_text(
+        f"import course_pp\ncourse_pp.__path__.append({str(tmp_path)!r})\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     fork_server.SERVERS.get().preload(("extends",))
 
@@ -436,7 +490,9 @@ def test_a_module_that_has_changed_is_imported_anew(tmp_path: Path, monkeypatch:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_own_server")
-def test_what_reads_the_environment_of_the_call_is_not_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_reads_the_environment_of_the_call_is_not_kept_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def backend(rank: int) -> str:
         import matplotlib
 
@@ -455,7 +511,9 @@ def test_a_peer_that_does_not_exist_is_named(peer: int, operation: str) -> None:
         if rank == 0:
             getattr(dist, operation)(torch.zeros(1), peer)
 
-    with pytest.raises(ValueError, match=f"rank 0 (receives from|sends to) rank {peer}, but .* are 0 to 1"):
+    with pytest.raises(
+        ValueError, match=f"rank 0 (receives from|sends to) rank {peer}, but .* are 0 to 1"
+    ):
         on_ranks(2, reach, timeout_s=10)
 
 
@@ -475,7 +533,9 @@ def test_an_interrupt_says_who_waited_for_whom(tmp_path: Path) -> None:
         "on_ranks(2, swap)\n"
     )
     with no_process_left():
-        process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         assert "waiting" in process.stdout.readline()
         assert "waiting" in process.stdout.readline()

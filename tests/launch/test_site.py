@@ -37,7 +37,10 @@ def test_the_nearest_file_is_read_and_the_environment_comes_first(
     assert load_site() == Site()
     write(Path.home() / ".config/course_pp/site.toml", 'partition = "home"')
     assert load_site().partition == "home"
-    write(repository / "site.toml", 'partition = "root"\nsetup = ["module load cuda"]\ngpus_per_node = 8')
+    write(
+        repository / "site.toml",
+        'partition = "root"\nsetup = ["module load cuda"]\ngpus_per_node = 8',
+    )
     assert load_site() == Site(partition="root", setup=("module load cuda",), gpus_per_node=8)
     write(repository / "notebooks" / "site.toml", 'partition = "here"')
     assert load_site().partition == "here"
@@ -66,7 +69,9 @@ def test_the_clone_is_that_of_the_package() -> None:
     assert (where._ABOVE_THE_PACKAGE / "course_pp" / "launch" / "where.py").samefile(where.__file__)
 
 
-def test_the_doctor_names_the_file_that_holds(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_names_the_file_that_holds(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(repository / "srun", "exit 1")
     pretend(repository / "sinfo", "exit 1")
     monkeypatch.setenv("PATH", str(repository), prepend=os.pathsep)
@@ -78,10 +83,14 @@ def test_the_doctor_names_the_file_that_holds(repository: Path, monkeypatch: pyt
     monkeypatch.setenv("HOME", str(repository.parent))
     assert str(running.slurm()[0]) == "ok    site.toml: ~/repository/site.toml"
     file.write_text("partion = 1")
-    assert str(running.slurm()[0]).startswith(f"WRONG site.toml: cannot be read ({file} sets 'partion', which is no")
+    assert str(running.slurm()[0]).startswith(
+        f"WRONG site.toml: cannot be read ({file} sets 'partion', which is no"
+    )
 
 
-def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_keeps_the_defaults_but_for_the_partition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     example = Path(__file__).parents[2] / "source_code" / "slurm" / "site.toml"
     monkeypatch.setenv("COURSE_PP_SITE", str(example))
     assert load_site() == Site(partition="gpu")
@@ -93,16 +102,24 @@ def test_the_example_keeps_the_defaults_but_for_the_partition(monkeypatch: pytes
         ('partion = "gpu"', "sets 'partion', which is no setting; did you mean 'partition'"),
         ("zzz = 1", "sets 'zzz', which is no setting; known are partition, cpu_partition"),
         ("partition = 3", r"partition is 3 \(an int\): pass a text"),
-        ('setup = "module load cuda"', r"setup is 'module load cuda' \(a str\): pass a tuple of texts"),
+        (
+            'setup = "module load cuda"',
+            r"setup is 'module load cuda' \(a str\): pass a tuple of texts",
+        ),
         ('gpus_per_node = "4"', r"gpus_per_node is '4' \(a str\): pass an integer"),
         ('gres = "gpu:2"', r"the number of GPUs goes where \{n\} stands"),
         ('gres = "gpu:{x}"', r"the number of GPUs goes where \{n\} stands"),
         ("partition =", "is not TOML"),
-        ('options = ["--exclusive", "--job-name=me"]', "options name the job by '--job-name=me'; leave that out"),
+        (
+            'options = ["--exclusive", "--job-name=me"]',
+            "options name the job by '--job-name=me'; leave that out",
+        ),
         ('options = ["-J", "me"]', "options name the job by '-J'; leave that out"),
     ],
 )
-def test_what_is_wrong_in_the_file_is_named_with_a_remedy(repository: Path, line: str, words: str) -> None:
+def test_what_is_wrong_in_the_file_is_named_with_a_remedy(
+    repository: Path, line: str, words: str
+) -> None:
     write(repository / "site.toml", line)
     with pytest.raises(ValueError, match=words):
         load_site()
@@ -116,7 +133,9 @@ def test_a_file_that_others_may_not_read_is_named_with_a_remedy(
 
     file = write(repository / "site.toml", "")
     monkeypatch.setattr(Path, "read_text", refused)  # root may read whatever its mode is
-    with pytest.raises(ValueError, match=rf"{file} cannot be read: Permission denied\. Its owner can"):
+    with pytest.raises(
+        ValueError, match=rf"{file} cannot be read: Permission denied\. Its owner can"
+    ):
         load_site()
 
 
@@ -136,5 +155,7 @@ def test_a_home_is_found_in_the_nodes_interpreter_and_not_needed(
 
 def test_a_file_that_is_named_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COURSE_PP_SITE", "nowhere.toml")
-    with pytest.raises(FileNotFoundError, match=r"COURSE_PP_SITE is 'nowhere\.toml', which is no file"):
+    with pytest.raises(
+        FileNotFoundError, match=r"COURSE_PP_SITE is 'nowhere\.toml', which is no file"
+    ):
         load_site()

@@ -51,7 +51,12 @@ def test_ranks_start_without_streams_from_a_long_path_with_few_files_blocked_sig
     tmp_path: Path,
 ) -> None:
     """Standard descriptors are closed, and each warning is an error."""
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONWARNINGS": "error"}
+    plain = {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "PYTHONWARNINGS": "error",
+    }
     run = 'exec "$@" 0<&- 1>&- 2>&-'
     argv = ["sh", "-c", run, "sh", sys.executable, "-c", NO_STREAMS, str(tmp_path / "said")]
     subprocess.run(argv, env={**os.environ, **plain}, timeout=50, check=True)
@@ -73,7 +78,8 @@ def test_too_few_files_are_told_and_the_next_call_works() -> None:
     on_ranks(1, print)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = set(map(int, os.listdir("/dev/fd")))
-    few = next(islice((number for number in count() if number not in used), 8, None))  # leaves 8 unused below it
+    # leaves 8 unused below it
+    few = next(islice((number for number in count() if number not in used), 8, None))
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
@@ -110,10 +116,22 @@ def refuse_elsewhere(pid: int) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: Rebuilt(time.sleep, 1000), RanksHung, "rank 0 sends what its function returned or raised"),
+        (
+            lambda: Rebuilt(time.sleep, 1000),
+            RanksHung,
+            "rank 0 sends what its function returned or raised",
+        ),
         (lambda: Rebuilt(os._exit, 3), RankDied, "rank 0 ended with exit code 3 while it sent"),
-        (lambda: Rebuilt(sys.exit, "bye"), TypeError, r"returned a Rebuilt that cannot be sent back \(SystemExit: bye"),
-        (lambda: Rebuilt(refuse_elsewhere, os.getpid()), TypeError, "what rank 0 returned cannot be rebuilt where"),
+        (
+            lambda: Rebuilt(sys.exit, "bye"),
+            TypeError,
+            r"returned a Rebuilt that cannot be sent back \(SystemExit: bye",
+        ),
+        (
+            lambda: Rebuilt(refuse_elsewhere, os.getpid()),
+            TypeError,
+            "what rank 0 returned cannot be rebuilt where",
+        ),
     ],
     ids=["never", "ends the process", "leaves", "only on the rank"],
 )
@@ -128,7 +146,10 @@ def test_a_result_that_cannot_be_rebuilt_is_one_sentence_within_the_time_limit(
 
 
 def test_an_argument_that_cannot_be_rebuilt_on_a_rank_is_called_one() -> None:
-    with pytest.raises(TypeError, match=r"its arguments cannot be rebuilt on a rank \(LookupError: another process\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"its arguments cannot be rebuilt on a rank \(LookupError: another process\)",
+    ):
         on_ranks(1, lambda rank, value: None, Rebuilt(refuse_elsewhere, os.getpid()))
 
 
@@ -171,7 +192,9 @@ def test_a_rank_that_moves_to_the_group_of_its_parent_ends_alone() -> None:
     assert on_ranks(1, lambda rank: os.getppid()) == [server]
 
 
-def test_a_rank_that_closes_what_it_did_not_open_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_closes_what_it_did_not_open_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def close(rank: int) -> None:
         if rank == 1:  # a thread of rank 0 serves the store, and would abort first
             os.closerange(3, 1000)
@@ -211,7 +234,9 @@ def test_the_end_of_a_rank_does_not_overtake_what_it_said(monkeypatch: pytest.Mo
         on_ranks(1, lambda rank: Rebuilt(os._exit, 3))
 
 
-def test_a_server_in_a_container_without_proc_does_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_in_a_container_without_proc_does_without_huge_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def absent(file: str) -> str:
         raise FileNotFoundError(file)
 

@@ -82,7 +82,9 @@ def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--nproc-per-node 2", None),
     ],
 )
-def test_the_script_is_the_first_word_that_belongs_to_no_option(line: str, script: str | None) -> None:
+def test_the_script_is_the_first_word_that_belongs_to_no_option(
+    line: str, script: str | None
+) -> None:
     args = shlex.split(line)
     at = script_index(args)
     assert (None if at is None else args[at]) == script
@@ -128,7 +130,10 @@ def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(
     fake_srun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["--nproc-per-node=2", "source_code/train.py"]
-    assert build(args).shown == "srun -N 1 -n 1 -c 2 -t 6 torchrun --nproc-per-node=2 ../source_code/train.py"
+    assert (
+        build(args).shown
+        == "srun -N 1 -n 1 -c 2 -t 6 torchrun --nproc-per-node=2 ../source_code/train.py"
+    )
     two, met = "srun -N 2 -n 2 -K1 -c 2 -t 6", build(["--nnodes=2", *args]).shown
     assert met.startswith(f"{two} bash -c ")
     assert "exec torchrun --node-rank=$SLURM_NODEID" in met
@@ -146,12 +151,20 @@ def test_next_to_slurm_the_launcher_runs_under_srun_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--nproc-per-node 2 x.py --timeout 3", (["--nproc-per-node", "2", "x.py", "--timeout", "3"], 300.0, False)),
+        (
+            "--nproc-per-node 2 x.py --timeout 3",
+            (["--nproc-per-node", "2", "x.py", "--timeout", "3"], 300.0, False),
+        ),
         ("--timeout 20 --local --standalone x.py", (["--standalone", "x.py"], 20.0, True)),
-        ("--nproc-per-node 2 --local --timeout=5 x.py 'a b'", (["--nproc-per-node", "2", "x.py", "a b"], 5.0, True)),
+        (
+            "--nproc-per-node 2 --local --timeout=5 x.py 'a b'",
+            (["--nproc-per-node", "2", "x.py", "a b"], 5.0, True),
+        ),
     ],
 )
-def test_the_magic_takes_its_own_options_before_the_script(line: str, expected: tuple[Any, ...]) -> None:
+def test_the_magic_takes_its_own_options_before_the_script(
+    line: str, expected: tuple[Any, ...]
+) -> None:
     assert split_magic(line) == expected
 
 
@@ -170,26 +183,39 @@ def test_lines_are_labelled_and_nothing_is_added_to_the_command(
     site.mkdir()
     (site / "sitecustomize.py").write_text("import os; os.environ['OWN_SITE'] = 'kept'")
     monkeypatch.setenv("PYTHONPATH", str(site))
-    (folder / "s.py").write_text("import os, sys; print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)")
+    (folder / "s.py").write_text(
+        "import os, sys; print('a\\nb', os.environ['OWN_SITE']); print('c', file=sys.stderr)"
+    )
     lines = run_torchrun(["--nproc-per-node=2", "../s.py"], timeout_s=60, where="local")
     out, err = capsys.readouterr()
     said, shown, *rest = out.splitlines()
     assert said.startswith("Ranks run on this machine")
     assert shown == "$ torchrun --nproc-per-node=2 ../s.py"
     assert sorted(lines) == sorted([*rest, *err.splitlines()])
-    assert sorted(lines) == [f"[rank {rank}] {text}" for rank in range(2) for text in ("a", "b kept", "c")]
+    assert sorted(lines) == [
+        f"[rank {rank}] {text}" for rank in range(2) for text in ("a", "b kept", "c")
+    ]
 
 
 @pytest.mark.parametrize(
     ("failing", "words"),
     [
-        ("raise ValueError('width 3.')", "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:"),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 failed with SIGKILL", marks=pytest.mark.long),
+        (
+            "raise ValueError('width 3.')",
+            "rank 1 failed with exit code 1: ValueError: width 3. Its last lines:",
+        ),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "rank 1 failed with SIGKILL",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["raise", "kill"],
 )
 def test_the_rank_that_failed_first_is_named(folder: Path, failing: str, words: str) -> None:
-    (folder / "s.py").write_text(f"{HEAD}if rank == 1:\n    {failing}\ndist.recv(torch.zeros(1), src=1)\n")
+    (folder / "s.py").write_text(
+        f"{HEAD}if rank == 1:\n    {failing}\ndist.recv(torch.zeros(1), src=1)\n"
+    )
     with pytest.raises(LaunchError) as failure:
         run_torchrun(["--nproc-per-node=2", str(folder / "s.py")], timeout_s=60, where="local")
     assert words in str(failure.value)
@@ -217,20 +243,36 @@ def test_strangers_at_the_watchdogs_port_are_dropped(folder: Path) -> None:
     sleeps = Command(("sleep", "1000"), "sleep 1000", {}, place)
     with torchrun._Launched(sleeps) as run, contextlib.ExitStack() as opened:
         ours = f'{{"rank": 3, "pid": 1, "mark": "{run._mark}"}}\n'
-        first_words = [ours, ours.replace("mark", "Mark"), '{"mark": "é"}\n', "[]\n", "[" * 4000 + "\n", "x" * 5000, ""]
-        peers = [opened.enter_context(socket.create_connection(run._listener.getsockname())) for _ in first_words]
+        first_words = [
+            ours,
+            ours.replace("mark", "Mark"),
+            '{"mark": "é"}\n',
+            "[]\n",
+            "[" * 4000 + "\n",
+            "x" * 5000,
+            "",
+        ]
+        peers = [
+            opened.enter_context(socket.create_connection(run._listener.getsockname()))
+            for _ in first_words
+        ]
         for peer, words in zip(peers, first_words, strict=True):
             peer.sendall(words.encode())
         limit = time.monotonic() + 20
         silent = peers[-1].getsockname()
-        while [peer.connection.getpeername() for peer in run._peers] != [peers[0].getsockname(), silent]:
+        while [peer.connection.getpeername() for peer in run._peers] != [
+            peers[0].getsockname(),
+            silent,
+        ]:
             assert time.monotonic() < limit, "who says anything else is dropped at once"
             run.poll(0.05)
         assert [peer.rank for peer in run._peers] == [3, None], "who says nothing is not heard"
         assert [peer.recv(1) for peer in peers[1:-1]] == [b""] * len(peers[1:-1])
 
 
-def test_a_launcher_that_cannot_be_started_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_cannot_be_started_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(sys, "executable", str(folder / "no-python"))
     gc.collect()  # what tests before this one may have left to it
@@ -256,7 +298,9 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_also_if_the_caller_is_a_ra
     (folder / "s.py").write_text(HEAD + "dist.recv(torch.zeros(1), src=1 - rank)\n")
     with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0") as hung:
         run_torchrun(["--nproc-per-node=2", str(folder / "s.py")], timeout_s=15, where="local")
-    assert [wait.where for wait in hung.value.waits] == ["s.py line 6: dist.recv(torch.zeros(1), src=1 - rank)"] * 2
+    assert [wait.where for wait in hung.value.waits] == [
+        "s.py line 6: dist.recv(torch.zeros(1), src=1 - rank)"
+    ] * 2
 
 
 @pytest.mark.ranks
@@ -265,15 +309,19 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
     (folder / "source_code" / "train.py").write_text("print('trained')")
     cells = [
         "%load_ext course_pp.launch\nfrom course_pp.launch import on_ranks",
-        "def swap(rank):\n    import torch, torch.distributed as dist\n"
-        "    dist.recv(torch.zeros(1), src=1 - rank)\non_ranks(2, swap, timeout_s=0.5)",
+        (
+            "def swap(rank):\n    import torch, torch.distributed as dist\n"
+            "    dist.recv(torch.zeros(1), src=1 - rank)\non_ranks(2, swap, timeout_s=0.5)"
+        ),
         "on_ranks(2, lambda rank: rank)",
         "%torchrun --local --timeout 60 source_code/train.py",
         "on_ranks(2, lambda rank: 1 / 0)",
         "x = 1\n%torchrun --local --timeout 60 --no-such-option=1 source_code/train.py",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = NotebookClient(notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": os.getcwd()}})
+    client = NotebookClient(
+        notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": os.getcwd()}}
+    )
     client.execute()
     _, hung, ranks, run, failed, refused = [cell.outputs for cell in notebook.cells]
     assert "cell line 3: dist.recv(torch.zeros(1), src=1 - rank)" in hung[-1]["evalue"]
@@ -281,7 +329,9 @@ def test_a_notebook_starts_ranks_both_ways_and_its_cells_fail_when_ranks_do(fold
     assert line == "----> 4 on_ranks(2, swap, timeout_s=0.5)"
     assert sentence == f"RanksHung: {hung[-1]['evalue']}", "and no frame of ours"
     assert ranks[-1]["data"]["text/plain"] == "[0, 1]"
-    assert "".join(o["text"] for o in run).endswith("\n$ torchrun ../source_code/train.py\n[rank 0] trained\n")
+    assert "".join(o["text"] for o in run).endswith(
+        "\n$ torchrun ../source_code/train.py\n[rank 0] trained\n"
+    )
     assert failed[-1]["ename"] == "ZeroDivisionError"
     line, sentence = refused[-1]["traceback"]
     assert line.startswith("----> 2 ")

@@ -87,7 +87,10 @@ HANGS: list[tuple[Callable[[int], None], int, list[tuple[str, tuple[int, ...]]],
         3,
         [("send", (1,)), ("send", (2,)), ("send", (0,))],
         "dist.send(torch.zeros(1), dst=(rank + 1) % 3)",
-        "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move. Let one of them receive",
+        (
+            "Rank 0 waits for rank 1, rank 1 for rank 2 and rank 2 for rank 0: none can move. Let"
+            " one of them receive"
+        ),
     ),
     (
         one_does_not_join,
@@ -112,16 +115,34 @@ HANGS: list[tuple[Callable[[int], None], int, list[tuple[str, tuple[int, ...]]],
         "group_src=1",
         "Rank 2 has returned",
     ),
-    (one_makes_a_group, 2, [("new_group", (1,)), ("returned", ())], "dist.new_group([0, 1])", "Rank 1 has returned"),
-    (endless_loop, 2, [("computes", ()), ("returned", ())], "while rank == 0:|pass", "Nobody waits for a message"),
+    (
+        one_makes_a_group,
+        2,
+        [("new_group", (1,)), ("returned", ())],
+        "dist.new_group([0, 1])",
+        "Rank 1 has returned",
+    ),
+    (
+        endless_loop,
+        2,
+        [("computes", ()), ("returned", ())],
+        "while rank == 0:|pass",
+        "Nobody waits for a message",
+    ),
 ]
 
 
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("hang", "n", "expected", "source", "advice"), HANGS, ids=[h[0].__name__ for h in HANGS])
+@pytest.mark.parametrize(
+    ("hang", "n", "expected", "source", "advice"), HANGS, ids=[h[0].__name__ for h in HANGS]
+)
 def test_a_hang_is_explained(
-    hang: Callable[[int], None], n: int, expected: list[tuple[str, tuple[int, ...]]], source: str, advice: str
+    hang: Callable[[int], None],
+    n: int,
+    expected: list[tuple[str, tuple[int, ...]]],
+    source: str,
+    advice: str,
 ) -> None:
     with pytest.raises(RanksHung) as hung:
         on_ranks(n, hang, timeout_s=1)
@@ -147,14 +168,18 @@ def test_the_line_of_a_notebook_cell_is_shown() -> None:
     assert hung.value.waits == (Wait(0, "computes", (), "cell line 3: time.sleep(1000)"),)
 
 
-def test_a_rank_between_two_lines_is_reported_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_between_two_lines_is_reported_by_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     code = SimpleNamespace(co_filename=__file__, co_firstlineno=1, co_name="between")
     between = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
     monkeypatch.setattr(sys, "_current_frames", lambda: {threading.main_thread().ident: between})
     assert watch.report(0).line == 1
 
 
-def test_native_code_that_lets_no_thread_run_is_reported_as_silent_before_the_groups_own_limit() -> None:
+def test_native_code_that_lets_no_thread_run_is_reported_as_silent_before_the_groups_own_limit() -> (
+    None
+):
     def hold_the_interpreter_or_receive(rank: int) -> None:
         if rank == 0:
             ctypes.PyDLL(None).sleep(100)  # lets no other thread run
@@ -162,7 +187,10 @@ def test_native_code_that_lets_no_thread_run_is_reported_as_silent_before_the_gr
 
     with pytest.raises(RanksHung) as hung:
         on_ranks(2, hold_the_interpreter_or_receive, timeout_s=1)
-    assert [(wait.operation, wait.peers) for wait in hung.value.waits] == [("does not answer", ()), ("recv", (0,))]
+    assert [(wait.operation, wait.peers) for wait in hung.value.waits] == [
+        ("does not answer", ()),
+        ("recv", (0,)),
+    ]
 
 
 def test_a_cycle_is_found_behind_ranks_that_only_wait_for_it() -> None:
@@ -185,9 +213,12 @@ def test_ranks_that_wait_for_all_later_ones_are_each_looked_at_once() -> None:
 
 
 def test_the_rank_that_others_wait_for_is_pointed_at() -> None:
-    waits = (Wait(0, "recv", (1,), "cell line 2: dist.recv(x, 1)"), Wait(1, "computes", (), "cell line 5: f(x)"))
-    assert explain(waits, 3.0) == (
-        "2 ranks still running after 3 s:\n"
+    waits = (
+        Wait(0, "recv", (1,), "cell line 2: dist.recv(x, 1)"),
+        Wait(1, "computes", (), "cell line 5: f(x)"),
+    )
+    assert (
+        explain(waits, 3.0) == "2 ranks still running after 3 s:\n"
         "  rank 0 waits in recv for rank 1 (cell line 2: dist.recv(x, 1))\n"
         "  rank 1 computes (cell line 5: f(x))\n"
         "Look at rank 1 first: the others wait for it."
@@ -197,8 +228,8 @@ def test_the_rank_that_others_wait_for_is_pointed_at() -> None:
 def test_ranks_that_are_all_in_one_collective_wait_for_nobody() -> None:
     call = WatchedCall("all_gather", (0, 1))
     waits = waits_from((rank, RankReport(rank, call, "", 0, ""), False) for rank in (0, 1))
-    assert explain(waits, 3.0) == (
-        "2 ranks still running after 3 s:\n"
+    assert (
+        explain(waits, 3.0) == "2 ranks still running after 3 s:\n"
         "  rank 0 is in all_gather, as every rank of its group is\n"
         "  rank 1 is in all_gather, as every rank of its group is"
     )

@@ -16,8 +16,12 @@ from course_pp.launch.where import Needs, Place, Site, decide
 from tests.launch.conftest import pretend
 
 TWO = Needs(nodes=1, ranks=2, seconds=100)
-# The first line of a squeue that has a job of session 7, which is number 9, and one of the same name of another.
-SENT = f'[ "$*" != "{" ".join(SESSIONS[1:])} --states=all" ] || {{ echo odd; echo; echo "8 77"; echo "9 7"; exit; }}'
+# The first line of a squeue that has a job of session 7, which is number 9, and one of the same
+# name of another.
+SENT = (
+    f'[ "$*" != "{" ".join(SESSIONS[1:])} --states=all" ] || {{ echo odd; echo; echo "8 77"; echo'
+    ' "9 7"; exit; }'
+)
 
 
 @pytest.fixture
@@ -74,12 +78,24 @@ def test_where_local_says_whether_there_are_gpus_enough(
         (Needs(1, None, 100), "", "srun -N 1 -n 1 -c 4 --gres=gpu:4 -t 3"),
         (TWO, 'partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 3"),
         (Needs.of_call(2, 60, "gloo"), "", "srun -N 1 -n 1 -c 2 -t 14"),
-        (Needs.of_call(2, 60, "gloo"), 'partition = "x"\ncpu_partition = "cpu"', "srun -p cpu -N 1 -n 1 -c 2 -t 14"),
+        (
+            Needs.of_call(2, 60, "gloo"),
+            'partition = "x"\ncpu_partition = "cpu"',
+            "srun -p cpu -N 1 -n 1 -c 2 -t 14",
+        ),
         (Needs.of_call(2, 60, "nccl"), "keep_s = 0", "srun -N 1 -n 1 -c 2 --gres=gpu:2 -t 4"),
-        (TWO, 'account = "a"\ntime_limit = "1:00:00"', "srun -A a -N 1 -n 1 -c 2 --gres=gpu:2 -t 1:00:00"),
+        (
+            TWO,
+            'account = "a"\ntime_limit = "1:00:00"',
+            "srun -A a -N 1 -n 1 -c 2 --gres=gpu:2 -t 1:00:00",
+        ),
         (TWO, 'gres = "--gpus-per-node={n}"', "srun -N 1 -n 1 -c 2 --gpus-per-node=2 -t 3"),
         (TWO, 'gres = ""\ncpus_per_rank = 3', "srun -N 1 -n 1 -c 6 -t 3"),
-        (TWO, 'gpus_per_node = 1\noptions = ["--mem=1G"]', "srun -N 1 -n 1 -c 2 --gres=gpu:1 -t 3 --mem=1G"),
+        (
+            TWO,
+            'gpus_per_node = 1\noptions = ["--mem=1G"]',
+            "srun -N 1 -n 1 -c 2 --gres=gpu:1 -t 3 --mem=1G",
+        ),
     ],
 )
 def test_a_job_asks_for_what_the_run_needs_and_the_site_calls_it(
@@ -94,9 +110,14 @@ def test_inside_a_job_its_cores_are_not_exceeded_and_its_nodes_are_counted(
     for name, value in (("JOB_ID", "7"), ("JOB_NUM_NODES", "2"), ("JOB_CPUS_PER_NODE", "3(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert srun(Needs(2, 4, 100)) == "srun --overlap -N 2 -n 2 -K1 -c 3"
-    assert decide(Needs(2, 4, 100)).said == "Ranks run inside Slurm job 7, on 2 nodes, where 4 ranks share 3 cores."
+    assert (
+        decide(Needs(2, 4, 100)).said
+        == "Ranks run inside Slurm job 7, on 2 nodes, where 4 ranks share 3 cores."
+    )
     assert decide(TWO).said == "Ranks run inside Slurm job 7, on 1 node."
-    with pytest.raises(ValueError, match="--nnodes=3, but Slurm job 7, in which this runs, holds 2 nodes"):
+    with pytest.raises(
+        ValueError, match="--nnodes=3, but Slurm job 7, in which this runs, holds 2 nodes"
+    ):
         decide(Needs(3, 4, 100))
 
 
@@ -116,14 +137,22 @@ def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.Monke
         decide(TWO, "slurm")
 
 
-def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(cluster: Path, tmp_path: Path) -> None:
-    site = 'setup = ["module load cuda"]\ncontainer = "apptainer exec x.sif"\npython = "/opt/python"'
+def test_set_up_lines_and_container_come_before_torchrun_and_are_shown(
+    cluster: Path, tmp_path: Path
+) -> None:
+    site = (
+        'setup = ["module load cuda"]\ncontainer = "apptainer exec x.sif"\npython = "/opt/python"'
+    )
     Path(os.environ["COURSE_PP_SITE"]).write_text(site)
     (tmp_path / "x.py").touch()
     command = build([str(tmp_path / "x.py"), "--flag"])
     strict = 'set -e; trap "echo set-up failed: \\$BASH_COMMAND >&2" ERR'
     script = strict + '\n{{\nmodule load cuda\n}} </dev/null\nexec apptainer exec x.sif {} "$@"'
-    assert command.argv[-5:-2] == ("-c", script.format("/opt/python -m torch.distributed.run"), "bash")
+    assert command.argv[-5:-2] == (
+        "-c",
+        script.format("/opt/python -m torch.distributed.run"),
+        "bash",
+    )
     assert f"bash -c '{script.format('torchrun')}' bash" in command.shown
     assert command.argv[-2:] == (str(tmp_path / "x.py"), "--flag")
 
@@ -134,7 +163,9 @@ def test_a_controller_that_stalls_is_no_reason_to_run_on_the_login_node(
     monkeypatch.setattr(where, "_ANSWER_LIMIT_S", 0.2)
     pretend(cluster / "sinfo", "exec /bin/sleep 30")
     for choice in (None, "slurm"):
-        with pytest.raises(RuntimeError, match=r'the cluster does not answer.*where="local", %torchrun --local'):
+        with pytest.raises(
+            RuntimeError, match=r'the cluster does not answer.*where="local", %torchrun --local'
+        ):
             decide(TWO, choice)
 
 
@@ -153,12 +184,21 @@ def test_a_set_up_line_that_fails_ends_the_task_and_is_named(line: str, said: st
 
 
 def test_set_up_lines_may_be_any_bash_and_leave_standard_input_to_the_program() -> None:
-    lines = "# modules", "[ -f no-such ] && source no-such", "cat >/dev/null", "if true; then", "export SET=up", "fi"
+    lines = (
+        "# modules",
+        "[ -f no-such ] && source no-such",
+        "cat >/dev/null",
+        "if true; then",
+        "export SET=up",
+        "fi",
+    )
     assert with_set_up(*lines).stdout == "for the program up\n"
 
 
 def with_set_up(*lines: str) -> subprocess.CompletedProcess[str]:
-    srun, *command = Place("", ("srun",), site=Site(setup=lines)).command(["sh", "-c", 'cat; echo " $SET"'], [])
+    srun, *command = Place("", ("srun",), site=Site(setup=lines)).command(
+        ["sh", "-c", 'cat; echo " $SET"'], []
+    )
     assert srun == "srun"
     return subprocess.run(command, input="for the program", capture_output=True, text=True)
 
@@ -177,7 +217,15 @@ def test_a_run_inside_a_job_inherits_nothing_that_srun_takes_for_options() -> No
     asked = {
         f"SLURM_{name}": "1"
         for name in (
-            *("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND", "DISTRIBUTION", "THREADS_PER_CORE", "HINT", "EXACT"),
+            *(
+                "GPUS_PER_TASK",
+                "NTASKS_PER_GPU",
+                "GPU_BIND",
+                "DISTRIBUTION",
+                "THREADS_PER_CORE",
+                "HINT",
+                "EXACT",
+            ),
             *("EXPORT_ENV", "CPUS_PER_TASK", "STEP_GPUS"),
         )
     }
@@ -187,7 +235,10 @@ def test_a_run_inside_a_job_inherits_nothing_that_srun_takes_for_options() -> No
 @pytest.mark.parametrize(
     ("reason", "curable"),
     [
-        *[(reason, False) for reason in ("PartitionTimeLimit", "InvalidAccount", "QOSMaxGRESPerJob")],
+        *[
+            (reason, False)
+            for reason in ("PartitionTimeLimit", "InvalidAccount", "QOSMaxGRESPerJob")
+        ],
         *[(reason, True) for reason in ("Priority", "QOSMaxJobsPerUserLimit", "AssocMaxJobsLimit")],
     ],
 )
@@ -206,7 +257,9 @@ def test_a_job_that_can_never_run_is_given_up_at_the_second_look(
         job.queue_line()
 
 
-def test_the_queue_is_looked_at_ever_more_rarely(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_looked_at_ever_more_rarely(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
     pretend(tools / "squeue", f"{SENT}; echo look >> {tools / 'looks'}; echo 'PD|gpu|Priority'")
@@ -214,11 +267,14 @@ def test_the_queue_is_looked_at_ever_more_rarely(tools: Path, monkeypatch: pytes
     for _ in range(600):
         now += 1
         job.queue_line()
-    # Each look asks twice: for the job, and for its place. Who holds the cores is asked sinfo first, which is not here.
+    # Each look asks twice: for the job, and for its place. Who holds the cores is asked sinfo
+    # first, which is not here.
     assert 2 * 600 / 30 < len((tools / "looks").read_text().splitlines()) < 2 * (600 / 30 + 8)
 
 
-def test_the_place_in_the_queue_is_told_when_it_changes(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_in_the_queue_is_told_when_it_changes(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOGNAME", "somebody-else")
     monkeypatch.setattr("course_pp.launch.slurm._LOOK_S", 0)
     monkeypatch.setattr("course_pp.launch.slurm._FIRST_LOOK_S", 0)
@@ -255,34 +311,52 @@ OURS = f"3|{os.getuid()}|me|4|n2|course_pp\n4|{os.getuid()}|me|1|n2|other\n"
         (
             ANNA + OURS,
             "15/1/0/16",
-            "15 of 16 cores are taken: 5 by 2 jobs of yours on n2; 10 by 2 jobs of anna on n1, n2. "
-            "Restarting a notebook's kernel ends its job, as does `scancel 3`.",
+            (
+                "15 of 16 cores are taken: 5 by 2 jobs of yours on n2; 10 by 2 jobs of anna on n1,"
+                " n2. Restarting a notebook's kernel ends its job, as does `scancel 3`."
+            ),
         ),
         (
             "",
             "8/0/8/16",
-            "8 of 16 cores are taken, 8 out of service: "
-            "8 by jobs of other partitions, or that this cluster does not show you.",
+            (
+                "8 of 16 cores are taken, 8 out of service: "
+                "8 by jobs of other partitions, or that this cluster does not show you."
+            ),
         ),
         (
             "".join(f"{i}|{70000 + i}|user{i}|{10 - i}|n{i}|x\n" for i in range(5)),
             "40/0/0/40",
-            "40 of 40 cores are taken: 10 by 1 job of user0 on n0; 9 by 1 job of user1 on n1; "
-            "8 by 1 job of user2 on n2; 13 by 2 more users.",
+            (
+                "40 of 40 cores are taken: 10 by 1 job of user0 on n0; 9 by 1 job of user1 on n1; "
+                "8 by 1 job of user2 on n2; 13 by 2 more users."
+            ),
         ),
         ("", "", None),
         ("1|70001|anna|8\n", "10/6/0/16", None),
         (ANNA + "1|70001|anna|many|n1|x\n", "10/6/0/16", None),
         (ANNA, "10/6", None),
     ],
-    ids=["of one other", "ours too", "hidden", "of many", "no answer", "a short line", "no number", "no cores"],
+    ids=[
+        "of one other",
+        "ours too",
+        "hidden",
+        "of many",
+        "no answer",
+        "a short line",
+        "no number",
+        "no cores",
+    ],
 )
 def test_who_holds_the_cores_is_told_to_those_who_wait_for_a_while(
     tools: Path, monkeypatch: pytest.MonkeyPatch, jobs: str, cores: str, held: str | None
 ) -> None:
     now = 0.0
     monkeypatch.setattr("course_pp.launch.slurm.time.monotonic", lambda: now)
-    answers = 'case "$*" in *--states=R*) cat held;; *--jobs=9*) echo "PD|gpu|Resources";; *) echo 9;; esac'
+    answers = (
+        'case "$*" in *--states=R*) cat held;; *--jobs=9*) echo "PD|gpu|Resources";; *) echo 9;;'
+        " esac"
+    )
     pretend(tools / "squeue", f"{SENT}; PATH=/usr/bin:/bin; cd {tools}; {answers}")
     pretend(tools / "sinfo", f"echo {cores}" if cores else "exit 1")
     (tools / "held").write_text(jobs)
@@ -306,24 +380,52 @@ def test_who_holds_the_cores_is_told_to_those_who_wait_for_a_while(
             "",
             "Slurm refused the request: Invalid account",
         ),
-        ("*** STEP 9.0 ON n1 CANCELLED AT now DUE TO TIME LIMIT ***", "", "Slurm job 9 reached its time limit"),
+        (
+            "*** STEP 9.0 ON n1 CANCELLED AT now DUE TO TIME LIMIT ***",
+            "",
+            "Slurm job 9 reached its time limit",
+        ),
         ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "", "Slurm job 9 was cancelled from outside"),
-        ("*** STEP 9.0 ON n1 CANCELLED AT now ***", "FAILED", "Slurm job 9 was cancelled from outside"),
+        (
+            "*** STEP 9.0 ON n1 CANCELLED AT now ***",
+            "FAILED",
+            "Slurm job 9 was cancelled from outside",
+        ),
         ("srun: error: Node failure on n1", "", "Slurm job 9 lost a node"),
         ("srun: error: n1: task 0: Killed", "OUT_OF_MEMORY", "Slurm job 9 used more memory"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=9.0.", "", "Slurm job 9 used more memory"),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=9.0.",
+            "",
+            "Slurm job 9 used more memory",
+        ),
         (
             "srun: unrecognized option '--x'\nTry \"srun --help\" for more information",
             "",
             "srun refused to start: srun -A x. .*options are set in site.toml",
         ),
         ("srun: error: n1: task 0: Exited with exit code 1", "FAILED", None),
-        ("srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT now ***", "FAILED", None),
-        ("srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT now ***", "", None),
+        (
+            (
+                "srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT"
+                " now ***"
+            ),
+            "FAILED",
+            None,
+        ),
+        (
+            (
+                "srun: error: n2: task 1: Exited with exit code 3\n*** STEP 9.0 ON n1 CANCELLED AT"
+                " now ***"
+            ),
+            "",
+            None,
+        ),
         ("srun: job 9 has been allocated resources", "FAILED", None),
     ],
 )
-def test_what_slurm_ended_is_told_in_one_sentence(tools: Path, said: str, state: str, words: str | None) -> None:
+def test_what_slurm_ended_is_told_in_one_sentence(
+    tools: Path, said: str, state: str, words: str | None
+) -> None:
     pretend(tools / "scontrol", f"echo '   JobState={state} Reason=None'")
     pretend(tools / "squeue", SENT)
     verdict = Job(7, os.environ).verdict(said.splitlines(), "srun -A x", a_rank_failed=False)

@@ -24,8 +24,12 @@ def test_logits_are_those_of_the_whole_sequence_however_it_comes(pieces: tuple[i
 def test_what_does_not_go_with_a_cache_is_refused() -> None:
     model, tokens = Transformer(CONFIG), torch.ones(2, 8, dtype=torch.int64)
     cache = model.new_cache()
-    with pytest.raises(ValueError, match="attention_mask and position_ids beside a cache: leave them out"):
+    with pytest.raises(
+        ValueError, match="attention_mask and position_ids beside a cache: leave them out"
+    ):
         model(tokens, attention_mask=torch.ones(2, 8, dtype=torch.bool), cache=cache)
     model(tokens, cache=cache)
-    with pytest.raises(ValueError, match="the sequence has 16 tokens, more than max_seq_len=12: generate fewer"):
+    with pytest.raises(
+        ValueError, match="the sequence has 16 tokens, more than max_seq_len=12: generate fewer"
+    ):
         model(tokens, cache=cache)

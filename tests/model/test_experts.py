@@ -23,12 +23,21 @@ from course_pp.step.grouped import grouped_product
 
 BATCH, SEQ = 3, 8
 SMALL = ModelConfig(
-    dim=16, n_layers=2, n_heads=2, vocab_size=23, max_seq_len=SEQ, n_experts=4, expert_dim=8, balance_coef=0.3
+    dim=16,
+    n_layers=2,
+    n_heads=2,
+    vocab_size=23,
+    max_seq_len=SEQ,
+    n_experts=4,
+    expert_dim=8,
+    balance_coef=0.3,
 )
 CONFIGS: dict[str, ModelConfig] = {
     "top 2": SMALL,
     "top 1, weights as scored": replace(SMALL, top_k=1, normalize_top_k=False),
-    "sigmoid, scaled, shared": replace(SMALL, top_k=3, router="sigmoid", router_scale=2.5, n_shared_experts=2),
+    "sigmoid, scaled, shared": replace(
+        SMALL, top_k=3, router="sigmoid", router_scale=2.5, n_shared_experts=2
+    ),
     "no gate": replace(SMALL, gated_ffn=False, n_shared_experts=1),
     "z-loss": replace(SMALL, z_coef=0.2),
     "by sequence": replace(SMALL, balance="sequence", router="sigmoid"),
@@ -56,7 +65,9 @@ def feed_forward(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Te
     return (F.gelu(x @ up) if gate is None else F.silu(x @ gate) * (x @ up)) @ down
 
 
-def token_by_token(layer: MoE, sequences: list[Tensor]) -> tuple[list[Tensor], Tensor, list[list[int]]]:
+def token_by_token(
+    layer: MoE, sequences: list[Tensor]
+) -> tuple[list[Tensor], Tensor, list[list[int]]]:
     """The plain computation of sequences (seq, dim) of any lengths.
 
     Returns:
@@ -65,7 +76,11 @@ def token_by_token(layer: MoE, sequences: list[Tensor]) -> tuple[list[Tensor], T
     config = layer.config
     n, k = config.n_experts, config.top_k
     lengths = [len(sequence) for sequence in sequences]
-    room = None if config.capacity_factor is None else -int(-config.capacity_factor * sum(lengths) * k // n)
+    room = (
+        None
+        if config.capacity_factor is None
+        else -int(-config.capacity_factor * sum(lengths) * k // n)
+    )
     chosen, dropped, out, rows = [0] * n, [0] * n, [], []
     for token in torch.cat(sequences):
         logits = layer.router.weight @ token
@@ -80,17 +95,23 @@ def token_by_token(layer: MoE, sequences: list[Tensor]) -> tuple[list[Tensor], T
                 dropped[e] += 1
                 continue
             gate = None if layer.experts.gate_proj is None else layer.experts.gate_proj[e]
-            computed = feed_forward(token, gate, layer.experts.up_proj[e], layer.experts.down_proj[e])
+            computed = feed_forward(
+                token, gate, layer.experts.up_proj[e], layer.experts.down_proj[e]
+            )
             result = result + config.router_scale * scores[e] / total * computed
         if layer.shared is not None:
             gate = layer.shared.gate_proj.weight.T if config.gated_ffn else None
-            result = result + feed_forward(token, gate, layer.shared.up_proj.weight.T, layer.shared.down_proj.weight.T)
+            result = result + feed_forward(
+                token, gate, layer.shared.up_proj.weight.T, layer.shared.down_proj.weight.T
+            )
         out.append(result)
         rows.append((scores / scores.sum(), mine, logits))
     groups = [rows]
     if config.balance == "sequence":
         ends = list(accumulate(lengths))
-        groups = [rows[end - length : end] for end, length in zip(ends, lengths, strict=True) if length]
+        groups = [
+            rows[end - length : end] for end, length in zip(ends, lengths, strict=True) if length
+        ]
     loss = torch.zeros((), dtype=torch.float64)
     if config.balance in ("loss", "sequence"):
         for group in groups:
@@ -103,12 +124,16 @@ def token_by_token(layer: MoE, sequences: list[Tensor]) -> tuple[list[Tensor], T
 
 
 # Where padding stands in a sequence does not matter; one sequence has nothing else.
-PADDED = torch.tensor([[True] * SEQ, [False, True, True, False, True, False, False, True], [False] * SEQ])
+PADDED = torch.tensor(
+    [[True] * SEQ, [False, True, True, False, True, False, False, True], [False] * SEQ]
+)
 
 
 @pytest.mark.parametrize("is_token", [None, PADDED], ids=["whole", "padded"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_layer_is_what_a_loop_over_tokens_says(config: ModelConfig, is_token: Tensor | None) -> None:
+def test_a_layer_is_what_a_loop_over_tokens_says(
+    config: ModelConfig, is_token: Tensor | None
+) -> None:
     layer = layer_of(config)
     # Unevenly spread, so that the third sequence prefers one expert.
     x = torch.randn(BATCH, SEQ, config.dim, dtype=torch.float64, requires_grad=True)
@@ -152,10 +177,15 @@ def test_in_half_precision_experts_compute_so_and_the_router_does_not() -> None:
         dtypes.add((saved.dtype, saved.shape[-1]))
         return saved
 
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved),
+    ):
         layer(torch.randn(BATCH, SEQ, SMALL.dim))
     assert {(torch.float32, SMALL.n_experts), (torch.bfloat16, SMALL.expert_hidden_dim)} <= dtypes
-    assert not {(torch.bfloat16, SMALL.n_experts), (torch.float32, SMALL.expert_hidden_dim)} & dtypes
+    assert (
+        not {(torch.bfloat16, SMALL.n_experts), (torch.float32, SMALL.expert_hidden_dim)} & dtypes
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +193,11 @@ def test_in_half_precision_experts_compute_so_and_the_router_does_not() -> None:
 def test_the_grouped_product_equals_a_loop(counts: list[int], dtype: torch.dtype) -> None:
     """One kernel takes rows of whole 16 bytes; 24 + 1 columns are computed one expert after the other."""
     torch.manual_seed(0)
-    x, wide, towards = torch.randn(sum(counts), 16), torch.randn(4, 16, 25), torch.randn(sum(counts), 25)
+    x, wide, towards = (
+        torch.randn(sum(counts), 16),
+        torch.randn(4, 16, 25),
+        torch.randn(sum(counts), 25),
+    )
     towards[:, 24] = 0
     results = []
     for columns in (24, 25):
@@ -171,13 +205,17 @@ def test_the_grouped_product_equals_a_loop(counts: list[int], dtype: torch.dtype
         weights = wide[..., :columns].to(dtype).contiguous().requires_grad_()
         product = grouped_product(rows, weights, torch.tensor(counts))
         product.backward(towards[:, :columns].to(dtype).contiguous())
-        assert ("GroupedMm" in type(product.grad_fn).__name__) == (columns == 24 and sum(counts) > 0)
+        assert ("GroupedMm" in type(product.grad_fn).__name__) == (
+            columns == 24 and sum(counts) > 0
+        )
         results.append((product[:, :24], rows.grad, weights.grad[..., :24]))
     limit = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=limit)
 
 
-@pytest.mark.parametrize("more", [{}, {"n_shared_experts": 1, "moe_every": 2}, {"n_dense_layers": 1, "qk_norm": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"n_shared_experts": 1, "moe_every": 2}, {"n_dense_layers": 1, "qk_norm": True}]
+)
 @pytest.mark.parametrize("gated", [True, False])
 def test_parameter_counts_are_those_of_the_built_model(more: dict[str, Any], gated: bool) -> None:
     config = replace(SMALL, n_layers=4, gated_ffn=gated, head_width=6, **more)
@@ -194,7 +232,9 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, Any], gat
     assert is_mixture == list(map(config.has_experts, range(4)))
 
 
-def test_a_seed_means_the_same_experts_whatever_the_cut_and_those_that_end_in_the_residual_are_small() -> None:
+def test_a_seed_means_the_same_experts_whatever_the_cut_and_those_that_end_in_the_residual_are_small() -> (
+    None
+):
     torch.manual_seed(3)
     whole, part = Transformer(SMALL), Transformer(SMALL, (1, 2), has_embedding=False)
     for name, parameter in part.named_parameters():
@@ -207,7 +247,9 @@ def test_a_seed_means_the_same_experts_whatever_the_cut_and_those_that_end_in_th
 @pytest.mark.parametrize("balance", ["sequence", "bias", "none"])
 def test_only_switch_s_loss_counts_over_data_ranks(balance: Any) -> None:
     model = Transformer(replace(SMALL, balance=balance))
-    with pytest.raises(ValueError, match=f"balance='{balance}' counts no choices of a microbatch: only 'loss' does"):
+    with pytest.raises(
+        ValueError, match=f"balance='{balance}' counts no choices of a microbatch: only 'loss' does"
+    ):
         count_over_data_ranks([model], None)
 
 
@@ -216,7 +258,10 @@ def test_a_load_says_how_uneven_it_is_and_a_bias_moves_against_it() -> None:
     assert [load.imbalance for load in loads.values()] == [1.0, 2.5]
     model = Transformer(replace(SMALL, balance="bias", balance_coef=0.25))
     update_router_bias([model], loads)
-    assert [layer.mlp.router.bias.tolist() for layer in model.layers.values()] == [[0.0] * 4, [-0.25, 0.25, 0.0, 0.25]]
+    assert [layer.mlp.router.bias.tolist() for layer in model.layers.values()] == [
+        [0.0] * 4,
+        [-0.25, 0.25, 0.0, 0.25],
+    ]
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {

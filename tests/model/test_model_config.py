@@ -7,7 +7,13 @@ import pytest
 
 from course_pp.model import ModelConfig, Transformer
 
-SIZES: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 6, "vocab_size": 50, "max_seq_len": 16}
+SIZES: dict[str, Any] = {
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 6,
+    "vocab_size": 50,
+    "max_seq_len": 16,
+}
 
 
 def test_optional_sizes_resolve_to_full_attention_and_a_swiglu_of_8_thirds() -> None:
@@ -56,9 +62,15 @@ def test_parameter_counts_are_those_of_the_built_model(more: dict[str, int], tie
         ({"head_width": 7}, "head_width=7 must be even"),
         ({"n_experts": 4, "top_k": 5}, "top_k=5 must be at most n_experts=4"),
         ({"n_experts": 4, "moe_every": 3}, "none of n_layers=2 has them with moe_every=3"),
-        ({"n_experts": 4, "capacity_factor": 0}, "capacity_factor=0 must be finite and greater than 0"),
+        (
+            {"n_experts": 4, "capacity_factor": 0},
+            "capacity_factor=0 must be finite and greater than 0",
+        ),
         ({"n_experts": 4, "router": "hash"}, "router is 'hash'.*'softmax', 'sigmoid'"),
-        ({"n_experts": 4, "balance": "luck"}, "balance is 'luck'.*'loss', 'sequence', 'bias', 'none'"),
+        (
+            {"n_experts": 4, "balance": "luck"},
+            "balance is 'luck'.*'loss', 'sequence', 'bias', 'none'",
+        ),
     ],
 )
 def test_an_impossible_size_is_refused(change: dict[str, Any], message: str) -> None:

@@ -57,7 +57,9 @@ def random_model(config: ModelConfig) -> Transformer:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.2
+            )
     return model
 
 
@@ -66,7 +68,9 @@ def theirs_with(model: Transformer) -> PreTrainedModel:
 
     Their norms compute in float32 whatever their input, which would hide differences below 1e-7.
     """
-    llama = AutoModelForCausalLM.from_config(config_to_hf(model.config), experts_implementation="eager").double()
+    llama = AutoModelForCausalLM.from_config(
+        config_to_hf(model.config), experts_implementation="eager"
+    ).double()
     llama.load_state_dict(hf_state_dict(model))
     for module in list(llama.modules()):
         for name, child in module.named_children():
@@ -82,17 +86,29 @@ def inputs_for(kind: str, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
     lengths = torch.tensor([SEQ, 7, 2])
     index = torch.arange(SEQ).expand(BATCH, SEQ)
     left = (index >= SEQ - lengths[:, None]).long()
-    return tokens, {
-        "plain": {},
-        "left_padding": {"attention_mask": left, "position_ids": (left.cumsum(-1) - 1).clamp(min=0)},
-        "right_padding": {"attention_mask": (index < lengths[:, None]).long()},
-        "positions": {"position_ids": index + torch.tensor([[0], [2], [5]])},
-    }[kind]
+    return (
+        tokens,
+        {
+            "plain": {},
+            "left_padding": {
+                "attention_mask": left,
+                "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
+            },
+            "right_padding": {"attention_mask": (index < lengths[:, None]).long()},
+            "positions": {"position_ids": index + torch.tensor([[0], [2], [5]])},
+        }[kind],
+    )
 
 
-def real_token_loss(logits: Tensor, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def real_token_loss(
+    logits: Tensor, tokens: Tensor, attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Logits and mean cross-entropy where a real token stands; what a pad position says does not matter."""
-    real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    real = (
+        torch.ones_like(tokens, dtype=torch.bool)
+        if attention_mask is None
+        else attention_mask.bool()
+    )
     return logits[real], F.cross_entropy(logits[real], tokens.roll(-1, 1)[real])
 
 
@@ -106,7 +122,9 @@ def test_logits_and_every_gradient_equal_theirs(config: ModelConfig, kind: str) 
     mask = options.get("attention_mask")
 
     logits, loss = real_token_loss(model(tokens, **options), tokens, mask)
-    expected, expected_loss = real_token_loss(llama(tokens, **options, use_cache=False).logits, tokens, mask)
+    expected, expected_loss = real_token_loss(
+        llama(tokens, **options, use_cache=False).logits, tokens, mask
+    )
     loss.backward()
     expected_loss.backward()
 
@@ -129,11 +147,15 @@ def test_a_hugging_face_model_is_copied_in_its_dtype(tied: bool, dtype: torch.dt
     tokens, _ = inputs_for("plain", 61)
     expected = llama(tokens, use_cache=False).logits
     # In bfloat16 the two round at different places, by up to 2^-8 of a value.
-    torch.testing.assert_close(model(tokens), expected, atol=1e-5 if dtype == torch.float32 else 5e-3, rtol=1e-2)
+    torch.testing.assert_close(
+        model(tokens), expected, atol=1e-5 if dtype == torch.float32 else 5e-3, rtol=1e-2
+    )
     assert model(tokens).dtype == dtype
     assert model.rope_cos.dtype == torch.float32
     assert (model.head.weight is model.embed.weight) == tied
-    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in llama.parameters()}
+    assert not {p.data_ptr() for p in model.parameters()} & {
+        p.data_ptr() for p in llama.parameters()
+    }
 
 
 def test_a_mistral_without_a_sliding_window_is_the_same_decoder() -> None:
@@ -165,7 +187,9 @@ def test_each_stage_loads_its_own_part_of_a_checkpoint(config: ModelConfig, n_st
 @pytest.mark.parametrize("n_stages", [2, 4])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one matrix an expert"])
 @pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_each_stage_loads_its_own_experts_however_they_are_stored(kind: str, packed: bool, n_stages: int) -> None:
+def test_each_stage_loads_its_own_experts_however_they_are_stored(
+    kind: str, packed: bool, n_stages: int
+) -> None:
     config = replace(CONFIGS[kind], n_layers=5)
     theirs = theirs_with(random_model(config))
     state = theirs.state_dict()
@@ -207,18 +231,28 @@ def test_what_this_decoder_lacks_is_refused_by_name(change: dict[str, Any], mess
         ({"router": "sigmoid", "n_shared_experts": 1}, "router='sigmoid'; n_shared_experts=1"),
         ({"router_scale": 2.5, "capacity_factor": 1.0}, r"router_scale=2\.5; capacity_factor=1\.0"),
         ({"balance": "bias"}, "balance='bias'"),
-        ({"gated_ffn": False, "qkv_bias": True}, "gated_ffn=False; qkv_bias=True with qk_norm or n_experts"),
-        ({"moe_every": 2, "normalize_top_k": False}, "moe_every=2 without qk_norm; normalize_top_k=False without"),
+        (
+            {"gated_ffn": False, "qkv_bias": True},
+            "gated_ffn=False; qkv_bias=True with qk_norm or n_experts",
+        ),
+        (
+            {"moe_every": 2, "normalize_top_k": False},
+            "moe_every=2 without qk_norm; normalize_top_k=False without",
+        ),
     ],
 )
-def test_what_none_of_their_models_has_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_what_none_of_their_models_has_is_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         config_to_hf(replace(CONFIGS["mixtral"], **change))
 
 
 def test_experts_of_another_width_are_refused_though_their_halves_would_fit() -> None:
     state = hf_state_dict(Transformer(replace(CONFIGS["mixtral"], ffn_dim=48)))
-    with pytest.raises(ValueError, match=r"gate_up_proj has shape \(4, 96, 32\), but .* has \(4, 32, 24\)"):
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj has shape \(4, 96, 32\), but .* has \(4, 32, 24\)"
+    ):
         load_hf_state_dict(Transformer(CONFIGS["mixtral"]), state)
 
 
@@ -229,9 +263,20 @@ def test_a_sliding_window_and_another_architecture_are_refused() -> None:
         config_from_hf(GPT2Config())
 
 
-QWEN2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN2 = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 QWEN2 |= {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 32}
-SCALED = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 
 def test_a_qwen2_has_biases_and_is_the_same_decoder() -> None:
@@ -246,7 +291,11 @@ def test_a_qwen2_has_biases_and_is_the_same_decoder() -> None:
 
 
 def test_rotary_positions_are_scaled_as_llama_3_does() -> None:
-    sizes = {**QWEN2, "num_attention_heads": 2, "rope_parameters": {**SCALED, "original_max_position_embeddings": 16}}
+    sizes = {
+        **QWEN2,
+        "num_attention_heads": 2,
+        "rope_parameters": {**SCALED, "original_max_position_embeddings": 16},
+    }
     llama = LlamaForCausalLM(LlamaConfig(**sizes))
     model, (tokens, _) = from_hf(llama), inputs_for("plain", 61)
     torch.testing.assert_close(model(tokens), llama(tokens, use_cache=False).logits)
@@ -271,6 +320,8 @@ def test_a_missing_or_misshapen_weight_is_named_and_nothing_is_copied() -> None:
     del state["model.layers.2.mlp.up_proj.weight"]
     with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is missing"):
         load_hf_state_dict(model, state)
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\), but norm\.weight has \(32,\)"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight has shape \(5,\), but norm\.weight has \(32,\)"
+    ):
         load_hf_state_dict(model, misshapen)
     torch.testing.assert_close(dict(model.state_dict()), before, atol=0, rtol=0)

@@ -72,7 +72,9 @@ class TestStages:
     @configs
     @splits
     @pytest.mark.parametrize("way", WAYS)
-    def test_one_seed_is_one_model_whatever_the_split(self, way: Way, n_stages: int, config: ModelConfig) -> None:
+    def test_one_seed_is_one_model_whatever_the_split(
+        self, way: Way, n_stages: int, config: ModelConfig
+    ) -> None:
         expected = whole(config).state_dict()
         found: dict[str, Tensor] = {}
         for stage_id in range(n_stages):
@@ -91,11 +93,19 @@ class TestStages:
     def test_one_after_the_other_are_exactly_the_whole_model(
         self, dtype: torch.dtype, n_stages: int, config: ModelConfig
     ) -> None:
-        tokens = torch.randint(config.vocab_size, (3, 7), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            config.vocab_size, (3, 7), generator=torch.Generator().manual_seed(0)
+        )
         mask = torch.ones_like(tokens)
         mask[1, :3] = 0
-        model, parts = whole(config).to(dtype), [part.to(dtype) for part in stages(config, n_stages)]
-        for options in ({}, {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}):
+        model, parts = (
+            whole(config).to(dtype),
+            [part.to(dtype) for part in stages(config, n_stages)],
+        )
+        for options in (
+            {},
+            {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        ):
             x = tokens
             for part in parts:
                 x = part(x, **options)
@@ -105,7 +115,9 @@ class TestStages:
     @configs
     @splits
     def test_allocate_their_own_parameters_only(self, n_stages: int, config: ModelConfig) -> None:
-        for stage_id, (start, end) in enumerate(compute_layer_assignment(config.n_layers, n_stages)):
+        for stage_id, (start, end) in enumerate(
+            compute_layer_assignment(config.n_layers, n_stages)
+        ):
             own = (end - start) * config.n_layer_parameters
             own += config.n_embedding_parameters * (stage_id == 0)
             own += config.n_head_parameters * (stage_id == n_stages - 1)
@@ -118,10 +130,21 @@ class TestStages:
 
     def test_hold_the_full_models_layer_keys_and_know_their_place(self) -> None:
         first, middle, last = (build_stage_module(UNTIED, stage_id, 3) for stage_id in range(3))
-        assert [list(stage.layers) for stage in (first, middle, last)] == [["0", "1"], ["2", "3"], ["4"]]
-        assert (middle.config, middle.stage_id, middle.num_stages, middle.layer_range) == (UNTIED, 1, 3, (2, 4))
+        assert [list(stage.layers) for stage in (first, middle, last)] == [
+            ["0", "1"],
+            ["2", "3"],
+            ["4"],
+        ]
+        assert (middle.config, middle.stage_id, middle.num_stages, middle.layer_range) == (
+            UNTIED,
+            1,
+            3,
+            (2, 4),
+        )
         assert first.embed is not None
-        assert (first.norm, first.head, middle.embed, middle.norm, middle.head, last.embed) == (None,) * 6
+        assert (first.norm, first.head, middle.embed, middle.norm, middle.head, last.embed) == (
+            None,
+        ) * 6
         assert last.norm is not None
         assert last.head is not None
 
@@ -134,21 +157,39 @@ class TestStageRefusals:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda: build_stage_module(UNTIED, -1, 2), "stage -1 must lie between 0 and 1, the last of 2 stages"),
-            (lambda: build_stage_module(UNTIED, 2, 2), "stage 2 must lie between 0 and 1, the last of 2 stages"),
+            (
+                lambda: build_stage_module(UNTIED, -1, 2),
+                "stage -1 must lie between 0 and 1, the last of 2 stages",
+            ),
+            (
+                lambda: build_stage_module(UNTIED, 2, 2),
+                "stage 2 must lie between 0 and 1, the last of 2 stages",
+            ),
             (lambda: PipelineStageModule(UNTIED, 2, 2, (0, 1)), "stage 2 must lie between"),
             (lambda: build_stage_module(UNTIED, 0, 2, [(0, 5)]), "1 layer ranges for 2 stages"),
             (
                 lambda: build_stage_module(UNTIED, 0, 2, [(0, 3), (2, 5)]),
                 r"holds layers \(2, 5\), but must start at layer 3",
             ),
-            (lambda: build_stage_module(UNTIED, 0, 2, [(0, 0), (0, 5)]), r"stage 0 holds layers \(0, 0\)"),
-            (lambda: build_stage_module(UNTIED, 0, 2, [(0, 2), (2, 4)]), "end at 4, but must end at n_layers=5"),
-            (lambda: compute_layer_assignment(3, 4), "4 stages need at least 4 layers, and this model has n_layers=3"),
+            (
+                lambda: build_stage_module(UNTIED, 0, 2, [(0, 0), (0, 5)]),
+                r"stage 0 holds layers \(0, 0\)",
+            ),
+            (
+                lambda: build_stage_module(UNTIED, 0, 2, [(0, 2), (2, 4)]),
+                "end at 4, but must end at n_layers=5",
+            ),
+            (
+                lambda: compute_layer_assignment(3, 4),
+                "4 stages need at least 4 layers, and this model has n_layers=3",
+            ),
             (lambda: compute_layer_assignment(3, 0), "0 stages: a pipeline needs at least 1"),
             (lambda: layer_costs(UNTIED, 0), "seq_len=0 must lie between 1 and max_seq_len=16"),
             (lambda: layer_costs(UNTIED, 17), "seq_len=17 must lie between 1 and max_seq_len=16"),
-            (lambda: partition_by_cost([1.0, float("nan")], 1), "cost nan must be a finite number, 0 or greater"),
+            (
+                lambda: partition_by_cost([1.0, float("nan")], 1),
+                "cost nan must be a finite number, 0 or greater",
+            ),
             (lambda: partition_by_cost([1.0, -2.0], 1), r"cost -2\.0 must be a finite number"),
             (lambda: partition_by_cost([1.0, 1.0], 1, float("inf")), "cost inf must be"),
             (lambda: partition_by_cost([1.0, 1.0], 3), "3 stages need at least 3 layers"),
@@ -160,7 +201,9 @@ class TestStageRefusals:
 
     def test_carving_out_what_is_already_gone(self) -> None:
         first = drop_other_stages(Transformer(UNTIED), 0, 2, (0, 3))
-        with pytest.raises(ValueError, match=r"must lie within the layers this model holds, \(0, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"must lie within the layers this model holds, \(0, 3\)"
+        ):
             drop_other_stages(first, 1, 2, (3, 5))
         with pytest.raises(ValueError, match="needs the head, which this model no longer has"):
             drop_other_stages(first, 1, 2, (1, 3))
@@ -186,11 +229,15 @@ class TestLayerAssignment:
         assert compute_layer_assignment(n_layers, pp_size) == expected
 
 
-def best_by_trying_all(costs: list[float], n_stages: int, first: float, last: float) -> list[tuple[int, int]]:
+def best_by_trying_all(
+    costs: list[float], n_stages: int, first: float, last: float
+) -> list[tuple[int, int]]:
     """Fastest slowest stage, then the least sum of squares, then the longest early stages."""
 
     def rank(cuts: tuple[int, ...]) -> tuple[Fraction, Fraction, tuple[int, ...]]:
-        sums = [sum(map(Fraction, costs[a:b]), Fraction(0)) for a, b in pairwise((0, *cuts, len(costs)))]
+        sums = [
+            sum(map(Fraction, costs[a:b]), Fraction(0)) for a, b in pairwise((0, *cuts, len(costs)))
+        ]
         sums[0] += Fraction(first)
         sums[-1] += Fraction(last)
         return max(sums), sum((s * s for s in sums), Fraction(0)), tuple(-cut for cut in cuts)
@@ -210,13 +257,17 @@ class TestPartitionByCost:
         self, data: st.DataObject, layers: list[float], first: float, last: float
     ) -> None:
         n_stages = data.draw(st.integers(1, len(layers)))
-        assert partition_by_cost(layers, n_stages, first, last) == best_by_trying_all(layers, n_stages, first, last)
+        assert partition_by_cost(layers, n_stages, first, last) == best_by_trying_all(
+            layers, n_stages, first, last
+        )
 
     @pytest.mark.parametrize("cost", [0.1, 1, 1 / 3])
     def test_of_equal_costs_is_the_even_assignment(self, cost: float) -> None:
         for n_layers in range(1, 15):
             for n_stages in range(1, n_layers + 1):
-                assert partition_by_cost([cost] * n_layers, n_stages) == compute_layer_assignment(n_layers, n_stages)
+                assert partition_by_cost([cost] * n_layers, n_stages) == compute_layer_assignment(
+                    n_layers, n_stages
+                )
 
 
 class TestLayerCosts:
@@ -225,24 +276,38 @@ class TestLayerCosts:
         seq = 12
         model = Transformer(config)
         matrices = sum(2 * seq * p.numel() for p in model.layers["0"].parameters() if p.dim() == 2)
-        attention = sum(2 * 2 * config.head_dim * config.n_heads for query in range(seq) for _ in range(query + 1))
+        attention = sum(
+            2 * 2 * config.head_dim * config.n_heads
+            for query in range(seq)
+            for _ in range(query + 1)
+        )
         flops = layer_costs(config, seq)
         assert flops.layers == (matrices + attention,) * config.n_layers
         assert flops.head == 2 * seq * model.head.weight.numel()
         assert flops.embed == 0
         assert flops.total == flops.head + config.n_layers * flops.layers[0]
 
-    @pytest.mark.parametrize("more", [{}, {"gated_ffn": False, "n_shared_experts": 2, "top_k": 3}, {"head_width": 6}])
-    def test_are_those_of_the_experts_that_tokens_go_to_and_cuts_even_them_out(self, more: dict[str, Any]) -> None:
-        config, seq = replace(UNTIED, n_layers=6, n_experts=4, expert_dim=160, moe_every=2, **more), 12
+    @pytest.mark.parametrize(
+        "more", [{}, {"gated_ffn": False, "n_shared_experts": 2, "top_k": 3}, {"head_width": 6}]
+    )
+    def test_are_those_of_the_experts_that_tokens_go_to_and_cuts_even_them_out(
+        self, more: dict[str, Any]
+    ) -> None:
+        config, seq = (
+            replace(UNTIED, n_layers=6, n_experts=4, expert_dim=160, moe_every=2, **more),
+            12,
+        )
         flops, model = layer_costs(config, seq), Transformer(config).double()
         attention = 2 * config.n_heads * config.head_dim * seq * (seq + 1)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.zeros(1, seq, dtype=torch.int64))
-        # On a CPU torch's counter leaves attention out before 2.15; later ones count it as if it were not causal.
+        # On a CPU torch's counter leaves attention out before 2.15; later ones count it as if it
+        # were not causal.
         counted = counter.get_flop_counts()["Global"]
         products = sum(n for operator, n in counted.items() if "attention" not in str(operator))
         assert products == flops.total - 6 * attention
         assert flops.layers[1] > 1.5 * flops.layers[0]
         ranges = partition_by_cost(flops.layers, 3)
-        assert {sum(flops.layers[start:end]) for start, end in ranges} == {flops.layers[0] + flops.layers[1]}
+        assert {sum(flops.layers[start:end]) for start, end in ranges} == {
+            flops.layers[0] + flops.layers[1]
+        }

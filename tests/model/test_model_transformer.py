@@ -20,7 +20,9 @@ BATCH, SEQ = 2, 9
 
 @pytest.fixture
 def tokens() -> Tensor:
-    return torch.randint(CONFIG.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        CONFIG.vocab_size, (BATCH, SEQ), generator=torch.Generator().manual_seed(3)
+    )
 
 
 @pytest.fixture
@@ -38,7 +40,9 @@ def seeded(config: ModelConfig, seed: int) -> Transformer:
 
 def same(a: Transformer, b: Transformer) -> bool:
     ours, theirs = a.state_dict(), b.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 class TestConstruction:
@@ -59,15 +63,24 @@ class TestConstruction:
             torch.set_default_dtype(before)
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert model.rope_cos.dtype == torch.float32
-        assert all(torch.equal(tensor, reference[name].to(dtype)) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, reference[name].to(dtype))
+            for name, tensor in model.state_dict().items()
+        )
 
     def test_under_the_meta_device_allocates_nothing_and_refuses_to_initialise(self) -> None:
         with torch.device("meta"):
             model = Transformer(CONFIG)
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        assert model(torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta")).shape == (BATCH, SEQ, 61)
+        assert model(torch.zeros(BATCH, SEQ, dtype=torch.int64, device="meta")).shape == (
+            BATCH,
+            SEQ,
+            61,
+        )
         for initialise in (model.init_weights_and_freqs, model.init_freqs_and_ties):
-            with pytest.raises(RuntimeError, match=r"meta device.*call \.to_empty\(device=\.\.\.\) first"):
+            with pytest.raises(
+                RuntimeError, match=r"meta device.*call \.to_empty\(device=\.\.\.\) first"
+            ):
                 initialise()
 
     @pytest.mark.parametrize("layer_range", [(0, 0), (2, 1), (-1, 2), (0, 4)])
@@ -84,7 +97,9 @@ class TestInitialValues:
         assert not any(torch.equal(first[name], second[name]) for name in matrices)
         torch.manual_seed(5)
         torch.rand(3)
-        assert same(Transformer(CONFIG), seeded(CONFIG, 5)), "torch.manual_seed decides unless a seed is given"
+        assert same(Transformer(CONFIG), seeded(CONFIG, 5)), (
+            "torch.manual_seed decides unless a seed is given"
+        )
 
     def test_are_those_of_every_earlier_version(self) -> None:
         """A published seed keeps meaning the same model; a change here is a change of every result."""
@@ -94,13 +109,20 @@ class TestInitialValues:
 
     def test_no_two_parameters_of_a_large_model_share_a_seed(self) -> None:
         with torch.device("meta"):
-            names = [name for name, _ in Transformer(replace(CONFIG, n_layers=100)).named_parameters()]
+            names = [
+                name for name, _ in Transformer(replace(CONFIG, n_layers=100)).named_parameters()
+            ]
         assert len({parameter_seed(0, name) for name in names}) == len(names) == 903
 
     def test_have_the_documented_spread(self) -> None:
         model = seeded(replace(CONFIG, dim=256, n_layers=8, n_heads=4), 0)
         layer = model.layers["7"]
-        for weight in (model.embed.weight, model.head.weight, layer.attn.q_proj.weight, layer.mlp.up_proj.weight):
+        for weight in (
+            model.embed.weight,
+            model.head.weight,
+            layer.attn.q_proj.weight,
+            layer.mlp.up_proj.weight,
+        ):
             assert weight.std().item() == pytest.approx(0.02, rel=0.03)
         for weight in (layer.attn.o_proj.weight, layer.mlp.down_proj.weight):
             assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
@@ -108,7 +130,9 @@ class TestInitialValues:
             assert torch.equal(norm.weight, torch.ones(256))
 
     @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-    def test_are_the_same_when_parameters_are_sharded(self, config: ModelConfig, process_group_of_one: None) -> None:
+    def test_are_the_same_when_parameters_are_sharded(
+        self, config: ModelConfig, process_group_of_one: None
+    ) -> None:
         with torch.device("meta"):
             model = Transformer(config)
         mesh = init_device_mesh("cpu", (1,))
@@ -118,7 +142,10 @@ class TestInitialValues:
         model.to_empty(device="cpu")
         model.init_weights_and_freqs(seed=3)
         expected = seeded(config, 3).state_dict()
-        assert all(torch.equal(tensor.full_tensor(), expected[n]) for n, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor.full_tensor(), expected[n])
+            for n, tensor in model.state_dict().items()
+        )
 
     def test_ignore_the_path_parts_that_wrappers_insert(self) -> None:
         model = seeded(CONFIG, 3)
@@ -165,7 +192,11 @@ class TestForward:
         changed = tokens.clone()
         changed[:, 5] = (changed[:, 5] + 1) % CONFIG.vocab_size
         everything = torch.ones(BATCH, 1, SEQ, SEQ, dtype=torch.bool)
-        for options in ({}, {"attention_mask": torch.ones_like(tokens)}, {"attention_mask": everything}):
+        for options in (
+            {},
+            {"attention_mask": torch.ones_like(tokens)},
+            {"attention_mask": everything},
+        ):
             before, after = model(tokens, **options), model(changed, **options)
             assert torch.equal(before[:, :5], after[:, :5])
             assert (before[:, 5:] != after[:, 5:]).any(dim=-1).all()
@@ -183,11 +214,15 @@ class TestForward:
         self, mask: Tensor, tokens: Tensor
     ) -> None:
         model = Transformer(CONFIG).double()
-        assert torch.equal(model(tokens, position_ids=torch.arange(SEQ).expand(BATCH, SEQ)), model(tokens))
+        assert torch.equal(
+            model(tokens, position_ids=torch.arange(SEQ).expand(BATCH, SEQ)), model(tokens)
+        )
         torch.testing.assert_close(model(tokens, mask), model(tokens), atol=1e-14, rtol=0)
 
     @pytest.mark.parametrize("shape", [(BATCH, SEQ), (BATCH, 1, SEQ, SEQ)])
-    def test_a_position_with_nothing_else_to_attend_to_sees_itself(self, shape: tuple[int, ...]) -> None:
+    def test_a_position_with_nothing_else_to_attend_to_sees_itself(
+        self, shape: tuple[int, ...]
+    ) -> None:
         allowed = causal_mask(torch.zeros(shape, dtype=torch.bool), BATCH, SEQ)
         assert torch.equal(allowed, torch.eye(SEQ, dtype=torch.bool).expand(BATCH, 1, SEQ, SEQ))
 
@@ -202,7 +237,10 @@ class TestForward:
 
 
 TOKENS = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-WHOLE, MIDDLE = Transformer(CONFIG), Transformer(CONFIG, (1, 2), has_embedding=False, has_head=False)
+WHOLE, MIDDLE = (
+    Transformer(CONFIG),
+    Transformer(CONFIG, (1, 2), has_embedding=False, has_head=False),
+)
 A_MASK = r"attention_mask is .* it must be bool or integer \(batch, seq\)"
 HIDDEN = r"takes hidden states \(batch, seq, 32\).*previous stage's output"
 
@@ -210,20 +248,50 @@ HIDDEN = r"takes hidden states \(batch, seq, 32\).*previous stage's output"
 @pytest.mark.parametrize(
     ("part", "x", "more", "message"),
     [
-        (WHOLE, torch.zeros(SEQ, dtype=torch.int64), {}, r"token ids \(batch, seq\), not torch.int64 of shape \(9,\)"),
+        (
+            WHOLE,
+            torch.zeros(SEQ, dtype=torch.int64),
+            {},
+            r"token ids \(batch, seq\), not torch.int64 of shape \(9,\)",
+        ),
         (WHOLE, torch.zeros(BATCH, SEQ, 32), {}, r"token ids .* shape \(2, 9, 32\)"),
-        (WHOLE, torch.zeros(BATCH, 17, dtype=torch.int64), {}, "sequence length 17 exceeds max_seq_len=16"),
-        (WHOLE, torch.tensor([[0, 61]]), {}, r"token ids from 0 to 61 must lie in \[0, vocab_size\) = \[0, 61\)"),
+        (
+            WHOLE,
+            torch.zeros(BATCH, 17, dtype=torch.int64),
+            {},
+            "sequence length 17 exceeds max_seq_len=16",
+        ),
+        (
+            WHOLE,
+            torch.tensor([[0, 61]]),
+            {},
+            r"token ids from 0 to 61 must lie in \[0, vocab_size\) = \[0, 61\)",
+        ),
         (WHOLE, torch.tensor([[-1, 3]]), {}, "token ids from -1 to 3"),
         (MIDDLE, TOKENS, {}, HIDDEN),
         (MIDDLE, torch.zeros(BATCH, SEQ, 31), {}, HIDDEN),
         (WHOLE, TOKENS, {"attention_mask": torch.ones(BATCH, SEQ)}, A_MASK),
         (WHOLE, TOKENS, {"attention_mask": torch.ones(BATCH, SEQ + 1, dtype=torch.bool)}, A_MASK),
-        (WHOLE, TOKENS, {"attention_mask": torch.ones(BATCH, 1, SEQ, SEQ, dtype=torch.int64)}, A_MASK),
+        (
+            WHOLE,
+            TOKENS,
+            {"attention_mask": torch.ones(BATCH, 1, SEQ, SEQ, dtype=torch.int64)},
+            A_MASK,
+        ),
         (WHOLE, TOKENS, {"attention_mask": torch.ones(BATCH, 1, SEQ, 1, dtype=torch.bool)}, A_MASK),
-        (WHOLE, TOKENS, {"position_ids": torch.arange(SEQ)}, r"integers of shape \(batch, seq\) = \(2, 9\)"),
+        (
+            WHOLE,
+            TOKENS,
+            {"position_ids": torch.arange(SEQ)},
+            r"integers of shape \(batch, seq\) = \(2, 9\)",
+        ),
         (WHOLE, TOKENS, {"position_ids": torch.zeros(BATCH, SEQ)}, "integers of shape"),
-        (WHOLE, TOKENS, {"position_ids": torch.full((BATCH, SEQ), 16)}, r"from 16 to 16 must lie in .* \[0, 16\)"),
+        (
+            WHOLE,
+            TOKENS,
+            {"position_ids": torch.full((BATCH, SEQ), 16)},
+            r"from 16 to 16 must lie in .* \[0, 16\)",
+        ),
         (WHOLE, TOKENS, {"position_ids": torch.full((BATCH, SEQ), -1)}, "positions from -1"),
     ],
 )

@@ -26,12 +26,35 @@ from course_pp.schedule import build, simulate
         ({2: 1.0}, {3: 1}, "measured {3: 1}, guessed {2: 1}: not so"),
         (True, False, "measured False, guessed True: not so"),
         ("it hangs", "it hangs", "measured it hangs, guessed it hangs: right"),
-        ("half", 0.25, "measured 0.25; your guess 'half' is text in quotes, so it cannot be compared: give a number"),
-        (None, True, "measured True; your guess is None, so it cannot be compared: give True or False"),
+        (
+            "half",
+            0.25,
+            (
+                "measured 0.25; your guess 'half' is text in quotes, so it cannot be compared: give"
+                " a number"
+            ),
+        ),
+        (
+            None,
+            True,
+            "measured True; your guess is None, so it cannot be compared: give True or False",
+        ),
         (True, 2, "measured 2; your guess is True, so it cannot be compared: give a number"),
-        (object(), 2, "measured 2; your guess is an object, so it cannot be compared: give a number"),
-        (1, [2], "measured [2]; your guess 1 is a number, so it cannot be compared: give a list, [a, …]"),
-        (1, True, "measured True; your guess 1 is a number, so it cannot be compared: give True or False"),
+        (
+            object(),
+            2,
+            "measured 2; your guess is an object, so it cannot be compared: give a number",
+        ),
+        (
+            1,
+            [2],
+            "measured [2]; your guess 1 is a number, so it cannot be compared: give a list, [a, …]",
+        ),
+        (
+            1,
+            True,
+            "measured True; your guess 1 is a number, so it cannot be compared: give True or False",
+        ),
     ],
 )
 def test_a_guess_is_compared_with_what_was_measured(
@@ -43,7 +66,10 @@ def test_a_guess_is_compared_with_what_was_measured(
 
 def test_a_unit_follows_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     reveal("step", 20, 33.2, "ms")
-    assert capsys.readouterr().out == "step: measured 33.2 ms, guessed 20 ms: off by a factor of 1.66\n"
+    assert (
+        capsys.readouterr().out
+        == "step: measured 33.2 ms, guessed 20 ms: off by a factor of 1.66\n"
+    )
 
 
 def test_a_simulated_value_is_not_called_measured(capsys: pytest.CaptureFixture[str]) -> None:

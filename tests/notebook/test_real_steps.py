@@ -24,7 +24,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> None:
-    schedule, costs = build(name, 2, 4), Costs(forward=1, input_grad=Fraction(3, 2), weight_grad=1, latency=0.5)
+    schedule, costs = (
+        build(name, 2, 4),
+        Costs(forward=1, input_grad=Fraction(3, 2), weight_grad=1, latency=0.5),
+    )
     run = emulate(schedule, costs)
     predicted = simulate(schedule, costs)
     assert run.measured
@@ -40,7 +43,9 @@ def test_a_run_has_the_times_of_its_costs_whatever_the_unit_lasts(name: str) -> 
 
 @pytest.mark.usefixtures("patient")
 def test_links_and_stragglers_are_in_units_too() -> None:
-    cluster = EmulatedCluster(Costs(), links=[EmulatedLink(latency=2.0, bandwidth=2048.0)], stragglers={1: 2.0})
+    cluster = EmulatedCluster(
+        Costs(), links=[EmulatedLink(latency=2.0, bandwidth=2048.0)], stragglers={1: 2.0}
+    )
     run = emulate(build("gpipe", 2, 2), cluster)  # 16 rows of 32 floats: 2,048 bytes, one unit
     assert run.measured
     # Two forwards of 1 on rank 0; 3 on the way; 2 + 2 and 4 + 4 on rank 1; 3 on the way back; 2.
@@ -68,10 +73,21 @@ def test_the_unit_grows_until_the_work_fits(monkeypatch: pytest.MonkeyPatch) -> 
     def fake(n: int, step: object, cluster: EmulatedCluster, *given: object) -> list[Any]:
         chosen = cluster.predict(schedule)
         spans = tuple(replace(span, end=span.start + 0.02) for span in chosen.spans)
-        late = tuple(Overrun(span.rank, span.action, 0.02) for span in chosen.spans if span.duration < 0.02)
+        late = tuple(
+            Overrun(span.rank, span.action, 0.02) for span in chosen.spans if span.duration < 0.02
+        )
         tried.append(float(cluster.costs.forward))  # type: ignore[arg-type]
-        apart = tuple(replace(span, start=100 * i, end=100 * i + 0.02) for i, span in enumerate(spans))
-        return [(EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late), (), (1.0,), None)]
+        apart = tuple(
+            replace(span, start=100 * i, end=100 * i + 0.02) for i, span in enumerate(spans)
+        )
+        return [
+            (
+                EmulatedTimeline(2, chosen.spans, "s", wall=Timeline(2, apart, "s"), overruns=late),
+                (),
+                (1.0,),
+                None,
+            )
+        ]
 
     monkeypatch.setattr(real_steps, "on_ranks", fake)
     run = emulate(schedule)
@@ -86,7 +102,9 @@ def test_a_model_and_a_batch_of_ones_own_are_cut_over_the_ranks() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()
     inputs, targets = torch.randn(2, 6, 8, dtype=torch.float64)
     run = emulate(build("1f1b", 2, 3), model=model, inputs=inputs, targets=targets)
-    assert sum(run.losses) == pytest.approx(nn.functional.mse_loss(model(inputs), targets).item(), rel=1e-12)
+    assert sum(run.losses) == pytest.approx(
+        nn.functional.mse_loss(model(inputs), targets).item(), rel=1e-12
+    )
 
 
 @pytest.mark.usefixtures("patient")
@@ -100,14 +118,18 @@ def test_stages_that_update_themselves_say_which_versions_they_used() -> None:
 
 def test_the_optimizer_is_the_callers_and_has_no_place_without_versions() -> None:
     schedule = build("pipedream", 2, 4)
-    slow, quick = (emulate(schedule, versions="stash", optimizer=sgd).losses for sgd in (still, hasty))
+    slow, quick = (
+        emulate(schedule, versions="stash", optimizer=sgd).losses for sgd in (still, hasty)
+    )
     assert slow[0] == quick[0]
     assert slow[3] != quick[3]
     with pytest.raises(ValueError, match="versions is None: give a rule"):
         emulate(schedule, optimizer=still)
 
 
-def test_schedules_of_several_sizes_have_the_gradients_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_of_several_sizes_have_the_gradients_of_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = compare_gradients([build("zb_v", 2, 4), build("1f1b", 1, 2), build("zb_h1", 2, 3)])
     assert len(found) == 3
     assert max(found) < 1e-12

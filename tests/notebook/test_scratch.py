@@ -35,9 +35,14 @@ def _gone(folder: Path, limit_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_folder_goes_with_its_kernel_even_if_that_is_killed_and_a_child_lives(tmp_path: Path, signal_: int) -> None:
+def test_a_folder_goes_with_its_kernel_even_if_that_is_killed_and_a_child_lives(
+    tmp_path: Path, signal_: int
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", _KERNEL, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", _KERNEL, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ) as kernel:
         assert kernel.stdout is not None
         pid, child = map(int, kernel.stdout.readline().split())
@@ -91,8 +96,12 @@ def test_a_fresh_folder_is_never_one_that_others_write(folder: ScratchFolder, na
     assert (folder.path.parent / "mine").exists()
 
 
-def test_a_copy_is_of_a_folder_that_is_there_and_not_of_what_it_replaces(folder: ScratchFolder) -> None:
-    with pytest.raises(ValueError, match="there is no folder 'unmade' to copy: first run the cell that writes it"):
+def test_a_copy_is_of_a_folder_that_is_there_and_not_of_what_it_replaces(
+    folder: ScratchFolder,
+) -> None:
+    with pytest.raises(
+        ValueError, match="there is no folder 'unmade' to copy: first run the cell that writes it"
+    ):
         folder.fresh("copy", copy_of=folder.path / "unmade")
     run = folder.fresh("replaced")
     (run / "step").mkdir()
@@ -103,5 +112,8 @@ def test_a_copy_is_of_a_folder_that_is_there_and_not_of_what_it_replaces(folder:
 
 
 def test_where_nothing_can_be_written_it_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot make a folder for runs in .*nowhere' \(No such file or directory\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot make a folder for runs in .*nowhere' \(No such file or directory\)",
+    ):
         ScratchFolder("09_", tmp_path / "nowhere")

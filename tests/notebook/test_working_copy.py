@@ -20,10 +20,14 @@ def write(folder: Path, name: str, source: str, output: str = "") -> None:
             "metadata": {},
             "execution_count": 1,
             "source": [source],
-            "outputs": [{"output_type": "stream", "name": "stdout", "text": [output]}] if output else [],
+            "outputs": (
+                [{"output_type": "stream", "name": "stdout", "text": [output]}] if output else []
+            ),
         },
     ]
-    (folder / name).write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    (folder / name).write_text(
+        json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    )
 
 
 @pytest.fixture
@@ -55,7 +59,10 @@ def test_an_edited_notebook_stays_as_it_is_and_a_newer_version_is_put_beside_it_
     write(course, "00_first.ipynb", "better_guess = ...")
     copied = update(course, mine)
     assert copied.beside == (("00_first.ipynb", "00_first.new.ipynb"),)
-    assert "00_first.ipynb has a newer version, which is now beside yours: 00_first.new.ipynb" in str(copied)
+    assert (
+        "00_first.ipynb has a newer version, which is now beside yours: 00_first.new.ipynb"
+        in str(copied)
+    )
     assert (mine / "00_first.ipynb").read_bytes() == edited
     assert str(update(course, mine)) == ""
 
@@ -78,7 +85,9 @@ def test_a_copy_whose_record_is_lost_or_damaged_keeps_every_edit(
     assert "guess = 7" in (mine / "00_first.ipynb").read_text()
 
 
-def test_a_deleted_notebook_comes_back_and_new_outputs_are_no_newer_version(course: Path, tmp_path: Path) -> None:
+def test_a_deleted_notebook_comes_back_and_new_outputs_are_no_newer_version(
+    course: Path, tmp_path: Path
+) -> None:
     update(course, tmp_path / "mine")
     (tmp_path / "mine" / "01_second.ipynb").unlink()
     write(course, "00_first.ipynb", "guess = ...", output="43")
@@ -101,7 +110,9 @@ def test_the_command_makes_the_copy_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "course_pp", "lab", "--copy-only", "--folder", "mine"]
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=True
+    )
     names = sorted(path.name for path in (root / "notebooks").glob("*.ipynb"))
     assert sorted(path.name for path in (tmp_path / "mine").glob("*.ipynb")) == names
     assert done.stdout == f"{len(names)} notebooks copied to mine/, without outputs\n"

@@ -30,13 +30,16 @@ class Origin:
 def wrongly_called(cells: Sequence[ast.Module]) -> Iterator[str]:
     """Each ``reveal`` that calls measured what was not, or calls it otherwise though it was.
 
-    What ``emulate`` returns is simulated on a busy machine, so ``how=`` must name every run whose times are used.
+    What ``emulate`` returns is simulated on a busy machine, so ``how=`` must name every run whose
+    times are used.
     """
     known: dict[str, Origin] = {}
     for number, cell in enumerate(cells):
         nodes = [node for node in ast.walk(cell) if isinstance(node, (*_BINDS, ast.Call))]
         # What a comprehension binds is used by the statement around it.
-        for node in sorted(nodes, key=lambda node: (_line(node), not isinstance(node, ast.comprehension))):
+        for node in sorted(
+            nodes, key=lambda node: (_line(node), not isinstance(node, ast.comprehension))
+        ):
             if isinstance(node, ast.Call):
                 if ast.unparse(node.func) == "reveal":
                     yield from _wrong(node, known, number)
@@ -68,15 +71,24 @@ def _origin(value: ast.AST, known: dict[str, Origin], cell: int) -> Origin:
             found.ran |= place if called & _RUN else set()
             found.paper |= place if called & _PAPER else set()
         elif isinstance(node, ast.Attribute) and node.attr in _TIMES | {"how"}:
-            kept, ran = found.hows if node.attr == "how" else found.times, _origin(node.value, known, cell).ran
+            kept, ran = (
+                found.hows if node.attr == "how" else found.times,
+                _origin(node.value, known, cell).ran,
+            )
             kept |= {ast.unparse(node.value): ran} if ran else {}
     return found
 
 
 def _wrong(call: ast.Call, known: dict[str, Origin], cell: int) -> Iterator[str]:
-    measured = [*call.args[2:3], *(keyword.value for keyword in call.keywords if keyword.arg == "measured")]
+    measured = [
+        *call.args[2:3],
+        *(keyword.value for keyword in call.keywords if keyword.arg == "measured"),
+    ]
     value = _origin(measured[0], known, cell)
-    how = next((keyword.value for keyword in call.keywords if keyword.arg == "how"), ast.Constant("measured"))
+    how = next(
+        (keyword.value for keyword in call.keywords if keyword.arg == "how"),
+        ast.Constant("measured"),
+    )
     what = ast.unparse(call)
     if isinstance(how, ast.List | ast.Tuple):
         given = {ast.unparse(run): _origin(run, known, cell).ran for run in how.elts}

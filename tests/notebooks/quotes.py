@@ -1,10 +1,13 @@
-"""Where the numbers in the notebooks' prose come from: each is computed here, printed by the notebook, or cited.
+"""Where the numbers in the notebooks' prose come from: each is computed here, printed by the
+notebook, or cited.
 
-A sentence that quotes a measurement must be true on every machine, a busy one too. So it quotes a formula, a number
-that the notebook prints however long anything takes (bytes, counts, emulated units), or somebody's paper. A sentence
-that calls its number measured quotes what was printed or published, and one that calls it simulated what was not.
+A sentence that quotes a measurement must be true on every machine, a busy one too. So it quotes a
+formula, a number that the notebook prints however long anything takes (bytes, counts, emulated
+units), or somebody's paper. A sentence that calls its number measured quotes what was printed or
+published, and one that calls it simulated what was not.
 
-``python -m tests.notebooks.quotes FILE…`` says what is wrong in executed copies, such as those of a busy machine.
+``python -m tests.notebooks.quotes FILE…`` says what is wrong in executed copies, such as those of a
+busy machine.
 """
 
 import math
@@ -23,18 +26,23 @@ import nbformat
 from course_pp import schedule
 from course_pp.schedule import Costs, build, simulate, theory
 
-# One file a notebook, 03.toml: the quoted number as it stands, and an expression that gives it; "printed" if the
-# notebook's own outputs show it; "[3] table 1" for reference 3 at the end of the notebook; "chosen" for a value that
-# the text itself sets.
+# One file a notebook, 03.toml: the quoted number as it stands, and an expression that gives it;
+# "printed" if the notebook's own outputs show it; "[3] table 1" for reference 3 at the end of the
+# notebook; "chosen" for a value that the text itself sets.
 SOURCES = Path(__file__).parent / "quoted"
 
 _UNITS = r"(?:%|×|ms|µs|s|seconds|minutes|hours|days|bytes|[KMGT]i?B|TFLOP/s)"
 _NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
-_QUOTED = re.compile(rf"×\s*(?P<factor>{_NUMBER})|(?P<united>{_NUMBER})\s?{_UNITS}(?!\w)|(?P<decimal>\d+\.\d+)")
-_NOT_PROSE = re.compile(
-    r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#[^\n]*$", re.DOTALL | re.MULTILINE
+_QUOTED = re.compile(
+    rf"×\s*(?P<factor>{_NUMBER})|(?P<united>{_NUMBER})\s?{_UNITS}(?!\w)|(?P<decimal>\d+\.\d+)"
 )
-_MEASURED, _ON_PAPER = (re.compile(rf"\b({words})\b", re.I) for words in ("measured", "simulated|predicted|computed"))
+_NOT_PROSE = re.compile(
+    r"```.*?```|`[^`]*`|\$\$.*?\$\$|\$[^$]*\$|\]\([^)]*\)|<[^>]*>|^#[^\n]*$",
+    re.DOTALL | re.MULTILINE,
+)
+_MEASURED, _ON_PAPER = (
+    re.compile(rf"\b({words})\b", re.I) for words in ("measured", "simulated|predicted|computed")
+)
 _MINUTES = re.compile(r"^\*\*\d+ minutes\*\*.*$", re.MULTILINE)
 
 
@@ -61,7 +69,9 @@ def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Ite
     outputs = _outputs(notebook)
     shown = set(re.findall(_NUMBER, outputs))
     references = {
-        match for cell in notebook.cells for match in re.findall(r"^(\d+)\. ", _references(cell), re.MULTILINE)
+        match
+        for cell in notebook.cells
+        for match in re.findall(r"^(\d+)\. ", _references(cell), re.MULTILINE)
     }
     for number in sorted(found):
         source = sources.get(number)
@@ -103,8 +113,17 @@ def _gives(expression: str, number: str) -> bool:
 
 
 def _value(expression: str) -> Any:
-    names = {"math": math, "schedule": schedule, "theory": theory, "build": build, "simulate": simulate}
-    return eval(expression, {**names, "Costs": Costs, "Fraction": Fraction, "bubble": _bubble, "error": _error})
+    names = {
+        "math": math,
+        "schedule": schedule,
+        "theory": theory,
+        "build": build,
+        "simulate": simulate,
+    }
+    return eval(
+        expression,
+        {**names, "Costs": Costs, "Fraction": Fraction, "bubble": _bubble, "error": _error},
+    )
 
 
 def _bubble(name: str, n_ranks: int, n_microbatches: int, **costs: Any) -> float:
@@ -134,9 +153,13 @@ def _outputs(notebook: nbformat.NotebookNode) -> str:
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             texts.append(output.get("text", ""))
-            texts += [value for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
             texts += [
-                str(data.get("alt", "")) for data in output.get("metadata", {}).values() if isinstance(data, dict)
+                value for kind, value in output.get("data", {}).items() if kind.startswith("text/")
+            ]
+            texts += [
+                str(data.get("alt", ""))
+                for data in output.get("metadata", {}).values()
+                if isinstance(data, dict)
             ]
     return "\n".join(map(str, texts))
 

@@ -22,7 +22,10 @@ MIN_EXERCISES, MAX_EXERCISES = 3, 5
 # A cell with this tag may be longer: the text above asks the reader to read it.
 READ_TAG = "read"
 # Where a kernel lacks the package, its traceback shows this line, and so what to do.
-FIRST_LINE = "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of .venv\n"
+FIRST_LINE = (
+    "from course_pp import show  # not found? Start with `make lab`, or choose the kernel of"
+    " .venv\n"
+)
 # Their scripts are launched, as the owner of the course asked.
 LAUNCHING = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13")
 # Whoever comes from PyTorch's tutorial finds each step of its script, by these names in code.
@@ -39,7 +42,17 @@ TORCHS_OWN = {
 }
 # What draws a concept, and not a timeline, a curve or bars.
 CONCEPTS = {
-    *("autograd", "carried", "course_map", "cut", "dependencies", "exchange", "fsdp_step", "mesh", "message"),
+    *(
+        "autograd",
+        "carried",
+        "course_map",
+        "cut",
+        "dependencies",
+        "exchange",
+        "fsdp_step",
+        "mesh",
+        "message",
+    ),
     *(
         "microbatches",
         "parallelisms",
@@ -58,9 +71,14 @@ Notebook = nbformat.NotebookNode
 Rule = Callable[[Notebook, Path], Iterator[str]]
 
 _NAME = re.compile(r"\d\d_[a-z0-9]+(_[a-z0-9]+)*\.ipynb")
-_SHELL = re.compile(r"^\s*(!|%%(bash|sh|script|system)\b|%(system|sx)\b)|^\s*\w+\s*=\s*!", re.MULTILINE)
-# A path below one of these belongs to whoever ran the notebook. A URL has a letter before such a part.
-_MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|Users|var/folders|mnt|workspace)/\S*|\b[A-Z]:\\\\?Users\b")
+_SHELL = re.compile(
+    r"^\s*(!|%%(bash|sh|script|system)\b|%(system|sx)\b)|^\s*\w+\s*=\s*!", re.MULTILINE
+)
+# A path below one of these belongs to whoever ran the notebook. A URL has a letter before such a
+# part.
+_MACHINE_PATH = re.compile(
+    r"(?<![\w./])/(home|root|tmp|work|Users|var/folders|mnt|workspace)/\S*|\b[A-Z]:\\\\?Users\b"
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|\bhref=[\"']([^\"']+)")
 
 
@@ -93,7 +111,9 @@ def names_the_right_kernel_where_another_stops(notebook: Notebook, path: Path) -
 def calls_no_shell(notebook: Notebook, path: Path) -> Iterator[str]:
     for cell in code_cells(notebook):
         if match := _SHELL.search(cell.source):
-            yield f"cell {cell.id} calls a shell ({match[0].strip()}), whose failure passes silently"
+            yield (
+                f"cell {cell.id} calls a shell ({match[0].strip()}), whose failure passes silently"
+            )
 
 
 def is_executed_in_order(notebook: Notebook, path: Path) -> Iterator[str]:
@@ -121,10 +141,15 @@ def names_nobodys_machine(notebook: Notebook, path: Path) -> Iterator[str]:
 def describes_every_picture(notebook: Notebook, path: Path) -> Iterator[str]:
     for cell, output in _outputs(notebook):
         for kind in output.get("data", {}):
-            if kind.startswith("image/") and not output.metadata.get(kind, {}).get("alt", "").strip():
+            if (
+                kind.startswith("image/")
+                and not output.metadata.get(kind, {}).get("alt", "").strip()
+            ):
                 yield f"cell {cell.id} shows an {kind} without alt text"
     for cell in notebook.cells:
-        if cell.cell_type == "markdown" and re.search(r"!\[\s*\]\(|<img(?![^>]*\balt=[\"'][^\"'])", cell.source):
+        if cell.cell_type == "markdown" and re.search(
+            r"!\[\s*\]\(|<img(?![^>]*\balt=[\"'][^\"'])", cell.source
+        ):
             yield f"cell {cell.id} shows a picture without alt text"
 
 
@@ -151,7 +176,11 @@ def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Itera
     for cell in code_cells(notebook):
         for name in checked(cell):
             tree = parsed(cell)
-            stubs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+            stubs = [
+                node
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef) and node.name == name
+            ]
             if len(stubs) != 1:
                 yield f"cell {cell.id} has {len(stubs)} functions {name} at its top level, not one"
             elif not _only_raises(stubs[0]):
@@ -166,14 +195,21 @@ def uses_an_answer_only_where_it_is_asked_for(notebook: Notebook, path: Path) ->
     for cell in code_cells(notebook):
         used = {node.id for node in ast.walk(parsed(cell)) if isinstance(node, ast.Name)}
         for name in sorted(used & answers - set(checked(cell))):
-            yield f"cell {cell.id} uses {name}, which is an exercise: take what it needs from the package"
+            yield (
+                f"cell {cell.id} uses {name}, which is an exercise: take what it needs from the"
+                " package"
+            )
 
 
 def is_light(notebook: Notebook, path: Path) -> Iterator[str]:
     """Cells tagged for reading may be long."""
     code = code_cells(notebook)
     lines = [len(cell.source.splitlines()) for cell in code]
-    longest = max(n for n, cell in zip(lines, code, strict=True) if READ_TAG not in cell.metadata.get("tags", ()))
+    longest = max(
+        n
+        for n, cell in zip(lines, code, strict=True)
+        if READ_TAG not in cell.metadata.get("tags", ())
+    )
     words = sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
     concepts = sum(bool(_shown_by(cell) & CONCEPTS) for cell in code)
     if not MIN_CELLS <= len(code) <= MAX_CELLS:
@@ -189,9 +225,13 @@ def is_light(notebook: Notebook, path: Path) -> Iterator[str]:
 
 
 def launches_its_script(notebook: Notebook, path: Path) -> Iterator[str]:
-    if path.name[:2] in LAUNCHING and not any("%torchrun" in cell.source for cell in code_cells(notebook)):
+    if path.name[:2] in LAUNCHING and not any(
+        "%torchrun" in cell.source for cell in code_cells(notebook)
+    ):
         yield "no %torchrun cell launches a script"
-    if path.name[:2] in LAUNCHING and not any("On the cluster" in cell.source for cell in notebook.cells):
+    if path.name[:2] in LAUNCHING and not any(
+        "On the cluster" in cell.source for cell in notebook.cells
+    ):
         yield "no section 'On the cluster'"
 
 
@@ -203,10 +243,14 @@ def shows_torchs_own_pipeline(notebook: Notebook, path: Path) -> Iterator[str]:
 
 
 def cites_each_reference(notebook: Notebook, path: Path) -> Iterator[str]:
-    prose, _, references = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown").partition(
-        "**References**"
-    )
-    cited = {number for group in re.findall(r"\[([\d, ]+)\](?!\()", prose) for number in re.findall(r"\d+", group)}
+    prose, _, references = "\n\n".join(
+        c.source for c in notebook.cells if c.cell_type == "markdown"
+    ).partition("**References**")
+    cited = {
+        number
+        for group in re.findall(r"\[([\d, ]+)\](?!\()", prose)
+        for number in re.findall(r"\d+", group)
+    }
     for number in re.findall(r"^(\d+)\. ", references, re.MULTILINE):
         if number not in cited:
             yield f"nothing cites reference {number}"
@@ -215,7 +259,9 @@ def cites_each_reference(notebook: Notebook, path: Path) -> Iterator[str]:
 def leaves_each_guess_to_the_learner(notebook: Notebook, path: Path) -> Iterator[str]:
     for cell in code_cells(notebook):
         for node in ast.walk(parsed(cell)):
-            if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("guess_"):
+            if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith(
+                "guess_"
+            ):
                 continue
             if ast.unparse(node.value) != "...":
                 yield f"cell {cell.id} makes the guess {ast.unparse(node)}: ship it as ..."
@@ -236,9 +282,16 @@ def says_how_each_value_was_found(notebook: Notebook, path: Path) -> Iterator[st
 
 
 def announces_each_exercise(notebook: Notebook, path: Path) -> Iterator[str]:
-    headings = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    headings = [
+        line
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+        for line in cell.source.splitlines()
+    ]
     for i, exercise in enumerate(exercises_of(path.name[:2]), 1):
-        heading = f"### Exercise {i} · {exercise.title} · {exercise.stars} · {exercise.minutes} minutes"
+        heading = (
+            f"### Exercise {i} · {exercise.title} · {exercise.stars} · {exercise.minutes} minutes"
+        )
         if heading not in headings:
             yield f"no heading '{heading}'"
 
@@ -302,7 +355,11 @@ def checked(cell: Notebook) -> list[str]:
 
 
 def _only_raises(stub: ast.FunctionDef) -> bool:
-    body = [node for node in stub.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    body = [
+        node
+        for node in stub.body
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
     return [ast.unparse(node) for node in body] == ["raise NotImplementedError"]
 
 
@@ -319,5 +376,7 @@ def _outputs(notebook: Notebook) -> Iterator[tuple[Notebook, Notebook]]:
 def _text_of(output: Notebook) -> str:
     """Everything in an output that a reader sees as text."""
     parts: list[Any] = [output.get("text", ""), *output.get("traceback", [])]
-    parts += [value for kind, value in output.get("data", {}).items() if not kind.startswith("image/png")]
+    parts += [
+        value for kind, value in output.get("data", {}).items() if not kind.startswith("image/png")
+    ]
     return "\n".join(map(str, parts))

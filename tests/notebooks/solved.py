@@ -1,8 +1,9 @@
 """Runs each exercise twice, as shipped and then solved: nbmake with ``-p tests.notebooks.solved``.
 
-The cell with the solution runs behind the one with the stub, in the same kernel, and its check must say correct. No
-other cell uses what is asked for (`rules.uses_an_answer_only_where_it_is_asked_for`), so this shows what a second run
-of the whole notebook would.
+The cell with the solution runs behind the one with the stub, in the same kernel, and its check must
+say correct. No other cell uses what is asked for
+(`rules.uses_an_answer_only_where_it_is_asked_for`), so this shows what a second run of the whole
+notebook would.
 """
 
 import ast
@@ -24,19 +25,30 @@ def add_solutions(notebook: nbformat.NotebookNode, number: str) -> nbformat.Note
     """Put behind every exercise of the notebook with this number a cell that raises unless the solution is correct."""
     for exercise in exercises_of(number):
         [i] = [i for i, cell in enumerate(notebook.cells) if exercise.name in checked(cell)]
-        notebook.cells.insert(i + 1, nbformat.v4.new_code_cell(_solved(notebook.cells[i], exercise)))
+        notebook.cells.insert(
+            i + 1, nbformat.v4.new_code_cell(_solved(notebook.cells[i], exercise))
+        )
     return notebook
 
 
 def _solved(cell: nbformat.NotebookNode, exercise: Exercise) -> str:
     """The source of the cell with the solution in place of the stub."""
     [stub] = [
-        node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef) and node.name == exercise.name
+        node
+        for node in ast.parse(cell.source).body
+        if isinstance(node, ast.FunctionDef) and node.name == exercise.name
     ]
     ending = f"check({exercise.name})"
     lines = cell.source.removesuffix(ending).splitlines()
     lines[stub.lineno - 1 : stub.end_lineno] = exercise.source.splitlines()
-    return "\n".join([*lines, f"verdict = {ending}", 'assert verdict.status == "correct", verdict.text', "verdict"])
+    return "\n".join(
+        [
+            *lines,
+            f"verdict = {ending}",
+            'assert verdict.status == "correct", verdict.text',
+            "verdict",
+        ]
+    )
 
 
 def _read(path: str, as_version: int) -> nbformat.NotebookNode:
@@ -47,5 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     os.environ["COURSE_PP_PROGRESS"] = os.path.join(folder.name, "progress.json")
-    assert nb_run.nbformat.read is nbformat.read, "nbmake reads notebooks in another way: solutions would not run"
+    assert nb_run.nbformat.read is nbformat.read, (
+        "nbmake reads notebooks in another way: solutions would not run"
+    )
     nb_run.nbformat = SimpleNamespace(read=_read)  # type: ignore[attr-defined]

@@ -19,7 +19,9 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    assert {rule.__name__: broken for rule in rules.RULES if (broken := list(rule(notebook, path)))} == {}
+    assert {
+        rule.__name__: broken for rule in rules.RULES if (broken := list(rule(notebook, path)))
+    } == {}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,9 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def picture(alt: str) -> nbformat.NotebookNode:
-    return new_output("display_data", data={"image/png": "iVBORw0KGgo="}, metadata={"image/png": {"alt": alt}})
+    return new_output(
+        "display_data", data={"image/png": "iVBORw0KGgo="}, metadata={"image/png": {"alt": alt}}
+    )
 
 
 def printed(text: str) -> nbformat.NotebookNode:
@@ -41,10 +45,15 @@ def good_notebook(*exercises: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Keeps every rule, some of them only just. Exercises come after the first five cells."""
     cells = [
         new_markdown_cell("# 97 · Rings\n\n**30 minutes** · **1 to 4 ranks**"),
-        new_code_cell(f"{rules.FIRST_LINE}1 + 1", outputs=[printed("https://example.org/home/page and 3/tmp/4")]),
+        new_code_cell(
+            f"{rules.FIRST_LINE}1 + 1",
+            outputs=[printed("https://example.org/home/page and 3/tmp/4")],
+        ),
         new_code_cell("a = 1\n" * 20, outputs=[picture("One bar, 2 bytes")]),
         new_code_cell("b != a  # 100 %"),
-        new_markdown_cell("[itself](97_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"),
+        new_markdown_cell(
+            "[itself](97_rings.ipynb#top) and [elsewhere](https://example.org/x.ipynb)"
+        ),
         *exercises,
         new_code_cell("a = 1\n" * 21, metadata={"tags": [rules.READ_TAG]}),
         *(new_code_cell(f"show.{name}(4)") for name in ("ring", "mesh", "play")),
@@ -52,7 +61,11 @@ def good_notebook(*exercises: nbformat.NotebookNode) -> nbformat.NotebookNode:
         new_code_cell("%torchrun train.py"),
         *(new_code_cell("guess_size = ...") for _ in range(7 - len(exercises) // 2)),
     ]
-    return numbered(new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}))
+    return numbered(
+        new_notebook(
+            cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        )
+    )
 
 
 def numbered(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -90,7 +103,9 @@ def _add_code_cells(n: int) -> Callable[[nbformat.NotebookNode], None]:
 def _lengthen(n_lines: int) -> Callable[[nbformat.NotebookNode], None]:
     def lengthen(notebook: nbformat.NotebookNode) -> None:
         for cell in code_cells(notebook)[-8:]:
-            cell.source = "1\n" * n_lines if "%" not in cell.source else cell.source + "\n1" * n_lines
+            cell.source = (
+                "1\n" * n_lines if "%" not in cell.source else cell.source + "\n1" * n_lines
+            )
 
     return lengthen
 
@@ -114,7 +129,10 @@ ERROR = new_output("error", ename="ValueError", evalue="no", traceback=["ValueEr
 UNDESCRIBED = new_output("display_data", data={"image/png": "iVBORw0KGgo="})
 
 BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
-    ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.kernelspec.update(name="mine")),
+    (
+        "runs_on_the_kernel_everyone_has",
+        lambda notebook: notebook.metadata.kernelspec.update(name="mine"),
+    ),
     ("runs_on_the_kernel_everyone_has", lambda notebook: notebook.metadata.clear()),
     (TITLE, _set_source(0, "# Rings\n\n**30 minutes** · **1 to 4 ranks**")),
     (TITLE, _set_source(0, "# 97 · Rings\n\n**1 to 4 ranks**")),
@@ -133,16 +151,42 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("leaves_each_guess_to_the_learner", _set_source(3, "guess_size = 3")),
     ("knows_where_its_numbers_come_from", _set_source(4, "It took 3.5 s.")),
     (FOUND, _set_source(3, "run = emulate(order)\nreveal('b', guess_b, run.makespan)")),
-    (FOUND, _set_source(3, "a, b = {m: emulate(m) for m in c}, emulate(d)\nreveal('b', e, a[1].spans, how=b.how)")),
     (
         FOUND,
-        _set_source(3, "a = emulate(c)\nb = emulate(d)\ne = b.makespan / a.makespan\nreveal('b', ..., e, how=[b])"),
+        _set_source(
+            3,
+            "a, b = {m: emulate(m) for m in c}, emulate(d)\nreveal('b', e, a[1].spans, how=b.how)",
+        ),
     ),
-    (FOUND, _set_source(3, "a = [emulate(c)]\nb = [run.makespan for run in a]\nreveal('b', ..., max(b))")),
+    (
+        FOUND,
+        _set_source(
+            3,
+            "a = emulate(c)\nb = emulate(d)\ne = b.makespan / a.makespan\nreveal('b', ..., e,"
+            " how=[b])",
+        ),
+    ),
+    (
+        FOUND,
+        _set_source(
+            3, "a = [emulate(c)]\nb = [run.makespan for run in a]\nreveal('b', ..., max(b))"
+        ),
+    ),
     (FOUND, _set_source(3, "a: float = emulate(c).makespan\nreveal('b', ..., measured=a)")),
     (FOUND, _set_source(3, "a = 0\na += emulate(c).makespan\nreveal('b', ..., a)")),
-    (FOUND, _set_source(3, "best = max(simulate(order).makespan for order in orders)\nreveal('b', guess_b, best)")),
-    (FOUND, _set_source(3, "loss = on_ranks(2, step)[0]\nreveal('loss', guess_loss, loss, how='simulated')")),
+    (
+        FOUND,
+        _set_source(
+            3,
+            "best = max(simulate(order).makespan for order in orders)\nreveal('b', guess_b, best)",
+        ),
+    ),
+    (
+        FOUND,
+        _set_source(
+            3, "loss = on_ranks(2, step)[0]\nreveal('loss', guess_loss, loss, how='simulated')"
+        ),
+    ),
     (FOUND, _set_source(3, "show.compare(a, b, names=('drawn', 'measured'))")),
     ("names_the_right_kernel_where_another_stops", _set_source(1, "%load_ext course_pp.launch")),
     ("calls_no_shell", _set_source(3, "a = 1\n!ls")),
@@ -158,7 +202,10 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("names_nobodys_machine", _add_output(printed("saved /home/ada/course/a.png"))),
     ("names_nobodys_machine", _add_output(printed("in '/home/x'"))),
     ("names_nobodys_machine", _add_output(printed("C:\\Users\\ada"))),
-    ("names_nobodys_machine", _add_output(new_output("execute_result", data={"text/plain": "/Users/ada/a"}))),
+    (
+        "names_nobodys_machine",
+        _add_output(new_output("execute_result", data={"text/plain": "/Users/ada/a"})),
+    ),
     ("names_nobodys_machine", _set_source(3, "open('/tmp/a')")),
     ("names_nobodys_machine", _set_source(4, "see `/Users/a`")),
     ("describes_every_picture", _add_output(UNDESCRIBED)),
@@ -170,7 +217,9 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "break_it"), BREAKAGES, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(BREAKAGES)])
+@pytest.mark.parametrize(
+    ("rule", "break_it"), BREAKAGES, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(BREAKAGES)]
+)
 def test_a_broken_rule_is_noticed_and_no_other(
     tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
 ) -> None:
@@ -194,7 +243,9 @@ def notebook_with_exercises() -> nbformat.NotebookNode:
 
 @pytest.fixture
 def three_exercises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "exercises_of", lambda notebook: [toy(n) for n in ("halve", "thirds", "quarters")])
+    monkeypatch.setattr(
+        rules, "exercises_of", lambda notebook: [toy(n) for n in ("halve", "thirds", "quarters")]
+    )
 
 
 def toy(name: str) -> Exercise:
@@ -235,7 +286,9 @@ EXERCISE_BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = 
 
 @pytest.mark.usefixtures("three_exercises")
 @pytest.mark.parametrize(
-    ("rule", "break_it"), EXERCISE_BREAKAGES, ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(EXERCISE_BREAKAGES)]
+    ("rule", "break_it"),
+    EXERCISE_BREAKAGES,
+    ids=[f"{rule}-{i}" for i, (rule, _) in enumerate(EXERCISE_BREAKAGES)],
 )
 def test_a_broken_rule_of_exercises_is_noticed_and_no_other(
     tmp_path: Path, rule: str, break_it: Callable[[nbformat.NotebookNode], None]
@@ -246,7 +299,9 @@ def test_a_broken_rule_of_exercises_is_noticed_and_no_other(
     assert broken_rules(notebook, path) == {rule}
 
 
-@pytest.mark.parametrize("name", ["rings.ipynb", "7_rings.ipynb", "97_Rings.ipynb", "97-rings.ipynb", "97_.ipynb"])
+@pytest.mark.parametrize(
+    "name", ["rings.ipynb", "7_rings.ipynb", "97_Rings.ipynb", "97-rings.ipynb", "97_.ipynb"]
+)
 def test_a_name_without_order_or_topic_is_noticed(tmp_path: Path, name: str) -> None:
     assert "name_says_order_and_topic" in broken_rules(good_notebook(), tmp_path / name)
 
@@ -259,6 +314,8 @@ from IPython.core.interactiveshell import InteractiveShell
 sys.modules["course_pp"] = None
 InteractiveShell(colors="NoColor").run_cell({rules.FIRST_LINE!r} + "1 / 0")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "----> 1 from course_pp import show  # not found? Start with `make lab`" in done.stdout
     assert (done.stdout.count("---->"), "ZeroDivisionError" in done.stdout) == (1, False)

@@ -33,7 +33,13 @@ def test_numbers_with_a_source_pass() -> None:
 
 
 def test_each_kind_of_wrong_source_is_noticed() -> None:
-    wrong = {**SOURCES, "0.27": "bubble('gpipe', 4, 4)", "27": "printed", "52": "[2] table 2", "99": "chosen"}
+    wrong = {
+        **SOURCES,
+        "0.27": "bubble('gpipe', 4, 4)",
+        "27": "printed",
+        "52": "[2] table 2",
+        "99": "chosen",
+    }
     del wrong["1.33"]
     said = list(quotes.problems(NOTEBOOK, wrong))
     assert len(said) == 5
@@ -51,7 +57,12 @@ def test_each_kind_of_wrong_source_is_noticed() -> None:
     ("sentence", "source", "output", "said"),
     [
         ("It measured 26.5 units.", "printed", "step: measured 26.5", ""),
-        ("It measured 26.5 units.", "printed", "step: simulated 26.5", "calls 26.5 measured, but nothing ran for it"),
+        (
+            "It measured 26.5 units.",
+            "printed",
+            "step: simulated 26.5",
+            "calls 26.5 measured, but nothing ran for it",
+        ),
         ("Measured: 26.5 units.", "53 / 2", "", "calls 26.5 measured, but nothing ran for it"),
         ("They measured 26.5 [1].", "[1] table 2", "", ""),
         ("The predicted step is 26.5.", "53 / 2", "", ""),
@@ -69,7 +80,9 @@ def test_measured_is_said_of_what_ran_and_simulated_of_what_did_not(
     sentence: str, source: str, output: str, said: str
 ) -> None:
     shown = new_code_cell("1", outputs=[new_output("stream", name="stdout", text=output)])
-    notebook = new_notebook(cells=[shown, new_markdown_cell(f"{sentence}\n\n**References**\n\n1. A paper.")])
+    notebook = new_notebook(
+        cells=[shown, new_markdown_cell(f"{sentence}\n\n**References**\n\n1. A paper.")]
+    )
     found = list(quotes.problems(notebook, {"26.5": source}))
     assert len(found) == bool(said)
     assert said in "".join(found)

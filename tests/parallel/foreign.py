@@ -32,7 +32,10 @@ class Chain(nn.Module):
         """Stages that share this chain's parts."""
         names = list(self.parts)
         bounds = [round(stage * len(names) / n_stages) for stage in range(n_stages + 1)]
-        return [Chain({name: self.parts[name] for name in names[start:end]}) for start, end in pairwise(bounds)]
+        return [
+            Chain({name: self.parts[name] for name in names[start:end]})
+            for start, end in pairwise(bounds)
+        ]
 
 
 class Embedded(nn.Module):
@@ -54,7 +57,9 @@ class Mixed(nn.Module):
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
 
-    def forward(self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None) -> dict[str, Any]:
+    def forward(
+        self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None
+    ) -> dict[str, Any]:
         mask, nothing = extras
         assert nothing is None
         assert not mask.requires_grad
@@ -71,7 +76,9 @@ class Judged(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None) -> dict[str, Any]:
+    def forward(
+        self, hidden: Tensor, extras: list[Any], first: Tensor, scale: Tensor | None
+    ) -> dict[str, Any]:
         logits = F.linear(hidden, self.weight) + first.sum(-1)[:, None, None]
         return {"logits": logits, "kind": "logits", "mean": logits.mean()}
 
@@ -79,7 +86,11 @@ class Judged(nn.Module):
 def masked_model() -> Chain:
     """Several inputs of two dtypes, dicts with a bool tensor between stages, a tied weight, a keyword."""
     first = Embedded()
-    parts = {"0": first} | {str(i): Mixed() for i in range(1, 7)} | {"7": Judged(first.embedding.weight)}
+    parts = (
+        {"0": first}
+        | {str(i): Mixed() for i in range(1, 7)}
+        | {"7": Judged(first.embedding.weight)}
+    )
     return Chain(parts).double()
 
 
@@ -137,7 +148,9 @@ class Twice(nn.Module):
 
 def coded_model() -> Chain:
     parts: dict[str, nn.Module] = {"0": Codes(), "1": nn.Embedding(VOCAB, DIM)}
-    return Chain(parts | {str(i): Twice() for i in range(2, 7)} | {"7": nn.Linear(DIM, VOCAB)}).double()
+    return Chain(
+        parts | {str(i): Twice() for i in range(2, 7)} | {"7": nn.Linear(DIM, VOCAB)}
+    ).double()
 
 
 @dataclass(frozen=True)
@@ -185,7 +198,9 @@ def freeze_gradients(model: nn.Module) -> None:
 
 def masked_loss(output: dict[str, Any], target: Tensor) -> Tensor:
     assert output["kind"] == "logits"
-    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten()) + output["mean"] ** 2 * 0
+    return (
+        F.cross_entropy(output["logits"].flatten(0, 1), target.flatten()) + output["mean"] ** 2 * 0
+    )
 
 
 def _generator() -> torch.Generator:
@@ -198,7 +213,9 @@ def models() -> dict[str, Foreign]:
     images = torch.randn(ROWS, 3, 5, 5, generator=_generator(), dtype=torch.float64)
     scale = torch.linspace(0.5, 1.5, ROWS, dtype=torch.float64)[:, None]
     return {
-        "masked": Foreign(masked_model, masked_loss, (tokens, numbers), tokens.roll(1, 1), {"scale": scale}),
+        "masked": Foreign(
+            masked_model, masked_loss, (tokens, numbers), tokens.roll(1, 1), {"scale": scale}
+        ),
         "codes": Foreign(coded_model, F.cross_entropy, (numbers,), tokens[:, 0], {}),
         "conv": Foreign(conv_model, F.cross_entropy, (images,), tokens[:, 0], {}),
     }

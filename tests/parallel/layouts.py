@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
+from course_pp.model import (
+    CrossEntropy,
+    ModelConfig,
+    PipelineStageModule,
+    Transformer,
+    build_stage_module,
+)
 from course_pp.parallel import (
     DistributedConfig,
     PipelineSchedule,
@@ -84,7 +90,13 @@ class Case:
         return DistributedConfig(self.pp, self.dp_replicate, self.dp_shard, self.tp, self.ep)
 
     def __str__(self) -> str:
-        sizes = {"pp": self.pp, "replicate": self.dp_replicate, "shard": self.dp_shard, "tp": self.tp, "ep": self.ep}
+        sizes = {
+            "pp": self.pp,
+            "replicate": self.dp_replicate,
+            "shard": self.dp_shard,
+            "tp": self.tp,
+            "ep": self.ep,
+        }
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         parts += [self.schedule] if self.pp > 1 else []
         return "-".join([*parts, *([f"reshard={self.reshard}"] if self.dp_shard > 1 else [])])
@@ -113,19 +125,29 @@ def variants_of(case: Case) -> tuple[Variant, ...]:
 
 
 def grid(
-    sample: Mapping[Case, Variant], in_full: Sequence[Case] = (), long: Mapping[Case, Variant] | None = None
+    sample: Mapping[Case, Variant],
+    in_full: Sequence[Case] = (),
+    long: Mapping[Case, Variant] | None = None,
 ) -> list[Any]:
-    """Parameters ``("case", "variants")``: by default a sample with one variant each, in full every case with all.
+    """Parameters ``("case", "variants")``: by default a sample with one variant each, in full every
+    case with all.
 
-    Without ``in_full`` every case is one of the table. Cases of ``long`` are of the sample and cost much.
+    Without ``in_full`` every case is one of the table. Cases of ``long`` are of the sample and cost
+    much.
     """
     cases = in_full or all_cases()
     long = long or {}
     assert set(cases) >= {*sample, *long}
-    whole = [pytest.param(case, variants_of(case), id=str(case), marks=pytest.mark.full) for case in cases]
-    sampled = [pytest.param(case, (variant,), id=f"{case}-{variant}") for case, variant in sample.items()]
+    whole = [
+        pytest.param(case, variants_of(case), id=str(case), marks=pytest.mark.full)
+        for case in cases
+    ]
+    sampled = [
+        pytest.param(case, (variant,), id=f"{case}-{variant}") for case, variant in sample.items()
+    ]
     sampled += [
-        pytest.param(case, (variant,), id=f"{case}-{variant}", marks=pytest.mark.long) for case, variant in long.items()
+        pytest.param(case, (variant,), id=f"{case}-{variant}", marks=pytest.mark.long)
+        for case, variant in long.items()
     ]
     return sampled + whole
 
@@ -162,7 +184,11 @@ def cases_with_experts() -> list[Case]:
 
 def model_config(case: Case, tied: bool) -> ModelConfig:
     """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank and one more."""
-    sizes = {"n_heads": 6, "n_kv_heads": 3, "dim": 36} if case.tp == 3 else {"n_heads": 16, "n_kv_heads": 8, "dim": 64}
+    sizes = (
+        {"n_heads": 6, "n_kv_heads": 3, "dim": 36}
+        if case.tp == 3
+        else {"n_heads": 16, "n_kv_heads": 8, "dim": 64}
+    )
     return ModelConfig(
         **sizes,
         n_layers=2 * case.pp + 1,
@@ -236,9 +262,14 @@ def build_pipeline(
     dtype: torch.dtype = torch.float64,
 ) -> PipelineSchedule:
     """The schedule over this rank's modules, for ``batch`` sequences on each data-parallel rank."""
-    stages = [build_pipeline_stage(m, mesh, "cpu", batch // case.n_microbatches, SEQ_LEN, dtype) for m in modules]
+    stages = [
+        build_pipeline_stage(m, mesh, "cpu", batch // case.n_microbatches, SEQ_LEN, dtype)
+        for m in modules
+    ]
     schedule = case.schedule if case.pp > 1 else "gpipe"
-    return build_pipeline_schedule(stages if len(stages) > 1 else stages[0], case.n_microbatches, loss_fn, schedule)
+    return build_pipeline_schedule(
+        stages if len(stages) > 1 else stages[0], case.n_microbatches, loss_fn, schedule
+    )
 
 
 class WholeModel:
@@ -292,7 +323,8 @@ def train_on_rank(
     runner: PipelineSchedule | WholeModel = WholeModel(modules[0], mesh, loss_fn)
     if case.pp > 1:
         runner = build_pipeline(case, modules, mesh, len(data[0][0]), loss_fn)
-    # Before any evaluation: with reshard=False that leaves whole parameters in place of the optimizer's shards.
+    # Before any evaluation: with reshard=False that leaves whole parameters in place of the
+    # optimizer's shards.
     optimizer, norms = sharded_adamw(modules), []
 
     def evaluated() -> float:
@@ -314,7 +346,10 @@ Job = tuple[Variant, ModelConfig, Data, dict[str, Tensor]]
 def jobs_of(case: Case, variants: Sequence[Variant]) -> list[Job]:
     """What to train under ``case``: a model and data for each variant."""
     configs = [(variant, model_config(case, variant.tied)) for variant in variants]
-    return [(variant, config, *data_of(config, case.batch, variant.padded)) for variant, config in configs]
+    return [
+        (variant, config, *data_of(config, case.batch, variant.padded))
+        for variant, config in configs
+    ]
 
 
 def train_variants_on_rank(rank: int, case: Case, jobs: Sequence[Job]) -> list[Run]:

@@ -32,9 +32,13 @@ from course_pp.parallel import (
 from tests import equality
 from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
 
-CONFIG = ModelConfig(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8)
+CONFIG = ModelConfig(
+    dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8
+)
 # Without a loss of the router, which would be another for each piece of a batch.
-EXPERTS = replace(CONFIG, n_experts=8, expert_dim=16, moe_every=2, n_shared_experts=1, balance="none")
+EXPERTS = replace(
+    CONFIG, n_experts=8, expert_dim=16, moe_every=2, n_shared_experts=1, balance="none"
+)
 ROWS, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
 DATA = batches(CONFIG, ROWS, SEQ_LEN, 2)
 
@@ -58,7 +62,9 @@ class Recipe:
     float8: Literal["tensorwise", "rowwise"] | None = None
 
 
-def train_on_rank(rank: int, recipes: Sequence[Recipe], config: ModelConfig = CONFIG) -> list[Trained]:
+def train_on_rank(
+    rank: int, recipes: Sequence[Recipe], config: ModelConfig = CONFIG
+) -> list[Trained]:
     """What each recipe leaves behind on this rank, in float64 on the CPU."""
     return [train(recipe, config) for recipe in recipes]
 
@@ -67,9 +73,16 @@ def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
     mesh = _mesh(recipe.layout)
     modules = build_modules(recipe, mesh, config)
     n_data = get_dp_size(mesh)
-    sizes: tuple[Any, ...] = (mesh, get_device(recipe.layout.backend), ROWS // n_data // recipe.n_microbatches, SEQ_LEN)
+    sizes: tuple[Any, ...] = (
+        mesh,
+        get_device(recipe.layout.backend),
+        ROWS // n_data // recipe.n_microbatches,
+        SEQ_LEN,
+    )
     stages = [build_pipeline_stage(module, *sizes) for module in modules]
-    pipeline = build_pipeline_schedule(stages, recipe.n_microbatches, CrossEntropy(), recipe.schedule)
+    pipeline = build_pipeline_schedule(
+        stages, recipe.n_microbatches, CrossEntropy(), recipe.schedule
+    )
 
     def step(i: int) -> torch.Tensor:
         mine, theirs = (part.chunk(n_data)[get_dp_rank(mesh)].to(sizes[1]) for part in DATA[i])
@@ -90,12 +103,17 @@ def _mesh(layout: DistributedConfig) -> DeviceMesh:
     return mesh or init_device_mesh(kind, (1, 1, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
 
 
-def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG) -> list[PipelineStageModule]:
+def build_modules(
+    recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
+) -> list[PipelineStageModule]:
     """This rank's stages; two where there is one rank, so that something crosses."""
     indices = get_stage_indices(recipe.schedule, get_pp_rank(mesh), get_pp_size(mesh))
     kept = torch.float64 if recipe.dtype == torch.float64 else torch.float32
     device = get_device(recipe.layout.backend)
-    modules = [build_stage_module(config, i, get_pp_size(mesh) * len(indices)).to(device, kept) for i in indices]
+    modules = [
+        build_stage_module(config, i, get_pp_size(mesh) * len(indices)).to(device, kept)
+        for i in indices
+    ]
     for module in modules:
         apply_tensor_parallel(module, mesh)
         if config.n_experts:
@@ -105,7 +123,9 @@ def build_modules(recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
         apply_ac(module, recipe.ac)
         if recipe.compiler is not None:
             apply_compile(module, backend=recipe.compiler)
-        apply_fsdp2(module, mesh, None if recipe.dtype == torch.float64 else default_mp_policy(recipe.dtype))
+        apply_fsdp2(
+            module, mesh, None if recipe.dtype == torch.float64 else default_mp_policy(recipe.dtype)
+        )
         compute_in(module, recipe.dtype)
     return modules
 

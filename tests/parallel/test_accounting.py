@@ -50,7 +50,9 @@ def step_of(case, mesh, modules, inputs, target, kwargs, loss_fn, mp_policy):
     """A whole training step on one batch, as a function without arguments."""
     dtype = torch.float64 if mp_policy is None else mp_policy.param_dtype
     optimizer = sharded_adamw(modules)
-    runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn, dtype) if case.pp > 1 else None
+    runner = (
+        build_pipeline(case, modules, mesh, len(inputs), loss_fn, dtype) if case.pp > 1 else None
+    )
 
     def step():
         optimizer.zero_grad()
@@ -73,16 +75,28 @@ def run_jobs(case, jobs, watch, mp_policy=None, **tp_options):
 
     for variant, config, data, kwargs in jobs:
         modules = build_modules(case, config, mesh, variant.ac, mp_policy, **tp_options)
-        kwargs = {name: mine(value) if torch.is_tensor(value) else value for name, value in kwargs.items()}
+        kwargs = {
+            name: mine(value) if torch.is_tensor(value) else value for name, value in kwargs.items()
+        }
         loss_fn = VocabParallelCrossEntropy() if tp_options else CrossEntropy()
-        step = step_of(case, mesh, modules, mine(data[0][0]), mine(data[0][1]), kwargs, loss_fn, mp_policy)
+        step = step_of(
+            case, mesh, modules, mine(data[0][0]), mine(data[0][1]), kwargs, loss_fn, mp_policy
+        )
         step()
         yield watch(step, modules, mesh)
 
 
 def count_on_rank(rank, case, jobs, *options, **tp_options):
     """Collectives of the second step, for each job."""
-    return list(run_jobs(case, jobs, lambda step, modules, mesh: count_collectives(step, mesh), *options, **tp_options))
+    return list(
+        run_jobs(
+            case,
+            jobs,
+            lambda step, modules, mesh: count_collectives(step, mesh),
+            *options,
+            **tp_options,
+        )
+    )
 
 
 def predict(case, variant, config, **options):
@@ -122,7 +136,9 @@ BEYOND = {  # the table of layouts
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("case", "variants"), [*grid(SAMPLE, long=LONG), *grid({}, [*BEYOND], long=BEYOND)])
+@pytest.mark.parametrize(
+    ("case", "variants"), [*grid(SAMPLE, long=LONG), *grid({}, [*BEYOND], long=BEYOND)]
+)
 def test_predicted_collectives_are_counted_on_every_rank(case, variants):
     jobs = jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, count_on_rank, case, jobs, timeout_s=110)
@@ -133,7 +149,13 @@ def test_predicted_collectives_are_counted_on_every_rank(case, variants):
 def test_a_divisor_that_is_given_saves_a_question_to_the_data_ranks():
     case = Case(pp=2, schedule="1f1b", dp_shard=2)
     [(variant, config, data, _)] = jobs_of(case, [PLAIN])
-    ranks = on_ranks(case.n_ranks, count_on_rank, case, [(variant, config, data, {"divisor": 100.0})], timeout_s=60)
+    ranks = on_ranks(
+        case.n_ranks,
+        count_on_rank,
+        case,
+        [(variant, config, data, {"divisor": 100.0})],
+        timeout_s=60,
+    )
     told = predict(case, variant, config, divisor=100.0)
     assert_counted([counts for [counts] in ranks], told)
     asked = predict(case, variant, config)
@@ -143,15 +165,22 @@ def test_a_divisor_that_is_given_saves_a_question_to_the_data_ranks():
 
 CHANGED = [
     (Case(tp=2), {"vocab_size": 72}, {"gather_logits": False}, ()),
-    (Case(pp=2, schedule="1f1b", tp=2), {"vocab_size": 61}, {}, pytest.mark.long),  # tp does not divide the vocabulary
-    (Case(pp=2, schedule="1f1b", dp_shard=2), {"vocab_size": 72}, {"mp_policy": default_mp_policy()}, pytest.mark.long),
+    # tp does not divide the vocabulary
+    (Case(pp=2, schedule="1f1b", tp=2), {"vocab_size": 61}, {}, pytest.mark.long),
+    (
+        Case(pp=2, schedule="1f1b", dp_shard=2),
+        {"vocab_size": 72},
+        {"mp_policy": default_mp_policy()},
+        pytest.mark.long,
+    ),
     (Case(tp=2), {"qk_norm": True, "head_width": 6}, {}, ()),
     (Case(pp=2, schedule="1f1b", tp=2), {"qk_norm": True}, {}, pytest.mark.long),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes", "options"), [pytest.param(*changed, marks=marks) for *changed, marks in CHANGED]
+    ("case", "sizes", "options"),
+    [pytest.param(*changed, marks=marks) for *changed, marks in CHANGED],
 )
 def test_vocabularies_losses_precisions_and_norms_are_predicted_too(case, sizes, options):
     config = replace(model_config(case, tied=False), **sizes)
@@ -160,7 +189,8 @@ def test_vocabularies_losses_precisions_and_norms_are_predicted_too(case, sizes,
     assert_counted([counts[0] for counts in ranks], predict(case, PLAIN, config, **options))
 
 
-# Every kind of exchange: alone and beside copies, with losses attached to stages or not, recomputed, in half precision.
+# Every kind of exchange: alone and beside copies, with losses attached to stages or not,
+# recomputed, in half precision.
 WITH_EXPERTS = [
     (Case(dp_shard=2, ep=2), "none", {}),
     (Case(dp_shard=2, ep=2, reshard=False), "full", {"capacity_factor": 0.5}),
@@ -171,7 +201,11 @@ WITH_EXPERTS = [
     (Case(tp=2), "none", {}),
     (Case(pp=2, schedule="1f1b", dp_shard=2, ep=2), "none", {}),
     (Case(pp=2, schedule="1f1b", dp_shard=2, ep=2), "full", {"balance": "none"}),
-    (Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, ep=2, reshard=True), "none", {"z_coef": 0.1}),
+    (
+        Case(pp=2, schedule="interleaved_1f1b", dp_shard=2, ep=2, reshard=True),
+        "none",
+        {"z_coef": 0.1},
+    ),
     (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "none", {}),
     (Case(pp=2, schedule="zb_v", dp_shard=2, ep=2), "none", {"balance": "bias"}),
 ]
@@ -220,7 +254,10 @@ def note(rows, module, args):
 
 @pytest.mark.parametrize(
     "cases",
-    [pytest.param(WITH_EXPERTS, id="sample"), pytest.param(WITH_EXPERTS_LONG, id="more", marks=pytest.mark.long)],
+    [
+        pytest.param(WITH_EXPERTS, id="sample"),
+        pytest.param(WITH_EXPERTS_LONG, id="more", marks=pytest.mark.long),
+    ],
 )
 def test_exchanges_of_experts_are_predicted_from_their_rows(cases, subtests):
     assert_exchanges(cases, subtests)
@@ -240,9 +277,19 @@ def assert_exchanges(cases, subtests):
         for (case, ac, changes), found in zip(here, zip(*ranks, strict=True), strict=True):
             with subtests.test(f"{case} {ac} {changes}"):
                 [(variant, config, *_)], policy = jobs_with_experts(case, ac, changes)
-                layers = [f"layers.{i}.mlp.experts" for i in range(config.n_layers) if config.has_experts(i)]
-                rows = {(rank, name): torch.stack(each) for _, rank, by_name in found for name, each in by_name.items()}
-                routed = torch.stack([torch.stack([rows[rank, n] for n in layers]) for rank in range(case.n_data)])
+                layers = [
+                    f"layers.{i}.mlp.experts"
+                    for i in range(config.n_layers)
+                    if config.has_experts(i)
+                ]
+                rows = {
+                    (rank, name): torch.stack(each)
+                    for _, rank, by_name in found
+                    for name, each in by_name.items()
+                }
+                routed = torch.stack(
+                    [torch.stack([rows[rank, n] for n in layers]) for rank in range(case.n_data)]
+                )
                 expected = predict(case, variant, config, routed=routed, **policy)
                 assert_counted([counts for counts, *_ in found], expected)
 
@@ -267,16 +314,29 @@ MEMORY_CASES = {
 
 def measure_on_rank(rank, case, jobs, mp_policy=None):
     """Most bytes of gathered parameters in the second step, for each job."""
-    return list(run_jobs(case, jobs, lambda step, modules, mesh: measure_unsharded_bytes(step, modules), mp_policy))
+    return list(
+        run_jobs(
+            case,
+            jobs,
+            lambda step, modules, mesh: measure_unsharded_bytes(step, modules),
+            mp_policy,
+        )
+    )
 
 
 def assert_measured(case, variants, mp_policy=None):
     """Each rank gathered what was predicted for it."""
     jobs = jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, measure_on_rank, case, jobs, mp_policy, timeout_s=110)
-    options = {"reshard_after_forward": case.reshard, "dtype": torch.float64, "mp_policy": mp_policy}
+    options = {
+        "reshard_after_forward": case.reshard,
+        "dtype": torch.float64,
+        "mp_policy": mp_policy,
+    }
     for (_, config, _, _), measured in zip(jobs, zip(*ranks, strict=True), strict=True):
-        assert measured == predict_unsharded_bytes(config, case.distributed, schedule=case.schedule, **options)
+        assert measured == predict_unsharded_bytes(
+            config, case.distributed, schedule=case.schedule, **options
+        )
 
 
 @pytest.mark.sample(3)
@@ -292,7 +352,11 @@ def test_memory_of_gathered_parameters_in_half_precision_is_predicted():
 def each_collective(rank):
     """Number and bytes of one collective of every kind, in and out of the mesh's groups."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
-    pair, alone, crossing = mesh.get_group("dp_shard"), dist.new_group([rank], use_local_synchronization=True), None
+    pair, alone, crossing = (
+        mesh.get_group("dp_shard"),
+        dist.new_group([rank], use_local_synchronization=True),
+        None,
+    )
     for ranks in ([0, 3], [1, 2]):
         group = dist.new_group(ranks)
         crossing = group if rank in ranks else crossing
@@ -341,7 +405,11 @@ def test_every_kind_of_collective_is_counted_with_the_bytes_of_its_whole():
 
 def test_counts_add_up_repeat_and_print_as_a_table():
     gathers = CollectiveCounts.of("dp_shard", "all_gather", 3, 1000)
-    counts = gathers * 2 + CollectiveCounts.of("tp", "all_reduce", 1, 8) + CollectiveCounts.of("pp", "send", 0, 8)
+    counts = (
+        gathers * 2
+        + CollectiveCounts.of("tp", "all_reduce", 1, 8)
+        + CollectiveCounts.of("pp", "send", 0, 8)
+    )
     assert counts["dp_shard", "all_gather"] == Tally(6, 6000)
     assert counts["pp", "send"] == Tally()
     assert counts.total("tp") == Tally(1, 8)
@@ -357,7 +425,12 @@ def test_counts_add_up_repeat_and_print_as_a_table():
 
 def sent_by_first_rank(layout, dimension, **options):
     """Bytes that rank 0 puts on the wire over one dimension."""
-    sizes = {"config": SMALL, "batch_size": 2, "seq_len": 8, "mp_policy": default_mp_policy(torch.float32)}
+    sizes = {
+        "config": SMALL,
+        "batch_size": 2,
+        "seq_len": 8,
+        "mp_policy": default_mp_policy(torch.float32),
+    }
     sizes |= {"clip": False}
     counts = predict_collectives(layout=layout, **sizes | options)[0]
     n_ranks = getattr(layout, dimension)
@@ -369,9 +442,12 @@ def sent_by_first_rank(layout, dimension, **options):
 
 
 def test_freeing_parameters_after_forward_costs_half_as_much_again():
-    model_bytes = 4 * SMALL.n_parameters  # ZeRO, section 7: 2 and 3 times the parameters; 1/2 of it stays here
+    # ZeRO, section 7: 2 and 3 times the parameters; 1/2 of it stays here
+    model_bytes = 4 * SMALL.n_parameters
     layout = DistributedConfig(dp_shard=2)
-    assert sent_by_first_rank(layout, "dp_shard", reshard_after_forward=False) == 2 * model_bytes / 2
+    assert (
+        sent_by_first_rank(layout, "dp_shard", reshard_after_forward=False) == 2 * model_bytes / 2
+    )
     assert sent_by_first_rank(layout, "dp_shard", reshard_after_forward=True) == 3 * model_bytes / 2
 
 
@@ -387,7 +463,9 @@ def test_counting_without_a_process_group_is_refused():
         count_collectives(lambda: None)
 
 
-SMALL = ModelConfig(dim=48, n_layers=4, n_heads=6, vocab_size=60, n_kv_heads=2, ffn_dim=48, max_seq_len=64)
+SMALL = ModelConfig(
+    dim=48, n_layers=4, n_heads=6, vocab_size=60, n_kv_heads=2, ffn_dim=48, max_seq_len=64
+)
 
 
 @pytest.mark.parametrize(
@@ -395,18 +473,42 @@ SMALL = ModelConfig(dim=48, n_layers=4, n_heads=6, vocab_size=60, n_kv_heads=2, 
     [
         (DistributedConfig(), {}, "dp_shard=-1"),
         (DistributedConfig(dp_shard=1, tp=4), {}, r"tp=4 must divide n_heads=6.*use tp=2"),
-        (DistributedConfig(dp_shard=1, tp=2), {"seq_len": 7}, "seq_len=7 must be a multiple of tp=2.*pad it to 8"),
-        (DistributedConfig(dp_shard=4), {"reshard_after_forward": 3}, "must divide dp_shard=4.*say 2"),
-        (DistributedConfig(dp_shard=4, tp=2), {"reshard_after_forward": 2}, "=2 with tp=2.*say True, False"),
-        (DistributedConfig(dp_shard=1, tp=2), {"gather_logits": False, "vocab": 61}, "gather_logits=False needs.*61"),
+        (
+            DistributedConfig(dp_shard=1, tp=2),
+            {"seq_len": 7},
+            "seq_len=7 must be a multiple of tp=2.*pad it to 8",
+        ),
+        (
+            DistributedConfig(dp_shard=4),
+            {"reshard_after_forward": 3},
+            "must divide dp_shard=4.*say 2",
+        ),
+        (
+            DistributedConfig(dp_shard=4, tp=2),
+            {"reshard_after_forward": 2},
+            "=2 with tp=2.*say True, False",
+        ),
+        (
+            DistributedConfig(dp_shard=1, tp=2),
+            {"gather_logits": False, "vocab": 61},
+            "gather_logits=False needs.*61",
+        ),
         (DistributedConfig(dp_shard=1), {"n_microbatches": 4}, "needs a pipeline, but pp=1"),
         (
             DistributedConfig(dp_shard=2, ep=2),
             {"routed": torch.ones(2, 4, 8)},
             r"shape \(2, 4, 8\): give .* \(2, 0, 1, 0\)",
         ),
-        (DistributedConfig(dp_shard=1, pp=8), {"n_microbatches": 8}, "8 stages need at least 8 layers"),
-        (DistributedConfig(dp_shard=1, pp=2), {"n_microbatches": 4, "schedule": "fast"}, "unknown schedule 'fast'"),
+        (
+            DistributedConfig(dp_shard=1, pp=8),
+            {"n_microbatches": 8},
+            "8 stages need at least 8 layers",
+        ),
+        (
+            DistributedConfig(dp_shard=1, pp=2),
+            {"n_microbatches": 4, "schedule": "fast"},
+            "unknown schedule 'fast'",
+        ),
         (
             DistributedConfig(dp_shard=1, pp=2, tp=2),
             {"n_microbatches": 4, "schedule": "dualpipe_v", "ac": "full"},

@@ -27,7 +27,9 @@ WIDTH, M, PP, REPLICAS = 4, 2, 2, 2
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(PP))).double()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(PP))
+    ).double()
 
 
 def batch(number: int, replica: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +47,9 @@ def accumulate(rank: int, engine: str) -> dict[str, Any]:
     assert isinstance(module, FSDPModule)
     step: Callable[..., Any]
     if engine == "parallel":
-        built = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, WIDTH, dtype=torch.float64))
+        built = build_pipeline_stage(
+            module, mesh, "cpu", inputs=torch.empty(2, WIDTH, dtype=torch.float64)
+        )
         step = build_pipeline_schedule(built, M, nn.MSELoss()).step
     else:
         step = Pipeline(build("1f1b", PP, M), module, nn.MSELoss(), group=mesh.get_group("pp")).step
@@ -55,7 +59,9 @@ def accumulate(rank: int, engine: str) -> dict[str, Any]:
         x, target = batch(number, replica)
         one_step = partial(step, x, target=target)
         counts.append(count_collectives(one_step, mesh)["dp_replicate", "all_reduce"].number)
-    return {f"{stage}.{name}": full(p.grad) for name, p in module.named_parameters()} | {"counts": counts}
+    return {f"{stage}.{name}": full(p.grad) for name, p in module.named_parameters()} | {
+        "counts": counts
+    }
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])

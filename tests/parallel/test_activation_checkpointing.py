@@ -20,7 +20,9 @@ from course_pp.parallel import (
     init_distributed,
 )
 
-CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=64)
+CONFIG = ModelConfig(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=64
+)
 MODES = ("none", "selective", "full")
 
 
@@ -61,16 +63,24 @@ def buffers_and_gradients(mode: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Of two microbatches under statistics that every forward changes, and a weight divided by one of them."""
     torch.manual_seed(0)
     norm = nn.utils.parametrizations.spectral_norm
-    model = nn.Sequential(*(nn.Sequential(norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(norm(nn.Linear(4, 4)), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+    )
     apply_ac(model.double(), mode)
-    losses = [model(part).pow(3).sum() for part in torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)]
+    losses = [
+        model(part).pow(3).sum()
+        for part in torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)
+    ]
     for loss in losses:
         loss.backward()
     return list(model.buffers()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def test_buffers_that_a_forward_changes_are_changed_once() -> None:
-    (expected, gradients), (buffers, found) = buffers_and_gradients("none"), buffers_and_gradients("full")
+    (expected, gradients), (buffers, found) = (
+        buffers_and_gradients("none"),
+        buffers_and_gradients("full"),
+    )
     assert all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(found, gradients, strict=True))
 
@@ -89,7 +99,11 @@ def kept_bytes(mode: str, n_layers: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(tokens())
     assert output.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for address, tensor in kept.items()
+        if address not in weights
+    )
 
 
 def test_full_keeps_the_input_of_each_block_and_selective_less_than_everything() -> None:
@@ -120,7 +134,9 @@ def warnings_on_rank(rank: int, schedule: str, mode: str) -> tuple[list[str], di
     return [str(warning.message) for warning in caught], calls
 
 
-SPLIT = [(name, *mode) for name in ("zb_v", "interleaved_zb") for mode in (("full", 9), ("selective", 4))]
+SPLIT = [
+    (name, *mode) for name in ("zb_v", "interleaved_zb") for mode in (("full", 9), ("selective", 4))
+]
 WHOLE = [("interleaved_1f1b", "full", 0), ("zb_v", "none", -1), ("dualpipe_v", "none", -1)]
 
 

@@ -44,10 +44,14 @@ def stages_on_rank(name: str, schedule: str, pp: int, mesh: Any) -> tuple[list[C
     n_stages = pp * len(indices)
     modules = [model.cut(n_stages)[i] for i in indices]
     stages = [
-        build_pipeline_stage(module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=foreign.example(N_MICROBATCHES))
+        build_pipeline_stage(
+            module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=foreign.example(N_MICROBATCHES)
+        )
         for i, module in zip(indices, modules, strict=True)
     ]
-    return modules, build_pipeline_schedule(stages, N_MICROBATCHES, foreign.loss, schedule, tied=find_ties(model))
+    return modules, build_pipeline_schedule(
+        stages, N_MICROBATCHES, foreign.loss, schedule, tied=find_ties(model)
+    )
 
 
 def train_on_rank(rank: int, pp: int) -> dict[tuple[str, str], Any]:
@@ -71,21 +75,29 @@ def train_on_rank(rank: int, pp: int) -> dict[tuple[str, str], Any]:
     return found
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "pp", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
 def test_any_model_equals_one_process(pp: int, subtests: pytest.Subtests) -> None:
     ranks = on_ranks(pp, train_on_rank, pp)
     for name, foreign in models().items():
         reference, model = foreign.train(), foreign.model()
-        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in foreign.train(1).gradients.values()])).item()
+        norm = torch.linalg.vector_norm(
+            torch.stack([g.norm() for g in foreign.train(1).gradients.values()])
+        ).item()
         model.load_state_dict(reference.parameters, strict=False)
         expected = model(*foreign.inputs, **foreign.kwargs)
         for schedule in SCHEDULES:
             with subtests.test(model=name, schedule=schedule):
-                assert_same_training([rank[name, schedule][0] for rank in ranks], reference, tied=find_ties(model))
+                assert_same_training(
+                    [rank[name, schedule][0] for rank in ranks], reference, tied=find_ties(model)
+                )
                 for rank in ranks:
                     _, found, evaluated = rank[name, schedule]
                     assert found == pytest.approx(norm, rel=1e-12)
-                    logits, whole = (o["logits"] if isinstance(o, dict) else o for o in (evaluated, expected))
+                    logits, whole = (
+                        o["logits"] if isinstance(o, dict) else o for o in (evaluated, expected)
+                    )
                     torch.testing.assert_close(logits, whole, rtol=1e-9, atol=1e-9)
 
 
@@ -99,7 +111,11 @@ class Aside(nn.Module):
         self.last = last
 
     def forward(self, x: Tensor, never: Tensor, sometimes: Tensor, asked: Tensor) -> Any:
-        x, never, sometimes = torch.tanh(self.main(x)), self.never(never), torch.tanh(self.sometimes(sometimes))
+        x, never, sometimes = (
+            torch.tanh(self.main(x)),
+            self.never(never),
+            torch.tanh(self.sometimes(sometimes)),
+        )
         if not self.last:
             return x, never, sometimes, asked
         return x + sometimes * asked[:, None] if asked.any() else x
@@ -127,7 +143,9 @@ def step_aside(modules: Any, optimizer: torch.optim.Optimizer, run: Any) -> dict
         optimizer.zero_grad()
         run()
         gradients = {(i, n): p.grad for i, m in modules.items() for n, p in m.named_parameters()}
-        gradients = {key: None if gradient is None else full(gradient) for key, gradient in gradients.items()}
+        gradients = {
+            key: None if gradient is None else full(gradient) for key, gradient in gradients.items()
+        }
         optimizer.step()
     parameters = {(i, n): full(p) for i, m in modules.items() for n, p in m.named_parameters()}
     return {"gradients": gradients, "parameters": parameters}
@@ -138,17 +156,24 @@ def decaying(modules: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(parameters), lr=0.1, weight_decay=0.5)
 
 
-def asides_on_rank(rank: int, pp: int, schedule: str, asked: list[int], tied: bool) -> dict[str, Any]:
+def asides_on_rank(
+    rank: int, pp: int, schedule: str, asked: list[int], tied: bool
+) -> dict[str, Any]:
     mesh = init_distributed(DistributedConfig(pp=pp))
     indices = get_stage_indices(schedule, rank, pp)
     n = pp * len(indices)
     modules = {i: asides(n, tied)[i] for i in indices}
     inputs = aside_inputs(asked)
     example = tuple(tensor[:2] for tensor in inputs)
-    stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
+    stages = [
+        build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example)
+        for i, m in modules.items()
+    ]
     ties = [{0: "sometimes.weight", n - 1: "sometimes.weight"}] if tied else None
     pipeline = build_pipeline_schedule(stages, 4, nn.MSELoss(), schedule, tied=ties)
-    return step_aside(modules, decaying(modules), lambda: pipeline.step(*inputs, target=inputs[0].cos()))
+    return step_aside(
+        modules, decaying(modules), lambda: pipeline.step(*inputs, target=inputs[0].cos())
+    )
 
 
 def asides_in_one_process(n: int, asked: list[int], tied: bool) -> dict[str, Any]:
@@ -184,7 +209,9 @@ def test_a_tensor_that_a_step_leaves_unused_gives_no_gradient_and_moves_nothing(
         for kind, found in rank.items():
             for key, value in found.items():
                 seen.add(key)
-                torch.testing.assert_close(value, expected[kind][key], rtol=1e-12, atol=1e-12, msg=f"{kind} of {key}")
+                torch.testing.assert_close(
+                    value, expected[kind][key], rtol=1e-12, atol=1e-12, msg=f"{kind} of {key}"
+                )
     assert seen == expected["parameters"].keys()
 
 
@@ -227,38 +254,65 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "one size of two": (
         lambda rank: (linear(), {"batch_size": 2}),
-        "batch_size=2 and seq_len=None: give both if the first stage takes token ids, else inputs=, what it is called",
+        (
+            "batch_size=2 and seq_len=None: give both if the first stage takes token ids, else"
+            " inputs=, what it is called"
+        ),
     ),
     "shapes that depend on data": (
         lambda rank: (linear() if rank else Ragged(), {"inputs": X}),
-        "stage 0, a Ragged called with float32 (2, 4) alone on the meta device, does not say what it returns",
+        (
+            "stage 0, a Ragged called with float32 (2, 4) alone on the meta device, does not say"
+            " what it returns"
+        ),
     ),
     "a shape that depends on an answer": (
         lambda rank: (linear() if rank else Asking(4, 4), {"inputs": X}),
-        "does not say what it returns (ValueError: float32 (2, 4) or float32 (1, 4), as it depends on values): mend",
+        (
+            "does not say what it returns (ValueError: float32 (2, 4) or float32 (1, 4), as it"
+            " depends on values): mend"
+        ),
     ),
     "a size that only an example could show": (
         lambda rank: (auto_split(nn.Sequential(linear(), Ragged()), X, 2)[rank], {"inputs": X[:1]}),
         ": give auto_split an example of this size",
     ),
     "a stage of a model cut for more ranks": (
-        lambda rank: (auto_split(nn.Sequential(*(linear() for _ in range(4))), X, 4)[rank], {"inputs": X}),
+        lambda rank: (
+            auto_split(nn.Sequential(*(linear() for _ in range(4))), X, 4)[rank],
+            {"inputs": X},
+        ),
         "rank 0 holds stages [0] of 4, but",
     ),
     "a stage under another number": (
-        lambda rank: (auto_split(nn.Sequential(linear(), linear()), X, 2)[rank], {"inputs": X, "stage": 1 - rank}),
+        lambda rank: (
+            auto_split(nn.Sequential(linear(), linear()), X, 2)[rank],
+            {"inputs": X, "stage": 1 - rank},
+        ),
         "but the module is stage 0 of 2: drop both",
     ),
     "neighbours that differ": (
         lambda rank: (linear(), {"inputs": X, "outputs": WIDE if rank == 0 else None}),
-        "stage 1, a Linear called with float32 (2, 5) alone on the meta device, does not say what it returns",
+        (
+            "stage 1, a Linear called with float32 (2, 5) alone on the meta device, does not say"
+            " what it returns"
+        ),
     ),
     "a dtype that is not computed in": (
         lambda rank: (linear(torch.float64 if rank == 1 else torch.float32), {"inputs": X}),
-        "stage 1 is called with float32 (2, 4), but computes in torch.float64: convert the stages alike",
+        (
+            "stage 1 is called with float32 (2, 4), but computes in torch.float64: convert the"
+            " stages alike"
+        ),
     ),
-    "a wrapper": (lambda rank: (nn.DataParallel(linear()), {"inputs": X}), "wrapped in DataParallel"),
-    "text at a boundary": (lambda rank: (linear(), {"inputs": "x"}), "inputs holds a str: only tensors"),
+    "a wrapper": (
+        lambda rank: (nn.DataParallel(linear()), {"inputs": X}),
+        "wrapped in DataParallel",
+    ),
+    "text at a boundary": (
+        lambda rank: (linear(), {"inputs": "x"}),
+        "inputs holds a str: only tensors",
+    ),
     "a tie nobody has": (
         lambda rank: (linear(), {"inputs": X, "tied": [("weight", "head")]}),
         "no stage has a parameter 'head'",
@@ -324,7 +378,10 @@ def test_a_split_backward_refuses_stages_of_which_only_parts_are_sharded() -> No
     first, second = on_ranks(2, sharded_inside_on_rank, timeout_s=60)
     assert first == second
     [refusal] = first
-    assert "schedule 'zb_h1' splits backward in two, and FSDP2 shards '0' of stage 0, but not the stage:" in refusal
+    assert (
+        "schedule 'zb_h1' splits backward in two, and FSDP2 shards '0' of stage 0, but not the"
+        " stage:" in refusal
+    )
 
 
 def wrong_batches_on_rank(rank: int) -> list[str]:
@@ -357,11 +414,17 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
     assert first == second
     words = [
         "inputs is missing on the rank that holds the first stage",
-        "inputs is float32 (3, 4), but the pipeline was built for float32 (4, 4), of n_microbatches × rows = 2 × 2",
+        (
+            "inputs is float32 (3, 4), but the pipeline was built for float32 (4, 4), of"
+            " n_microbatches × rows = 2 × 2"
+        ),
         "inputs is float64 (4, 4), but",
         "inputs is (float32 (4, 4), float32 (4, 4))",
         "target has shape (3, 4)",
-        "keyword argument mask goes to every stage, but stage 0, a Linear, takes input: let its forward take it",
+        (
+            "keyword argument mask goes to every stage, but stage 0, a Linear, takes input: let its"
+            " forward take it"
+        ),
         "computes in torch.float64, but computed in torch.float32 when it was built",
     ]
     for told, expected in zip(first, words, strict=True):
@@ -400,30 +463,42 @@ def odd_keywords_on_rank(rank: int) -> list[str]:
     """What stages made from others say of a keyword that only their wrapping would take."""
     mesh, batch, found = init_distributed(DistributedConfig(pp=2)), torch.ones(4, 4), []
     cut = auto_split(nn.Sequential(linear(), linear()), {"input": X}, 2)[rank]
-    compiled = torch.compile(auto_split(nn.Sequential(linear(), linear()), X, 2)[rank], backend="eager")
+    compiled = torch.compile(
+        auto_split(nn.Sequential(linear(), linear()), X, 2)[rank], backend="eager"
+    )
     carrying = carry_along({rank: Reads(4, 4) if rank else Writes(4, 4)}, mesh)[rank]
     whole = torch.compile(linear(), backend="eager")
     for module, inputs in (cut, {"input": X}), (carrying, X), (whole, X), (compiled, X):
         stage = build_pipeline_stage(module, mesh, "cpu", inputs=inputs)
         pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe")
         given = {"input": batch} if module is cut else batch
-        for run in (partial(pipeline.step, target=batch), partial(pipeline.eval, target=batch), pipeline.evaluate):
+        for run in (
+            partial(pipeline.step, target=batch),
+            partial(pipeline.eval, target=batch),
+            pipeline.evaluate,
+        ):
             with pytest.raises(ValueError, match=r".") as refusal:
                 run(given, mask=batch)
             found.append(str(refusal.value))
         pipeline.step(given, target=batch)
         if module is cut:
-            with pytest.raises(ValueError, match="is called with one of this name already: leave it out"):
+            with pytest.raises(
+                ValueError, match="is called with one of this name already: leave it out"
+            ):
                 pipeline.evaluate(given, input=batch)
     return found[::3] if found[::3] == found[1::3] == found[2::3] else found
 
 
-def test_a_keyword_that_a_stage_does_not_take_is_refused_on_every_rank_whatever_wraps_the_stage() -> None:
+def test_a_keyword_that_a_stage_does_not_take_is_refused_on_every_rank_whatever_wraps_the_stage() -> (
+    None
+):
     first, second = on_ranks(2, odd_keywords_on_rank, timeout_s=60)
     assert first == second
     goes = "keyword argument mask goes to every stage, but stage 0, a "
     of_cut, of_carrying, of_whole, of_compiled = first
-    assert of_cut.startswith(f"{goes}SequentialStage, was cut with an example without it: give auto_split a dict that")
+    assert of_cut.startswith(
+        f"{goes}SequentialStage, was cut with an example without it: give auto_split a dict that"
+    )
     assert of_carrying == f"{goes}Writes, takes x: let its forward take it, or **kwargs"
     assert of_whole.startswith(f"{goes}OptimizedModule, takes input: let")
     assert of_compiled.startswith(f"{goes}OptimizedModule, was cut with an example without it")
@@ -433,7 +508,9 @@ def unequal_on_rank(rank: int) -> str:
     mesh = init_distributed(DistributedConfig(pp=2))
     torch.manual_seed(rank)
     stage = build_pipeline_stage(Sized(), mesh, "cpu", inputs=X)
-    pipeline = build_pipeline_schedule(stage, 2, nn.MSELoss(), "gpipe", tied=[{0: "linear.bias", 1: "linear.bias"}])
+    pipeline = build_pipeline_schedule(
+        stage, 2, nn.MSELoss(), "gpipe", tied=[{0: "linear.bias", 1: "linear.bias"}]
+    )
     with pytest.raises(ValueError, match=r".") as refusal:
         pipeline.step(torch.ones(4, 4), target=torch.ones(4, 4))
     return str(refusal.value)
@@ -441,7 +518,10 @@ def unequal_on_rank(rank: int) -> str:
 
 def test_tied_weights_that_start_unequal_are_refused_before_the_first_step() -> None:
     for refusal in on_ranks(2, unequal_on_rank, timeout_s=60):
-        assert "the tied weight {0: 'linear.bias', 1: 'linear.bias'} holds other values on stage 1" in refusal
+        assert (
+            "the tied weight {0: 'linear.bias', 1: 'linear.bias'} holds other values on stage 1"
+            in refusal
+        )
 
 
 def changing_on_rank(rank: int) -> None:
@@ -454,7 +534,9 @@ def changing_on_rank(rank: int) -> None:
 def test_a_stage_that_returns_what_it_did_not_declare_is_named() -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         on_ranks(2, changing_on_rank, timeout_s=60)
-    assert "stage 0 returned float32 (2, 3) where float32 (2, 4) was declared" in str(caught.value.__cause__)
+    assert "stage 0 returned float32 (2, 3) where float32 (2, 4) was declared" in str(
+        caught.value.__cause__
+    )
 
 
 class Counting(nn.Module):
@@ -511,14 +593,18 @@ def test_what_torch_compile_returns_is_a_stage_and_stays_as_it_is() -> None:
 @pytest.mark.usefixtures("lone_rank")
 @pytest.mark.slow
 @pytest.mark.parametrize("compiles_last", [False, True])
-def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(compiles_last: bool) -> None:
+def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(
+    compiles_last: bool,
+) -> None:
     def compiled(module: nn.Module) -> nn.Module:
         found = torch.compile(module, backend="eager")
         assert isinstance(found, nn.Module)
         return found
 
     module: nn.Module = nn.Sequential(linear())
-    module = fully_shard(module if compiles_last else compiled(module), mp_policy=default_mp_policy())
+    module = fully_shard(
+        module if compiles_last else compiled(module), mp_policy=default_mp_policy()
+    )
     module = compiled(module) if compiles_last else module
     assert module(X).dtype == meta_copy(module)(X.to("meta")).dtype == torch.bfloat16
 
@@ -551,7 +637,9 @@ PRODUCTS = [  # the shapes of both, and where each of two groups ends
 
 
 @pytest.mark.parametrize(("one", "other", "ends"), PRODUCTS)
-def test_a_product_of_groups_has_the_same_shape_on_the_meta_device(one: Any, other: Any, ends: Any) -> None:
+def test_a_product_of_groups_has_the_same_shape_on_the_meta_device(
+    one: Any, other: Any, ends: Any
+) -> None:
     offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     product = F.grouped_mm(torch.ones(one), torch.ones(other), offs=offsets)
     on_meta = [torch.ones(shape, device="meta") for shape in (one, other)]

@@ -16,19 +16,26 @@ PARTS = 6  # modules of the sequential model
 def cuts(stages: list[nn.Module]) -> list[list[int]]:
     """Which of a Sequential's modules each stage holds."""
     return [
-        [int(name) for name, part in stage.named_children() if next(part.parameters(), None) is not None]
+        [
+            int(name)
+            for name, part in stage.named_children()
+            if next(part.parameters(), None) is not None
+        ]
         for stage in stages
     ]
 
 
 def least_largest(costs: list[int], n_stages: int) -> int:
     """The slowest stage of the best contiguous cut, by trying all."""
-    every = ((0, *chosen, len(costs)) for chosen in combinations(range(1, len(costs)), n_stages - 1))
+    every = (
+        (0, *chosen, len(costs)) for chosen in combinations(range(1, len(costs)), n_stages - 1)
+    )
     return min(max(sum(costs[a:b]) for a, b in pairwise(each)) for each in every)
 
 
 @pytest.mark.parametrize(
-    "times", [[1] * 6, [0, 1, 1, 1, 1, 3], [5, 1, 1, 1, 1, 5], [0, 9, 1, 1, 1, 1], [2, 7, 1, 8, 2, 8]]
+    "times",
+    [[1] * 6, [0, 1, 1, 1, 1, 3], [5, 1, 1, 1, 1, 5], [0, 9, 1, 1, 1, 1], [2, 7, 1, 8, 2, 8]],
 )
 @pytest.mark.parametrize("n_stages", [2, 3, 4])
 def test_the_slowest_stage_is_as_fast_as_can_be(
@@ -43,7 +50,10 @@ def test_the_slowest_stage_is_as_fast_as_can_be(
 def test_a_weight_counts_once_in_each_stage_that_holds_it() -> None:
     stages = auto_split(build("one block, repeated"), example("one block, repeated"), 2)
     assert stages[0].ties
-    assert max(sum(p.numel() for p in stage.parameters()) for stage in stages) < 2 * 3 * 32 * 48 + 2 * 96 * 32
+    assert (
+        max(sum(p.numel() for p in stage.parameters()) for stage in stages)
+        < 2 * 3 * 32 * 48 + 2 * 96 * 32
+    )
 
 
 def test_early_stages_get_less_where_memory_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,5 +76,8 @@ def test_nothing_can_be_measured_on_the_meta_device(by: str) -> None:
     with torch.device("meta"):
         model = sequential()
     assert len(auto_split(model, example("Sequential").to("meta"), 2)) == 2
-    with pytest.raises(ValueError, match=f"by is '{by}'.*meta device: give by='parameters', or a model with weights"):
+    with pytest.raises(
+        ValueError,
+        match=f"by is '{by}'.*meta device: give by='parameters', or a model with weights",
+    ):
         auto_split(model, example("Sequential").to("meta"), 2, by=by)

@@ -11,7 +11,9 @@ from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import apply_ac, apply_fsdp2, find_blocks
 from tests.parallel.whole_models import Block, build, llama
 
-CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16
+)
 
 
 class Parts(nn.Module):
@@ -41,8 +43,16 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "a run in a Sequential": (lambda: build("sequential"), None, ["1", "2", "3"]),
     "Sequentials": (lambda: build("convolutional"), None, ["0", "1", "2"]),
     "the longest": (lambda: Parts(a=blocks(2), b=blocks(3)), None, ["b.0", "b.1", "b.2"]),
-    "the outermost": (lambda: Parts(layers=nn.ModuleList([experts(), experts()])), None, ["layers.0", "layers.1"]),
-    "not the wrapper": (lambda: nn.Sequential(Parts(layers=blocks(2))), None, ["0.layers.0", "0.layers.1"]),
+    "the outermost": (
+        lambda: Parts(layers=nn.ModuleList([experts(), experts()])),
+        None,
+        ["layers.0", "layers.1"],
+    ),
+    "not the wrapper": (
+        lambda: nn.Sequential(Parts(layers=blocks(2))),
+        None,
+        ["0.layers.0", "0.layers.1"],
+    ),
     "a Sequential of one": (lambda: nn.Sequential(Block(4)), None, ["0"]),
     "by class": (lambda: Parts(a=blocks(1), b=blocks(1)), Block, ["a.0", "b.0"]),
     "by pattern": (lambda: Parts(a=blocks(2), b=blocks(2)), "b.*", ["b.0", "b.1"]),
@@ -57,26 +67,42 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "nothing to find": (
         lambda: Parts(conv=nn.Conv2d(1, 1, 1), head=nn.Linear(2, 2)),
         None,
-        "Parts holds no ModuleList, ModuleDict or Sequential of like modules, so its blocks cannot be found: it has "
-        r"Conv2d, Linear; pass blocks= a class or a name pattern, or \(\) for the whole module as one block",
+        "Parts holds no ModuleList, ModuleDict or Sequential of like modules, so its blocks cannot"
+        " be found: it has "
+        r"Conv2d, Linear; pass blocks= a class or a name pattern, or \(\) for the whole module as"
+        r" one block",
     ),
     "equally long": (
         lambda: Parts(encoder=blocks(2), decoder=blocks(2)),
         None,
-        "Parts holds 2 Block from 'encoder.0' on and as many Block from 'decoder.0' on, so its blocks cannot be told",
+        (
+            "Parts holds 2 Block from 'encoder.0' on and as many Block from 'decoder.0' on, so its"
+            " blocks cannot be told"
+        ),
     ),
     "no such name": (
         lambda: Parts(layers=blocks(2)),
         "layer.*",
         r"blocks='layer.\*' matches no module of Parts: the nearest names are 'layers.*'layers",
     ),
-    "no such class": (lambda: Parts(layers=blocks(2)), nn.Conv2d, "blocks=Conv2d matches no module of Parts: it has"),
+    "no such class": (
+        lambda: Parts(layers=blocks(2)),
+        nn.Conv2d,
+        "blocks=Conv2d matches no module of Parts: it has",
+    ),
     "inside": (
         lambda: Parts(layers=blocks(2)),
         (Block, "layers.1.up"),
-        "block 'layers.1.up' is inside 'layers.1', which is a block too: choose blocks of one level",
+        (
+            "block 'layers.1.up' is inside 'layers.1', which is a block too: choose blocks of one"
+            " level"
+        ),
     ),
-    "the module itself": (lambda: Block(4), (Block, nn.LayerNorm), "block 'norm' is inside the module itself"),
+    "the module itself": (
+        lambda: Block(4),
+        (Block, nn.LayerNorm),
+        "block 'norm' is inside the module itself",
+    ),
     "one module twice": (
         lambda: Parts(layers=nn.ModuleList([SHARED, SHARED])),
         None,
@@ -85,7 +111,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "wrapped": (
         lambda: Parts(model=nn.DataParallel(Parts(layers=blocks(2)))),
         None,
-        "'model' of the module is wrapped in DataParallel, which counts on one forward and one backward a step",
+        (
+            "'model' of the module is wrapped in DataParallel, which counts on one forward and one"
+            " backward a step"
+        ),
     ),
 }
 
@@ -114,7 +143,8 @@ def tied_blocks() -> nn.Module:
 
 def test_a_parameter_that_two_groups_would_shard_is_refused_by_name() -> None:
     message = (
-        r"'head.weight' is the same parameter as 'layers.1.down.weight', but blocks are sharded one by one, and the "
+        r"'head.weight' is the same parameter as 'layers.1.down.weight', but blocks are sharded one"
+        r" by one, and the "
         "two would part: leave 'layers.1' out of blocks=, so that one group holds both names"
     )
     with pytest.raises(ValueError, match=message):
@@ -123,7 +153,9 @@ def test_a_parameter_that_two_groups_would_shard_is_refused_by_name() -> None:
     apply_fsdp2(tied_blocks(), None, blocks=())
     two = Parts(layers=blocks(2))
     two.layers[1].norm = two.layers[0].norm
-    with pytest.raises(ValueError, match=r"'layers.1.norm.weight' is the same parameter as 'layers.0.norm.weight'"):
+    with pytest.raises(
+        ValueError, match=r"'layers.1.norm.weight' is the same parameter as 'layers.0.norm.weight'"
+    ):
         apply_fsdp2(two, None)
     apply_fsdp2(llama(tied=True), None)
 
@@ -137,9 +169,15 @@ class Attention(nn.Linear):
     [
         (
             lambda: Block(4),
-            r"block 'layers.0' has 0 parts whose class is named …Attention…, but .* a block has 'norm' \(Lay",
+            (
+                r"block 'layers.0' has 0 parts whose class is named …Attention…, but .* a block has"
+                r" 'norm' \(Lay"
+            ),
         ),
-        (lambda: Parts(one=Attention(1, 1), two=Attention(1, 1)), r"has 2 parts .* \('one', 'two'\), but"),
+        (
+            lambda: Parts(one=Attention(1, 1), two=Attention(1, 1)),
+            r"has 2 parts .* \('one', 'two'\), but",
+        ),
     ],
 )
 def test_selective_checkpointing_needs_one_attention_in_each_block(
@@ -163,7 +201,9 @@ def test_a_cache_that_recomputation_would_fill_again_is_refused() -> None:
     model = llama()
     apply_ac(model, "full")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"past_key_values is a DynamicCache.*train with use_cache=False"):
+    with pytest.raises(
+        ValueError, match=r"past_key_values is a DynamicCache.*train with use_cache=False"
+    ):
         model(tokens, use_cache=True)
     with torch.no_grad():
         assert model(tokens, use_cache=True).past_key_values.get_seq_length() == 4

@@ -33,7 +33,11 @@ class Part(nn.Module):
         for value in read.values():
             hidden = hidden + torch.sin(value["both"][0])
         hidden = torch.tanh(self.layer(hidden))
-        values = {"mask": hidden.detach() > 0, "early": {"both": (hidden * 2,)}, "late": {"both": (hidden * 3,)}}
+        values = {
+            "mask": hidden.detach() > 0,
+            "early": {"both": (hidden * 2,)},
+            "late": {"both": (hidden * 3,)},
+        }
         return (hidden, {name: values[name] for name in self.writes}) if self.writes else hidden
 
 
@@ -47,11 +51,19 @@ def parts(n: int) -> list[Part]:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    return torch.linspace(-1, 1, 2 * M * ROWS * WIDTH, dtype=torch.float64).view(2, M * ROWS, WIDTH).unbind()
+    return (
+        torch.linspace(-1, 1, 2 * M * ROWS * WIDTH, dtype=torch.float64)
+        .view(2, M * ROWS, WIDTH)
+        .unbind()
+    )
 
 
 def gradients(modules: dict[int, nn.Module]) -> dict[str, Tensor | None]:
-    return {f"{stage}.{name}": p.grad for stage, module in modules.items() for name, p in module.named_parameters()}
+    return {
+        f"{stage}.{name}": p.grad
+        for stage, module in modules.items()
+        for name, p in module.named_parameters()
+    }
 
 
 def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor]:
@@ -60,8 +72,14 @@ def step(rank: int, name: str) -> tuple[float, dict[str, Any], Tensor]:
     n = 2 * len(indices)
     whole = parts(n)
     modules = carry_along({i: whole[i] for i in indices}, mesh)
-    example, (inputs, target) = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"), batch()
-    stages = [build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example) for i, m in modules.items()]
+    example, (inputs, target) = (
+        torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta"),
+        batch(),
+    )
+    stages = [
+        build_pipeline_stage(m, mesh, "cpu", stage=i, n_stages=n, inputs=example)
+        for i, m in modules.items()
+    ]
     pipeline = build_pipeline_schedule(stages, M, F.mse_loss, name)
     loss = pipeline.step(inputs, target=target).item()
     return loss, gradients(modules), pipeline.evaluate(inputs, on="all")
@@ -100,12 +118,16 @@ def refused(rank: int) -> list[str]:
 
 def test_a_value_that_nobody_writes_and_a_stage_of_two_ranks_are_refused_on_every_rank() -> None:
     for nobody, both in on_ranks(2, refused, timeout_s=60):
-        assert nobody.startswith("stage 1 reads 'nothing', which no stage writes (written: none): give the stage")
+        assert nobody.startswith(
+            "stage 1 reads 'nothing', which no stage writes (written: none): give the stage"
+        )
         assert both == "ranks 0 and 1 both hold stage 0: give it to one of them"
 
 
 def test_what_cannot_carry_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"stages \[0, 2\] are held: number them from 0 without gaps"):
+    with pytest.raises(
+        ValueError, match=r"stages \[0, 2\] are held: number them from 0 without gaps"
+    ):
         carry_along({0: Part(), 2: Part()}, None)
     whole = dict(enumerate(parts(4)))
     carry_along(whole, None)

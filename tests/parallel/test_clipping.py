@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
+from course_pp.model import (
+    CrossEntropy,
+    ModelConfig,
+    PipelineStageModule,
+    Transformer,
+    build_stage_module,
+)
 from course_pp.parallel import (
     DistributedConfig,
     build_pipeline_stage,
@@ -25,15 +31,26 @@ from tests.equality import full
 from tests.parallel.layouts import Case, Data, build_modules, build_pipeline, data_of, model_config
 
 Kinds = Sequence[tuple[float, bool]]
-KINDS: Kinds = ((2.0, True), (2.0, False), (1.0, True), (3.0, False), (0.5, True), (math.inf, False))
+KINDS: Kinds = (
+    (2.0, True),
+    (2.0, False),
+    (1.0, True),
+    (3.0, False),
+    (0.5, True),
+    (math.inf, False),
+)
 """Each ``norm_type``, and each way, foreach or not, to find it and to scale."""
-CONFIG = ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=16
+)
 STAGED = Case(pp=2, dp_shard=2, schedule="interleaved_1f1b", reshard=False)
 
 Norms = list[tuple[float, bool, float, dict[str, Tensor]]]
 
 
-def norms_on_rank(rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data, Kinds]]) -> list[Norms]:
+def norms_on_rank(
+    rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data, Kinds]]
+) -> list[Norms]:
     """For each model, the norm and the clipped gradients of every kind, each of the same gradients."""
     mesh = init_distributed(case.distributed, seed=0)
     found: list[Norms] = []
@@ -73,12 +90,16 @@ def test_every_norm_equals_that_of_one_process(case: Case) -> None:
                 expected, gradients = expected_norm(config, case.n_microbatches, norm_type)
                 assert norm == pytest.approx(expected, rel=1e-12), f"{norm_type=} {foreach=}"
                 for name, gradient in clipped.items():
-                    source = "embed.weight" if config.tie_embeddings and name == "head.weight" else name
+                    source = (
+                        "embed.weight" if config.tie_embeddings and name == "head.weight" else name
+                    )
                     torch.testing.assert_close(gradient, gradients[source], rtol=0, atol=1e-14)
 
 
 @cache
-def expected_norm(config: ModelConfig, batch: int, norm_type: float) -> tuple[float, dict[str, Tensor]]:
+def expected_norm(
+    config: ModelConfig, batch: int, norm_type: float
+) -> tuple[float, dict[str, Tensor]]:
     """Norm before, and gradients after clipping in one process."""
     [(inputs, target), *_], _ = data_of(config, batch, padded=False)
     torch.manual_seed(0)
@@ -88,7 +109,9 @@ def expected_norm(config: ModelConfig, batch: int, norm_type: float) -> tuple[fl
     return norm, {name: p.grad for name, p in model.named_parameters()}
 
 
-def fill(modules: Sequence[PipelineStageModule], gradient: Callable[[str, Tensor], Tensor | None]) -> None:
+def fill(
+    modules: Sequence[PipelineStageModule], gradient: Callable[[str, Tensor], Tensor | None]
+) -> None:
     """Give parameters the gradients that ``gradient`` makes of each one's name and shard."""
     for module in modules:
         for name, p in module.named_parameters():
@@ -97,7 +120,12 @@ def fill(modules: Sequence[PipelineStageModule], gradient: Callable[[str, Tensor
                 None
                 if local is None
                 else DTensor.from_local(
-                    local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride(), run_check=False
+                    local,
+                    p.device_mesh,
+                    p.placements,
+                    shape=p.shape,
+                    stride=p.stride(),
+                    run_check=False,
                 )
             )
 
@@ -109,21 +137,29 @@ def special_gradients_on_rank(rank: int, norm_types: Sequence[float]) -> list[di
     return [_special_norms(rank, modules, mesh, norm_type) for norm_type in norm_types]
 
 
-def _special_norms(rank: int, modules: list[PipelineStageModule], mesh: Any, norm_type: float) -> dict[str, Any]:
+def _special_norms(
+    rank: int, modules: list[PipelineStageModule], mesh: Any, norm_type: float
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     options = {"norm_type": norm_type}
     fill(modules, lambda name, shard: torch.zeros_like(shard))
-    found["zero"] = clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options).item()
+    found["zero"] = clip_grad_norm_(
+        modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options
+    ).item()
     found["stays zero"] = all(not p.grad.to_local().any() for m in modules for p in m.parameters())
     fill(modules, lambda name, shard: None)
-    found["none"] = clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options).item()
+    found["none"] = clip_grad_norm_(
+        modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options
+    ).item()
     fill(modules, lambda name, shard: torch.ones_like(shard) if "head" in name else None)
     found["head alone"] = clip_grad_norm_(modules, math.inf, device_mesh=mesh, **options).item()
     for value in (math.nan, math.inf):
         fill(modules, lambda name, shard, v=value: torch.full_like(shard, v if rank == 3 else 1.0))
         with pytest.raises(RuntimeError) as refusal:
             clip_grad_norm_(modules, 1.0, device_mesh=mesh, error_if_nonfinite=True, **options)
-        kept = rank == 3 or all((p.grad.to_local() == 1).all() for m in modules for p in m.parameters())
+        kept = rank == 3 or all(
+            (p.grad.to_local() == 1).all() for m in modules for p in m.parameters()
+        )
         norm = clip_grad_norm_(modules, 1.0, device_mesh=mesh, **options).item()
         found[f"{value}"] = str(refusal.value), kept, norm
     return found
@@ -206,7 +242,9 @@ def norms_alone_on_rank(rank: int) -> tuple[float, float]:
     model = Transformer(CONFIG)
     model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp_shard"))
-    return float(clip_grad_norm_(model, math.inf, device_mesh=mesh)), float(clip_grad_norm_(model, math.inf))
+    return float(clip_grad_norm_(model, math.inf, device_mesh=mesh)), float(
+        clip_grad_norm_(model, math.inf)
+    )
 
 
 def test_a_pipeline_of_one_rank_holds_the_whole_model() -> None:

@@ -12,7 +12,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, auto_split, clip_grad_norm_, get_dp_mesh, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    auto_split,
+    clip_grad_norm_,
+    get_dp_mesh,
+    init_distributed,
+)
 from tests.equality import full
 
 WIDTH, WORDS, N_STAGES = 4, 6, 4
@@ -34,9 +40,14 @@ class Stage(nn.Module):
 def build_model() -> nn.ModuleList:
     """Four stages of one model; the output matrix is the embedding's."""
     torch.manual_seed(0)
-    ends = {0: {"embed": nn.Embedding(WORDS, WIDTH)}, 3: {"head": nn.Linear(WIDTH, WORDS, bias=False)}}
+    ends = {
+        0: {"embed": nn.Embedding(WORDS, WIDTH)},
+        3: {"head": nn.Linear(WIDTH, WORDS, bias=False)},
+    }
     ends[3]["head"].weight = ends[0]["embed"].weight
-    return nn.ModuleList([Stage(body=nn.Linear(WIDTH, WIDTH), **ends.get(i, {})) for i in range(N_STAGES)]).double()
+    return nn.ModuleList(
+        [Stage(body=nn.Linear(WIDTH, WIDTH), **ends.get(i, {})) for i in range(N_STAGES)]
+    ).double()
 
 
 def with_gradients(model: nn.Module) -> nn.Module:
@@ -46,7 +57,9 @@ def with_gradients(model: nn.Module) -> nn.Module:
     return model
 
 
-def stages_here(indices: Sequence[int], mesh: DeviceMesh | None, sharded: bool) -> dict[int, nn.Module]:
+def stages_here(
+    indices: Sequence[int], mesh: DeviceMesh | None, sharded: bool
+) -> dict[int, nn.Module]:
     """This rank's stages, none of which shares a tensor with another, with the whole model's gradients."""
     model = with_gradients(build_model())
     here: dict[int, nn.Module] = {}
@@ -57,21 +70,30 @@ def stages_here(indices: Sequence[int], mesh: DeviceMesh | None, sharded: bool) 
         for p, original in zip(stage.parameters(), source.parameters(), strict=True):
             p.grad = original.grad.clone()
             if sharded:
-                whole = torch.distributed.tensor.distribute_tensor(p.grad, p.device_mesh, p.placements)
+                whole = torch.distributed.tensor.distribute_tensor(
+                    p.grad, p.device_mesh, p.placements
+                )
                 p.grad = whole
         here[index] = stage
     return here
 
 
-def norms_on_rank(rank: int, layout: DistributedConfig, placement: Sequence[Sequence[int]]) -> list[Any]:
+def norms_on_rank(
+    rank: int, layout: DistributedConfig, placement: Sequence[Sequence[int]]
+) -> list[Any]:
     """Norms of each kind, and the clipped gradients of the last."""
     mesh = init_distributed(layout)
     pp_rank = rank * len(placement) // torch.distributed.get_world_size()
     found: list[Any] = []
     for norm_type in NORM_TYPES:
         here = stages_here(placement[pp_rank], mesh, sharded=layout.dp_shard > 1)
-        found.append(clip_grad_norm_(here, 0.1, device_mesh=mesh, tied=TIED, norm_type=norm_type).item())
-    return [*found, {f"{i}.{name}": full(p.grad) for i, m in here.items() for name, p in m.named_parameters()}]
+        found.append(
+            clip_grad_norm_(here, 0.1, device_mesh=mesh, tied=TIED, norm_type=norm_type).item()
+        )
+    return [
+        *found,
+        {f"{i}.{name}": full(p.grad) for i, m in here.items() for name, p in m.named_parameters()},
+    ]
 
 
 LAYOUTS = {
@@ -84,14 +106,18 @@ LAYOUTS = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_foreign_models_norm_is_that_of_one_process_and_counts_a_tied_weight_once(name: str) -> None:
+def test_a_foreign_models_norm_is_that_of_one_process_and_counts_a_tied_weight_once(
+    name: str,
+) -> None:
     layout, placement = LAYOUTS[name]
     expected = []
     for norm_type in NORM_TYPES:
         model = with_gradients(build_model())
         expected.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type).item())
     gradients = {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
-    for *norms, clipped in on_ranks(layout.pp * max(1, layout.dp_shard), norms_on_rank, layout, placement):
+    for *norms, clipped in on_ranks(
+        layout.pp * max(1, layout.dp_shard), norms_on_rank, layout, placement
+    ):
         assert norms == pytest.approx(expected, rel=1e-12)
         for name, gradient in clipped.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-15)
@@ -102,7 +128,9 @@ def test_one_parameter_under_two_names_counts_once_without_being_named() -> None
     expected = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
     assert clip_grad_norm_(model, math.inf).item() == pytest.approx(expected, rel=1e-12)
     assert clip_grad_norm_(list(model), math.inf).item() == pytest.approx(expected, rel=1e-12)
-    assert clip_grad_norm_(dict(enumerate(model)), math.inf, tied=TIED).item() == pytest.approx(expected, rel=1e-12)
+    assert clip_grad_norm_(dict(enumerate(model)), math.inf, tied=TIED).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def norms_of_a_cut_model(rank: int, form: Callable[[int, nn.Module], Any]) -> float:
@@ -120,13 +148,19 @@ def norms_of_a_cut_model(rank: int, form: Callable[[int, nn.Module], Any]) -> fl
 def cuttable() -> nn.Module:
     torch.manual_seed(0)
     body = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
-    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)).double()
+    model = nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), *body, nn.Linear(WIDTH, WORDS, bias=False)
+    ).double()
     model[-1].weight = model[0].weight
     return model
 
 
-@pytest.mark.parametrize("form", [lambda _, stage: stage, lambda rank, stage: {rank: stage}], ids=["alone", "by stage"])
-def test_stages_of_a_cut_model_count_their_tied_weight_once(form: Callable[[int, nn.Module], Any]) -> None:
+@pytest.mark.parametrize(
+    "form", [lambda _, stage: stage, lambda rank, stage: {rank: stage}], ids=["alone", "by stage"]
+)
+def test_stages_of_a_cut_model_count_their_tied_weight_once(
+    form: Callable[[int, nn.Module], Any],
+) -> None:
     expected = nn.utils.clip_grad_norm_(with_gradients(cuttable()).parameters(), math.inf).item()
     assert on_ranks(2, norms_of_a_cut_model, form) == pytest.approx([expected] * 2, rel=1e-12)
 
@@ -138,7 +172,9 @@ def norm_of_a_sharded_model(rank: int) -> float:
     whole = {name: p.grad for name, p in with_gradients(model).named_parameters()}
     fully_shard(model, mesh=mesh)
     for name, p in model.named_parameters():
-        p.grad = torch.distributed.tensor.distribute_tensor(whole[name], p.device_mesh, p.placements)
+        p.grad = torch.distributed.tensor.distribute_tensor(
+            whole[name], p.device_mesh, p.placements
+        )
     return clip_grad_norm_(model, math.inf).item()
 
 
@@ -163,7 +199,10 @@ def refusals_on_rank(rank: int) -> dict[str, str]:
     def clip(given: Any = here, tied: Any = (), device_mesh: DeviceMesh | None = mesh) -> Any:
         return clip_grad_norm_(given, 1.0, device_mesh=device_mesh, tied=tied)
 
-    wrapped = [PipelineStage(m, i, N_STAGES, torch.device("cpu"), group=mesh.get_group()) for i, m in here.items()]
+    wrapped = [
+        PipelineStage(m, i, N_STAGES, torch.device("cpu"), group=mesh.get_group())
+        for i, m in here.items()
+    ]
     refused("no mesh", lambda: clip(lone, device_mesh=None))
     refused("torch's stages, one left out", lambda: clip(wrapped[: 2 - rank]))
     refused("a stage twice", lambda: clip({0: lone}))
@@ -197,7 +236,9 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
     assert "pass {stage: module" in first["numbers unknown"]
     assert "rank 1 was given tied=[{0: 'embed.weight'" in first["different ties"]
     assert "rank 1: tied" in first["no such parameter"]
-    assert "stage 3 has no parameter 'tail.weight': it has body.weight" in first["no such parameter"]
+    assert (
+        "stage 3 has no parameter 'tail.weight': it has body.weight" in first["no such parameter"]
+    )
     assert "tied names stage 7, but the stages are 0 to 3" in first["no such stage"]
     assert "at least two of them" in first["no tie"]
     for case in ("forgotten", "forgotten, by rank"):
@@ -213,11 +254,15 @@ def flattened_on_rank(rank: int) -> list[str]:
     mesh, said = init_distributed(DistributedConfig(dp_shard=2)), []
     for keeps_parameters in (False, True):
         model = FullyShardedDataParallel(
-            nn.Linear(WIDTH, WIDTH, bias=False), use_orig_params=keeps_parameters, device_id=torch.device("cpu")
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            use_orig_params=keeps_parameters,
+            device_id=torch.device("cpu"),
         )
         model(torch.ones(1, WIDTH)).sum().backward()
         for given in (model, model.module, nn.Sequential(model)):
-            with pytest.raises(ValueError, match="in pieces of FullyShardedDataParallel") as refusal:
+            with pytest.raises(
+                ValueError, match="in pieces of FullyShardedDataParallel"
+            ) as refusal:
                 clip_grad_norm_(given, math.inf, device_mesh=mesh)
             said.append(str(refusal.value))
     return said
@@ -226,5 +271,7 @@ def flattened_on_rank(rank: int) -> list[str]:
 def test_pieces_of_fsdp1_are_refused_as_they_may_look_like_copies() -> None:
     first, second = on_ranks(2, flattened_on_rank)
     assert first == second
-    assert first[0].startswith("'_fsdp_wrapped_module._flat_param' of FullyShardedDataParallel is in pieces")
+    assert first[0].startswith(
+        "'_fsdp_wrapped_module._flat_param' of FullyShardedDataParallel is in pieces"
+    )
     assert first[-1].startswith("'0._fsdp_wrapped_module.weight' of Sequential is in pieces")

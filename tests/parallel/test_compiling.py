@@ -9,7 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer
-from course_pp.parallel import DistributedConfig, apply_ac, apply_compile, apply_tensor_parallel, replaced_forward
+from course_pp.parallel import (
+    DistributedConfig,
+    apply_ac,
+    apply_compile,
+    apply_tensor_parallel,
+    replaced_forward,
+)
 from tests.equality import assert_equals_one_process, snapshot_gradients
 from tests.parallel.stack import CONFIG, DATA, EXPERTS, Recipe, reference, train_on_rank
 from tests.parallel.whole_models import build, train
@@ -43,7 +49,9 @@ WITH_EXPERTS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("recipes", "config"), [(RECIPES, CONFIG), (WITH_EXPERTS, EXPERTS)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("recipes", "config"), [(RECIPES, CONFIG), (WITH_EXPERTS, EXPERTS)], ids=["dense", "experts"]
+)
 def test_compiled_stages_train_as_one_process(
     recipes: list[Recipe], config: ModelConfig, subtests: pytest.Subtests
 ) -> None:
@@ -65,7 +73,11 @@ def _gpt2(backend: str | None) -> nn.Module:
     model = build("gpt2")
     apply_ac(model, "selective")
     if backend:
-        assert apply_compile(model, backend=backend) == ("transformer.h.0", "transformer.h.1", "transformer.h.2")
+        assert apply_compile(model, backend=backend) == (
+            "transformer.h.0",
+            "transformer.h.1",
+            "transformer.h.2",
+        )
     return model
 
 
@@ -77,7 +89,9 @@ def compile_cut_and_recomputed_in_part(rank: int) -> None:
 
 
 def test_what_torch_would_compile_into_what_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"block 'layers.0' is cut .* its 'attn' is recomputed.* use apply_ac"):
+    with pytest.raises(
+        ValueError, match=r"block 'layers.0' is cut .* its 'attn' is recomputed.* use apply_ac"
+    ):
         on_ranks(1, compile_cut_and_recomputed_in_part)
 
 
@@ -91,7 +105,9 @@ def test_what_cannot_compile_is_refused_in_one_sentence(monkeypatch: pytest.Monk
     replaced_forward._problem_of.cache_clear()
     monkeypatch.setattr(torch, "compile", broken)
     model = Transformer(CONFIG)
-    with pytest.raises(RuntimeError, match=r"does not work for cpu here \(RuntimeError: No working C\+\+ compiler"):
+    with pytest.raises(
+        RuntimeError, match=r"does not work for cpu here \(RuntimeError: No working C\+\+ compiler"
+    ):
         apply_compile(model)
     replaced_forward._problem_of.cache_clear()
     model(DATA[0][0])  # nothing was changed

@@ -19,9 +19,13 @@ def train_on_rank(rank, pp, config, data, n_microbatches):
     results = {}
     for schedule in SCHEDULES:
         mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
-        modules, pipeline = build(config, mesh, pp, rank, schedule, CrossEntropy(), n_microbatches, len(data[0][0]))
+        modules, pipeline = build(
+            config, mesh, pp, rank, schedule, CrossEntropy(), n_microbatches, len(data[0][0])
+        )
         evaluated = pipeline.eval(data[0][0], target=data[0][1]).item()
-        trained = train(modules, len(data), lambda i, p=pipeline: p.step(data[i][0], target=data[i][1]))
+        trained = train(
+            modules, len(data), lambda i, p=pipeline: p.step(data[i][0], target=data[i][1])
+        )
         results[schedule] = trained, evaluated, pipeline.eval(data[0][0], target=data[0][1]).item()
     return results
 
@@ -37,7 +41,9 @@ MARKS = {(2, True): (), (3, True): pytest.mark.long, (4, False): pytest.mark.lon
         for tied in (False, True)
     ],
 )
-def test_every_schedule_equals_one_process_and_evaluates_before_and_after_on_every_rank(pp, tied, subtests):
+def test_every_schedule_equals_one_process_and_evaluates_before_and_after_on_every_rank(
+    pp, tied, subtests
+):
     config, n_microbatches = model_config(tied, 2 * pp + 1), max(4, 2 * pp)
     data = batches(config, 2 * n_microbatches, SEQ_LEN, STEPS)
     reference = train_in_one_process(config, data, CrossEntropy())
@@ -49,4 +55,6 @@ def test_every_schedule_equals_one_process_and_evaluates_before_and_after_on_eve
             assert_equals_one_process(list(trained), reference, config)
             assert before == pytest.approx([reference.losses[0]] * pp, rel=1e-12)
             assert len(set(after)) == 1, "evaluation after training differs between ranks"
-            assert after[0] < reference.losses[0], "training on a batch must lower its evaluated loss"
+            assert after[0] < reference.losses[0], (
+                "training on a batch must lower its evaluated loss"
+            )

@@ -32,7 +32,13 @@ from course_pp.parallel.mesh import get_efsdp_mesh
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.step.loss import average_over
-from tests.equality import LEARNING_RATE, assert_same_training, batches, sharded_adamw, snapshot_gradients
+from tests.equality import (
+    LEARNING_RATE,
+    assert_same_training,
+    batches,
+    sharded_adamw,
+    snapshot_gradients,
+)
 from tests.parallel import layouts, stack
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stage_modules, take_step
@@ -50,8 +56,9 @@ from tests.step.test_experts_in_pipelines import (
 )
 from tests.step.test_experts_in_pipelines import CONFIG as SMALL
 
-# Heads, experts and widths for every tp and ep up to 8 but 5 and 7; layers for 8 stages, half of them without experts.
-# Their outputs count much, as AdamW makes steps of tiny gradients, with what rounding does to them.
+# Heads, experts and widths for every tp and ep up to 8 but 5 and 7; layers for 8 stages, half of
+# them without experts. Their outputs count much, as AdamW makes steps of tiny gradients, with what
+# rounding does to them.
 CONFIG = ModelConfig(
     dim=48, n_layers=8, n_heads=24, ffn_dim=24, vocab_size=24, max_seq_len=24, n_experts=24, expert_dim=24, moe_every=2,
     n_shared_experts=1, router_scale=16.0, balance_coef=0.1, z_coef=0.05,
@@ -67,7 +74,8 @@ SHARED_OUT = DistributedConfig(dp_shard=2, ep=2)
 PIPED = DistributedConfig(pp=2, dp_shard=2, ep=2)
 SAMPLE = [
     Case("1f1b", SMALL, layout=SHARED_OUT),
-    Case("1f1b", ONE_CHOICE, layout=SHARED_OUT, crowded=True),  # one expert has all tokens, one rank none
+    # one expert has all tokens, one rank none
+    Case("1f1b", ONE_CHOICE, layout=SHARED_OUT, crowded=True),
     Case("1f1b", TIGHT, "full", layout=DistributedConfig(dp_shard=4, ep=2)),
     Case("zb_v", BIAS, layout=PIPED, crowded=True),
 ]
@@ -75,7 +83,8 @@ MORE = [
     Case("1f1b", SMALL, layout=PIPED),
     Case("1f1b", BIAS, layout=DistributedConfig(dp_replicate=2, dp_shard=2, ep=2), accumulated=2),
     Case("1f1b", SMALL, layout=DistributedConfig(dp_shard=2, ep=2, tp=2)),
-    Case("interleaved_1f1b", replace(TIGHT, n_dense_layers=2), layout=PIPED),  # no rank's first stage has experts
+    # no rank's first stage has experts
+    Case("interleaved_1f1b", replace(TIGHT, n_dense_layers=2), layout=PIPED),
     Case("zb_v", BIAS, "full", layout=PIPED, accumulated=2),  # recomputed for each parameter
     Case("dualpipe_v", TIGHT, layout=PIPED),
 ]
@@ -88,10 +97,15 @@ def assert_equal(cases: list[Case], subtests: Any) -> None:
             ranks = on_ranks(n, in_parallel, here, timeout_s=60 + 10.0 * len(here))
         for case, found in zip(here, zip(*ranks, strict=True), strict=True):
             with subtests.test(str(case)):
-                assert_same(found, one_process(case.config, case.pieces, case.accumulated, crowded=case.crowded))
+                assert_same(
+                    found,
+                    one_process(case.config, case.pieces, case.accumulated, crowded=case.crowded),
+                )
 
 
-@pytest.mark.parametrize("cases", [SAMPLE, pytest.param(MORE, marks=pytest.mark.long)], ids=["sample", "more"])
+@pytest.mark.parametrize(
+    "cases", [SAMPLE, pytest.param(MORE, marks=pytest.mark.long)], ids=["sample", "more"]
+)
 def test_experts_shared_out_equal_one_process(cases: list[Case], subtests: Any) -> None:
     assert_equal(cases, subtests)
 
@@ -114,7 +128,9 @@ def clipped(rank: int, cases: Sequence[layouts.Case]) -> list[layouts.Run]:
     return [run for case in cases for run in layouts.train_variants_on_rank(rank, case, jobs(case))]
 
 
-def test_one_norm_clips_parts_of_every_mesh_and_evaluation_equals_one_process(subtests: Any) -> None:
+def test_one_norm_clips_parts_of_every_mesh_and_evaluation_equals_one_process(
+    subtests: Any,
+) -> None:
     ranks = on_ranks(4, clipped, CLIPPED, timeout_s=110)
     for case, runs in zip(CLIPPED, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(case)):
@@ -133,7 +149,9 @@ def gradients(rank: int) -> dict[str, Tensor]:
     for parameter in model.parameters():
         assert parameter.grad is not None
         if isinstance(parameter, DTensor):  # which is a mean over ep
-            average_over([get_efsdp_mesh(mesh).get_group()], cast(DTensor, parameter.grad).to_local())
+            average_over(
+                [get_efsdp_mesh(mesh).get_group()], cast(DTensor, parameter.grad).to_local()
+            )
         else:
             average_over([mesh.get_group("dp_shard")], parameter.grad)
     return snapshot_gradients([model])
@@ -154,7 +172,9 @@ def test_grouped_products_in_float32_are_near_one_process_in_float64() -> None:
     recipe = stack.Recipe(DistributedConfig(dp_shard=2, ep=2), dtype=torch.float32)
     ranks = on_ranks(2, stack.train_on_rank, [recipe], stack.EXPERTS, timeout_s=60)
     found = [trained for [trained] in ranks]
-    assert_same_training(found, stack.reference(stack.EXPERTS), tolerances=(1e-5, 4 * LEARNING_RATE))
+    assert_same_training(
+        found, stack.reference(stack.EXPERTS), tolerances=(1e-5, 4 * LEARNING_RATE)
+    )
 
 
 def in_runtime(rank: int, names: Sequence[str]) -> list[Routed]:
@@ -173,11 +193,15 @@ def under_runtime(name: str) -> Routed:
     pipeline = Pipeline(schedule, modules, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
 
     def averaged(value: float) -> float:
-        return average_over([mesh.get_group("dp_shard")], torch.tensor(value, dtype=torch.float64)).item()
+        return average_over(
+            [mesh.get_group("dp_shard")], torch.tensor(value, dtype=torch.float64)
+        ).item()
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
         mine = [part.chunk(2)[get_dp_rank(mesh)] for part in batch]
-        loss = take_step(pipeline, *for_rank(get_pp_rank(mesh), schedule, *mine), divisor=divisor).item()
+        loss = take_step(
+            pipeline, *for_rank(get_pp_rank(mesh), schedule, *mine), divisor=divisor
+        ).item()
         return averaged(loss), {name: averaged(value) for name, value in pipeline.attached.items()}
 
     held = list(modules.values())
@@ -295,7 +319,9 @@ class Choosing(nn.Module):
 
 
 def rows_of_choosing(data_rank: int) -> Tensor:
-    return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(data_rank))
+    return torch.randn(
+        8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(data_rank)
+    )
 
 
 def experts_used_by_one_data_rank(rank: int) -> Tensor | None:
@@ -319,7 +345,8 @@ def test_experts_whose_output_one_data_rank_leaves_unused_equal_one_process() ->
     torch.manual_seed(0)
     first = Beside()
     x = rows_of_choosing(0)
-    (nn.MSELoss()(Choosing(True)(*in_parts(first, x)), x.cos()) / 2).backward()  # data rank 1 adds zeros
+    # data rank 1 adds zeros
+    (nn.MSELoss()(Choosing(True)(*in_parts(first, x)), x.cos()) / 2).backward()
     gradients = [gradient for gradient in found if gradient is not None]
     assert len(gradients) == 2
     for gradient in gradients:
@@ -350,7 +377,9 @@ class CutsExperts(ParallelStyle):
 
 
 def applied(rank: int, mesh: DeviceMesh, what: str) -> None:
-    model: Any = Transformer(SMALL if rank == 1 or what != "one rank" else replace(SMALL, n_experts=3))
+    model: Any = Transformer(
+        SMALL if rank == 1 or what != "one rank" else replace(SMALL, n_experts=3)
+    )
     match what:
         case "dense":
             model = Transformer(replace(SMALL, n_experts=0))
@@ -382,14 +411,21 @@ def applied(rank: int, mesh: DeviceMesh, what: str) -> None:
 REFUSED = {
     "dense": "finds no experts on any stage: name them with experts=.* or leave ep at 1",
     "foreign": "finds no experts on any stage",
-    "indivisible": r"ep=2 must divide the 3 experts of 'layers.0.mlp.experts' \(Experts\).*: use ep=1 or 3",
+    "indivisible": (
+        r"ep=2 must divide the 3 experts of 'layers.0.mlp.experts' \(Experts\).*: use ep=1 or 3"
+    ),
     "one rank": "ep=2 must divide the 3 experts",
-    "recomputed": "apply_expert_parallel was called on a model that already has activation checkpointing",
+    "recomputed": (
+        "apply_expert_parallel was called on a model that already has activation checkpointing"
+    ),
     "compiled": "already has compile",
     "sharded": "already has FSDP2",
     "twice": "already has expert parallel",
     "DDP": "the model is wrapped in DistributedDataParallel",
-    "called": r"'layers.0.attn' \(Attention\) is called with \(x, cos, .*\): experts are called with \(x, counts\) or",
+    "called": (
+        r"'layers.0.attn' \(Attention\) is called with \(x, cos, .*\): experts are called with \(x,"
+        r" counts\) or"
+    ),
     "nearest": "experts='layers.*.expert' matches no module of Transformer: the nearest names are",
     "one of two": "experts='layers.*.expert' matches no module of Transformer",
     "buffer": "holds the buffer 'scale' of",

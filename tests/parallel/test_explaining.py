@@ -66,7 +66,10 @@ def test_what_was_cut_in_eval_mode_does_not_train_if_it_could_not_be_cut_in_trai
     first, second = auto_split(model, X, 2)
     assert [part.training for part in model.modules()] == [False, False, True]
     assert torch.equal(second(**first(X)), model(X))
-    with pytest.raises(ValueError, match=r"this stage trains, and was cut in eval mode; in training .*random numbers"):
+    with pytest.raises(
+        ValueError,
+        match=r"this stage trains, and was cut in eval mode; in training .*random numbers",
+    ):
         first.train()(X)
 
 
@@ -77,7 +80,9 @@ def test_a_batch_that_goes_another_way_than_the_example_is_refused() -> None:
     assert model.first(other).sum() < 0 < model.first(one).sum()
     first, second = auto_split(model, one, 2)
     torch.testing.assert_close(second(**first(one)), model(one))
-    with pytest.raises(OtherWay, match="'second' was not called: which units the model calls depends on its batch"):
+    with pytest.raises(
+        OtherWay, match="'second' was not called: which units the model calls depends on its batch"
+    ):
         first(other)
     first, _ = auto_split(model, other, 2)
     with pytest.raises(OtherWay, match="'second' is called more than 0 times: which units"):
@@ -115,4 +120,10 @@ OTHERS = [
 def test_a_batch_of_another_type_than_the_example_is_refused(given: object, said: str) -> None:
     first, _ = auto_split(InTheMiddle(), X, 2)
     with pytest.raises(ValueError, match=said):
-        first(**given) if isinstance(given, dict) else first(*given) if isinstance(given, tuple) else first(given)
+        (
+            first(**given)
+            if isinstance(given, dict)
+            else first(*given)
+            if isinstance(given, tuple)
+            else first(given)
+        )

@@ -18,7 +18,8 @@ from tests.parallel.stack import DATA
 
 CONFIG = replace(stack.CONFIG, dim=32, n_layers=4, ffn_dim=64, n_kv_heads=None)
 RECIPES: tuple[Literal["tensorwise", "rowwise"], ...] = ("tensorwise", "rowwise")
-# Sums in another order differ in the 24th bit, and then some number is rounded to its other neighbour in float8.
+# Sums in another order differ in the 24th bit, and then some number is rounded to its other
+# neighbour in float8.
 TOLERANCES = (1e-5, 1e-3)  # seen: 2e-6 of gradients, 1e-4 of parameters after three AdamW steps
 
 
@@ -26,7 +27,9 @@ def torchao_conversion(model: nn.Module, recipe: str, emulate: bool = True) -> N
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "head")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "head"
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -34,7 +37,8 @@ def test_loss_and_gradients_are_torchaos(recipe: str) -> None:
     ours, theirs, exact = (Transformer(CONFIG) for _ in range(3))
     names = apply_float8(ours, None, recipe)
     assert len(names) == 7 * CONFIG.n_layers
-    assert ours.state_dict().keys() == exact.state_dict().keys()  # so checkpoints know nothing of it
+    # so checkpoints know nothing of it
+    assert ours.state_dict().keys() == exact.state_dict().keys()
     assert "head" not in names
     torchao_conversion(theirs, recipe)
     for model in (ours, theirs, exact):
@@ -70,20 +74,33 @@ def in_one_process(n_data: int, recipe: str) -> Trained:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layouts_equal_the_same_conversion_on_one_process(layout: DistributedConfig, subtests: pytest.Subtests) -> None:
+def test_layouts_equal_the_same_conversion_on_one_process(
+    layout: DistributedConfig, subtests: pytest.Subtests
+) -> None:
     plain = stack.Recipe(layout, LAYOUTS[layout], "full", dtype=torch.float32, n_microbatches=2)
     recipes = [replace(plain, float8=recipe) for recipe in RECIPES]
-    ranks = on_ranks(layout.pp * layout.dp_shard * layout.tp, stack.train_on_rank, recipes, CONFIG, timeout_s=100)
+    ranks = on_ranks(
+        layout.pp * layout.dp_shard * layout.tp, stack.train_on_rank, recipes, CONFIG, timeout_s=100
+    )
     for recipe, found in zip(RECIPES, zip(*ranks, strict=True), strict=True):
         with subtests.test(recipe):
-            assert_same_training(list(found), in_one_process(layout.dp_shard, recipe), tolerances=TOLERANCES)
+            assert_same_training(
+                list(found), in_one_process(layout.dp_shard, recipe), tolerances=TOLERANCES
+            )
 
 
 @pytest.mark.parametrize("skip", [(), ("q_proj",), ("shared_expert_gate",)])
-def test_the_head_routers_and_experts_keep_their_bits_whatever_else_is_skipped(skip: tuple[str, ...]) -> None:
+def test_the_head_routers_and_experts_keep_their_bits_whatever_else_is_skipped(
+    skip: tuple[str, ...],
+) -> None:
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts": 4}
     model = Qwen2MoeForCausalLM(Qwen2MoeConfig(vocab_size=48, num_hidden_layers=1, **sizes))
     linear = {name for name, module in model.named_modules() if type(module) is nn.Linear}

@@ -75,4 +75,8 @@ def test_a_llama_of_transformers_communicates_and_holds_what_is_predicted(n_rank
             sizes = {"batch_size": ROWS, "seq_len": SEQ_LEN, "clip": False}
             expected = predict_collectives(config, layout, **sizes, **known)[rank]
             assert counts == expected, (layout, name, policy)
-            assert peak == predict_unsharded_bytes(config, layout, **known)[rank], (layout, name, policy)
+            assert peak == predict_unsharded_bytes(config, layout, **known)[rank], (
+                layout,
+                name,
+                policy,
+            )

@@ -36,7 +36,9 @@ def messages_of_rank(monkeypatch, schedule, rank, pp):
     ]  # fmt: skip
     inputs = [(tokens,)] * N_MICROBATCHES if stages[0].is_first else None
     module.forward_only(stages, inputs, [{}] * N_MICROBATCHES, lambda i, _: consumed.append(i))
-    assert consumed == (list(range(N_MICROBATCHES)) if any(stage.is_last for stage in stages) else [])
+    assert consumed == (
+        list(range(N_MICROBATCHES)) if any(stage.is_last for stage in stages) else []
+    )
     return messages
 
 

@@ -36,7 +36,9 @@ from course_pp.schedule import build
 from course_pp.training.checkpoint import load, save
 from tests.equality import adamw, full, sharded_adamw
 
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16
+)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,9 @@ CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vo
         (3, {"dp_shard": 6}, 3),
     ],
 )
-def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolved: bool | int) -> None:
+def test_a_policy_means_what_it_says(
+    policy: Any, sizes: dict[str, int], resolved: bool | int
+) -> None:
     found = resolve_reshard_after_forward(policy, **sizes)
     assert found == resolved
     assert type(found) is type(resolved)
@@ -61,7 +65,11 @@ def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolve
 @pytest.mark.parametrize(
     ("policy", "sizes", "message"),
     [
-        (3, {"dp_shard": 4}, "reshard_after_forward=3 must divide dp_shard=4 and be neither 1 nor 4: say 2 or True"),
+        (
+            3,
+            {"dp_shard": 4},
+            "reshard_after_forward=3 must divide dp_shard=4 and be neither 1 nor 4: say 2 or True",
+        ),
         (4, {"dp_shard": 4}, r"say True \(free everything\)"),
         (1, {"dp_shard": 4}, r"say False \(keep everything\)"),
         (2, {"pp": 4}, "must divide dp_shard=1 and be neither 1 nor 1: say True, False or 'auto'"),
@@ -70,10 +78,16 @@ def test_a_policy_means_what_it_says(policy: Any, sizes: dict[str, int], resolve
             {"dp_shard": 4, "tp": 2},
             "=2 with tp=2: torch reshards.*say True, False or 'auto', or set these",
         ),
-        ("never", {"dp_shard": 4}, "reshard_after_forward='never' must be True, False or 'auto', or a number of ranks"),
+        (
+            "never",
+            {"dp_shard": 4},
+            "reshard_after_forward='never' must be True, False or 'auto', or a number of ranks",
+        ),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused(policy: Any, sizes: dict[str, int], message: str) -> None:
+def test_a_policy_that_cannot_be_is_refused(
+    policy: Any, sizes: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         resolve_reshard_after_forward(policy, **sizes)
 
@@ -89,7 +103,9 @@ def test_without_a_data_parallel_dimension_nothing_changes_but_a_bad_policy_is_r
 def outputs_on_rank(rank: int) -> list[tuple[list[str], bool]]:
     """Of a whole model and of a last stage, with logits gathered and not, each as :func:`_output` says."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    return [_output(mesh, n_stages, gathered) for n_stages, gathered in product((1, 2), (False, True))]
+    return [
+        _output(mesh, n_stages, gathered) for n_stages, gathered in product((1, 2), (False, True))
+    ]
 
 
 def _output(mesh: DeviceMesh, n_stages: int, gather_logits: bool) -> tuple[list[str], bool]:
@@ -97,7 +113,11 @@ def _output(mesh: DeviceMesh, n_stages: int, gather_logits: bool) -> tuple[list[
     module = build_stage_module(CONFIG, n_stages - 1, n_stages)
     apply_tensor_parallel(module, mesh, gather_logits=gather_logits)
     apply_fsdp2(module, mesh)
-    inputs = torch.ones(1, 4, 32, requires_grad=True) if n_stages > 1 else torch.zeros(1, 4, dtype=torch.int64)
+    inputs = (
+        torch.ones(1, 4, 32, requires_grad=True)
+        if n_stages > 1
+        else torch.zeros(1, 4, dtype=torch.int64)
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         output = module(inputs)
@@ -122,14 +142,19 @@ def materialised_on_rank(rank: int, layout: DistributedConfig, config: ModelConf
     late.init_weights_and_freqs()
     inputs = torch.zeros(1, 4, dtype=torch.int64) if index == 0 else torch.ones(1, 4, config.dim)
     pairs = zip(direct.named_parameters(), late.parameters(), strict=True)
-    different = [name for (name, p), other in pairs if not torch.equal(p.to_local(), other.to_local())]
+    different = [
+        name for (name, p), other in pairs if not torch.equal(p.to_local(), other.to_local())
+    ]
     return different + ([] if torch.equal(direct(inputs), late(inputs)) else ["output"])
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied"), [(DistributedConfig(dp_shard=2, tp=2), False), (DistributedConfig(pp=2, dp_shard=2), True)]
+    ("layout", "tied"),
+    [(DistributedConfig(dp_shard=2, tp=2), False), (DistributedConfig(pp=2, dp_shard=2), True)],
 )
-def test_a_stage_sharded_on_the_meta_device_is_the_same_model(layout: DistributedConfig, tied: bool) -> None:
+def test_a_stage_sharded_on_the_meta_device_is_the_same_model(
+    layout: DistributedConfig, tied: bool
+) -> None:
     config = replace(CONFIG, n_layers=layout.pp, tie_embeddings=tied)
     assert on_ranks(4, materialised_on_rank, layout, config) == [[]] * 4
 
@@ -144,7 +169,9 @@ def precision_on_rank(rank: int, inputs: Tensor) -> dict[str, Any]:
         build_pipeline_stage(module, mesh, "cpu", 1, 8, torch.float32)
     computed: set[torch.dtype] = set()
     for layer in module.layers.values():
-        layer.attn.register_forward_hook(lambda m, args, out: computed.update(x.dtype for x in (*args[:3], out)))
+        layer.attn.register_forward_hook(
+            lambda m, args, out: computed.update(x.dtype for x in (*args[:3], out))
+        )
     stage = build_pipeline_stage(module, mesh, "cpu", 1, inputs.shape[1], torch.bfloat16)
     loss = build_pipeline_schedule(stage, len(inputs), CrossEntropy()).step(inputs, target=inputs)
     kept = {tensor.dtype for p in module.parameters() for tensor in (p, p.grad)}
@@ -158,14 +185,17 @@ def test_mixed_precision_computes_in_one_dtype_and_keeps_another() -> None:
     for found in on_ranks(4, precision_on_rank, inputs):
         assert "stage 0 computes in torch.bfloat16" in found["refusal"]
         assert (
-            "pass param_dtype=torch.bfloat16, or apply FSDP2 with default_mp_policy(torch.float32)" in found["refusal"]
+            "pass param_dtype=torch.bfloat16, or apply FSDP2 with default_mp_policy(torch.float32)"
+            in found["refusal"]
         )
         assert found["computed"] == {torch.bfloat16}
         assert found["kept"] == {torch.float32}
         assert found["loss"] == pytest.approx(expected, rel=1e-2)
 
 
-def said_on_rank(rank: int, policy: MixedPrecisionPolicy | None, dtype: torch.dtype, sharded: bool) -> list[str]:
+def said_on_rank(
+    rank: int, policy: MixedPrecisionPolicy | None, dtype: torch.dtype, sharded: bool
+) -> list[str]:
     mesh = init_distributed(DistributedConfig(pp=1 if sharded else 2))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -197,14 +227,17 @@ def half_gradient_on_rank(rank: int) -> Tensor:
     """Reduced gradient of a weight whose gradient is 512 on the first rank and 2 on the others."""
     model = Transformer(CONFIG).bfloat16()
     apply_fsdp2(model, init_distributed(DistributedConfig(dp_shard=4)))
-    model.norm.register_forward_hook(lambda module, args, out: module.weight * (2.0 if rank else 512.0))
+    model.norm.register_forward_hook(
+        lambda module, args, out: module.weight * (2.0 if rank else 512.0)
+    )
     model.head.register_forward_hook(lambda module, args, out: args[0] + 0 * out.sum())
     model(torch.zeros(1, 1, dtype=torch.int64)).sum().backward()
     return model.norm.weight.grad.full_tensor()
 
 
 def test_a_half_precision_model_reduces_its_gradients_in_float32() -> None:
-    # (512 + 2 + 2 + 2) / 4 = 129.5. A sum in bfloat16 would lose each 2, half of the spacing of numbers beyond 512.
+    # (512 + 2 + 2 + 2) / 4 = 129.5. A sum in bfloat16 would lose each 2, half of the spacing of
+    # numbers beyond 512.
     for gradient in on_ranks(4, half_gradient_on_rank):
         assert torch.equal(gradient, torch.full_like(gradient, 129.5))
         assert gradient.dtype == torch.bfloat16
@@ -232,7 +265,9 @@ def gated() -> tuple[Gated, Gated]:
 GATED_TIE = ({0: "gate.weight", 1: "gate.weight"},)
 
 
-def step_of_empty_shards(rank: int, engine: str, folder: str, x: Tensor, y: Tensor) -> dict[str, Any]:
+def step_of_empty_shards(
+    rank: int, engine: str, folder: str, x: Tensor, y: Tensor
+) -> dict[str, Any]:
     """One step with a hook on each gradient, clipped; saved and loaded into zeros."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module, pp_rank = gated()[get_pp_rank(mesh)], get_pp_rank(mesh)
@@ -246,29 +281,49 @@ def step_of_empty_shards(rank: int, engine: str, folder: str, x: Tensor, y: Tens
         with pytest.raises(ValueError, match="tied="):
             build_pipeline_schedule(stage, 2, F.mse_loss)
         tied: Any = GATED_TIE
-        loss = build_pipeline_schedule(stage, 2, F.mse_loss, "1f1b", tied=tied).step(x, target=y).item()
+        loss = (
+            build_pipeline_schedule(stage, 2, F.mse_loss, "1f1b", tied=tied)
+            .step(x, target=y)
+            .item()
+        )
     else:  # which does not tie what is sharded
         tied = ()
         group = mesh.get_group("pp")
         pipeline = Pipeline(build("zb_h1", 2, 2), module, F.mse_loss, group=group, tied=[])
         loss = pipeline.step(x, target=y).item()
-    gradients = {f"{pp_rank}.{name}": full(weight.grad).clone() for name, weight in module.named_parameters()}
+    gradients = {
+        f"{pp_rank}.{name}": full(weight.grad).clone() for name, weight in module.named_parameters()
+    }
     norm = clip_grad_norm_({pp_rank: module}, 0.1, device_mesh=mesh, tied=tied)
     optimizer = sharded_adamw([module])
     optimizer.step()
-    weights = {f"{pp_rank}.{name}": full(weight.detach()).clone() for name, weight in module.named_parameters()}
+    weights = {
+        f"{pp_rank}.{name}": full(weight.detach()).clone()
+        for name, weight in module.named_parameters()
+    }
     save(folder, 1, {pp_rank: module}, optimizer, device_mesh=mesh)
     with torch.no_grad():
         for weight in module.parameters():
             weight.zero_()
     load(folder, {pp_rank: module}, optimizer, device_mesh=mesh)
-    loaded = all(torch.equal(full(w.detach()), weights[f"{pp_rank}.{name}"]) for name, w in module.named_parameters())
+    loaded = all(
+        torch.equal(full(w.detach()), weights[f"{pp_rank}.{name}"])
+        for name, w in module.named_parameters()
+    )
     every = heard == {name for name, _ in module.named_parameters()}
-    return {"loss": loss, "norm": norm.item(), "gradients": gradients, "weights": weights, "whole": loaded and every}
+    return {
+        "loss": loss,
+        "norm": norm.item(),
+        "gradients": gradients,
+        "weights": weights,
+        "whole": loaded and every,
+    }
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
-def test_a_rank_whose_shard_has_no_rows_takes_part_in_everything(engine: str, tmp_path: Path) -> None:
+def test_a_rank_whose_shard_has_no_rows_takes_part_in_everything(
+    engine: str, tmp_path: Path
+) -> None:
     x, y = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)
     first, last = gated()
     if engine == "parallel":
@@ -277,16 +332,26 @@ def test_a_rank_whose_shard_has_no_rows_takes_part_in_everything(engine: str, tm
     optimizer = adamw([first, last])
     loss = F.mse_loss(last(first(x)), y)
     loss.backward()
-    named = {f"{i}.{name}": w for i, each in enumerate((first, last)) for name, w in each.named_parameters()}
+    named = {
+        f"{i}.{name}": w
+        for i, each in enumerate((first, last))
+        for name, w in each.named_parameters()
+    }
     gradients = {name: w.grad.clone() for name, w in named.items()}
     norm = nn.utils.clip_grad_norm_(weights, 0.1)
     optimizer.step()
-    for found in on_ranks(4, step_of_empty_shards, engine, str(tmp_path / "saved"), x, y, timeout_s=60.0):
+    for found in on_ranks(
+        4, step_of_empty_shards, engine, str(tmp_path / "saved"), x, y, timeout_s=60.0
+    ):
         assert found["whole"]
-        assert (found["loss"], found["norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-12)
+        assert (found["loss"], found["norm"]) == pytest.approx(
+            (loss.item(), norm.item()), rel=1e-12
+        )
         for name, gradient in found["gradients"].items():
             torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=1e-12)
-            torch.testing.assert_close(found["weights"][name], named[name].detach(), rtol=0, atol=1e-11)
+            torch.testing.assert_close(
+                found["weights"][name], named[name].detach(), rtol=0, atol=1e-11
+            )
 
 
 class TextAndImages(nn.Module):
@@ -327,7 +392,9 @@ def images_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
         apply_fsdp2(module, mesh, blocks=())
         module.set_reduce_scatter_unused_params(True)
         if engine == "parallel":
-            stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 6).double(), outputs=())
+            stage = build_pipeline_stage(
+                module, mesh, "cpu", inputs=torch.empty(2, 6).double(), outputs=()
+            )
             pipeline: Any = build_pipeline_schedule(stage, 4, F.mse_loss, tied=[])
         else:
             alone = dist.new_group([rank], use_local_synchronization=True)
@@ -342,7 +409,8 @@ def test_a_part_that_one_data_rank_leaves_unused_has_the_gradients_of_one_proces
     module = text_and_images()
     for given in map(some_with_images, range(2)):
         for (x,), keywords, y in zip(*given.values(), strict=True):
-            (F.mse_loss(module(x, **keywords), y) / 4).backward()  # in two steps, by two ranks with four microbatches
+            # in two steps, by two ranks with four microbatches
+            (F.mse_loss(module(x, **keywords), y) / 4).backward()
     expected = {name: p.grad for name, p in module.named_parameters()}
     for engines in on_ranks(2, images_on_one_rank, timeout_s=60):
         for gradients in engines:

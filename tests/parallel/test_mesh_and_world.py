@@ -37,7 +37,14 @@ from course_pp.parallel import (
 from course_pp.parallel.mesh import lone_group
 from course_pp.parallel.world import first_host
 
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @pytest.fixture
@@ -64,7 +71,14 @@ def test_without_a_launcher_there_is_one_process(launcher):
 
 
 def test_torchrun_comes_before_slurm(launcher):
-    launcher(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", SLURM_PROCID="3", SLURM_LOCALID="3", SLURM_NTASKS="4")
+    launcher(
+        RANK="5",
+        LOCAL_RANK="1",
+        WORLD_SIZE="8",
+        SLURM_PROCID="3",
+        SLURM_LOCALID="3",
+        SLURM_NTASKS="4",
+    )
     assert get_world_info() == (5, 1, 8)
     assert not is_rank_zero()
 
@@ -89,7 +103,9 @@ def scontrol_answers(tmp_path, monkeypatch):
 
     def answer_with(text):
         scontrol = tmp_path / "scontrol"
-        scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node vn1.invalid" ] && printf "{text}\\n"\n')
+        scontrol.write_text(
+            f'#!/bin/sh\n[ "$*" = "show node vn1.invalid" ] && printf "{text}\\n"\n'
+        )
         scontrol.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -101,7 +117,12 @@ def scontrol_answers(tmp_path, monkeypatch):
     [
         ("n1", 1, "", "127.0.0.1"),
         ("localhost,n2", 2, "", "localhost"),
-        ("vn1.invalid,vn2.invalid", 2, "NodeName=vn1\\n   NodeAddr=10.1.2.3 NodeHostName=vm", "10.1.2.3"),
+        (
+            "vn1.invalid,vn2.invalid",
+            2,
+            "NodeName=vn1\\n   NodeAddr=10.1.2.3 NodeHostName=vm",
+            "10.1.2.3",
+        ),
         ("vn1.invalid,vn2.invalid", 2, "slurm_load_node error", None),
     ],
     ids=["one node", "a host's name", "as Slurm reaches it", "nobody knows it"],
@@ -113,7 +134,9 @@ def test_ranks_meet_at_the_first_node(launcher, scontrol_answers, nodes, n_nodes
         SLURM_STEP_NUM_NODES=str(n_nodes),
     )  # fmt: skip
     if address is None:
-        with pytest.raises(ValueError, match=r"'vn1.invalid' is no host's name .* set MASTER_ADDR yourself"):
+        with pytest.raises(
+            ValueError, match=r"'vn1.invalid' is no host's name .* set MASTER_ADDR yourself"
+        ):
             get_world_info()
     else:
         get_world_info()
@@ -121,7 +144,9 @@ def test_ranks_meet_at_the_first_node(launcher, scontrol_answers, nodes, n_nodes
 
 
 def slurm_port(launcher, job, step):
-    launcher(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+    launcher(
+        SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NTASKS="2", SLURM_JOB_ID=job, SLURM_STEP_ID=step
+    )
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     get_world_info()
@@ -129,7 +154,9 @@ def slurm_port(launcher, job, step):
 
 
 def test_tasks_of_a_step_agree_on_a_port_that_other_steps_and_jobs_do_not_get(launcher):
-    ports = {(job, step): slurm_port(launcher, job, step) for job in ("77", "78") for step in ("0", "1")}
+    ports = {
+        (job, step): slurm_port(launcher, job, step) for job in ("77", "78") for step in ("0", "1")
+    }
     assert len(set(ports.values())) == 4
     assert slurm_port(launcher, "77", "1") == ports["77", "1"]
     assert all(1024 < port < 32768 for port in ports.values())
@@ -179,12 +206,24 @@ def test_minus_one_takes_what_is_left(config, world_size, sizes):
 @pytest.mark.parametrize(
     ("config", "world_size", "message"),
     [
-        (DistributedConfig(pp=3), 4, "^pp = 3 does not divide the world size 4: start a multiple of 3 ranks"),
+        (
+            DistributedConfig(pp=3),
+            4,
+            "^pp = 3 does not divide the world size 4: start a multiple of 3 ranks",
+        ),
         (DistributedConfig(pp=2, tp=2), 6, "^pp × tp = 2 × 2 = 4 does not divide the world size 6"),
         (DistributedConfig(pp=2, dp_shard=1), 4, "^pp = 2, but the world size is 4: start 2 ranks"),
         (DistributedConfig(dp_shard=1), 4, "^pp = 1, but the world size is 4: start 1 ranks"),
-        (DistributedConfig(pp=2, ep=4), 4, "^ep=4 must divide dp_shard=2, .*: use ep=1 or 2, or change dp_shard"),
-        (DistributedConfig(pp=2, dp_shard=3), 4, "^pp × dp_shard = 2 × 3 = 6, but the world size is 4: start 6 ranks"),
+        (
+            DistributedConfig(pp=2, ep=4),
+            4,
+            "^ep=4 must divide dp_shard=2, .*: use ep=1 or 2, or change dp_shard",
+        ),
+        (
+            DistributedConfig(pp=2, dp_shard=3),
+            4,
+            "^pp × dp_shard = 2 × 3 = 6, but the world size is 4: start 6 ranks",
+        ),
     ],
 )
 def test_factors_that_do_not_multiply_to_the_world_size_are_refused(config, world_size, message):
@@ -243,9 +282,14 @@ def test_the_mesh_has_the_dimensions_above_one_outermost_first(config, dims, sha
         assert (described["dims"], described["shape"], described["dp"]) == (dims, shape, dp)
         assert described["pp"] == ((True, rank // 2, 2) if "pp" in dims else (False, 0, 1))
         assert described["tp"] == ("tp" in dims)
-    numbers = (torch.rand(1, generator=torch.Generator().manual_seed(3)).item(), random.Random(3).random())
+    numbers = (
+        torch.rand(1, generator=torch.Generator().manual_seed(3)).item(),
+        random.Random(3).random(),
+    )
     drawn = {described["draw"] for described in ranks}
-    assert drawn == {(*numbers, np.random.RandomState(3).rand())}, "torch, Python and NumPy draw from the seed"
+    assert drawn == {(*numbers, np.random.RandomState(3).rand())}, (
+        "torch, Python and NumPy draw from the seed"
+    )
 
 
 def warnings_on_rank(rank, node_of_rank, config):
@@ -275,13 +319,20 @@ def test_a_layout_with_tensor_parallelism_across_nodes_warns_once(node_of_rank, 
         assert first == []
     else:
         (message,) = first
-        assert message.startswith(f"tp={config.tp} crosses nodes: {ranks} share each layer but not a node")
+        assert message.startswith(
+            f"tp={config.tp} crosses nodes: {ranks} share each layer but not a node"
+        )
 
 
 def strange_names_on_rank(rank):
     """Refusals of meshes whose dimensions are named otherwise, or not at all."""
     refusals = []
-    for sizes, names in [((2,), None), ((2,), ("dp",)), ((1, 2), ("data", "tp")), ((2,), ("dp_replicate",))]:
+    for sizes, names in [
+        ((2,), None),
+        ((2,), ("dp",)),
+        ((1, 2), ("data", "tp")),
+        ((2,), ("dp_replicate",)),
+    ]:
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         for step in (apply_tensor_parallel, apply_fsdp2):
             with pytest.raises(ValueError, match="mesh dimensions") as refusal:
@@ -293,7 +344,10 @@ def strange_names_on_rank(rank):
 def test_a_mesh_with_other_names_is_refused_instead_of_ignored():
     first, second = on_ranks(2, strange_names_on_rank)
     assert first == second
-    assert all("must be named pp, dp_replicate, dp_shard, tp, and dp_replicate needs a dp_shard" in r for r in first)
+    assert all(
+        "must be named pp, dp_replicate, dp_shard, tp, and dp_replicate needs a dp_shard" in r
+        for r in first
+    )
 
 
 def test_one_process_gets_no_mesh_but_a_working_group(launcher):
@@ -302,7 +356,12 @@ def test_one_process_gets_no_mesh_but_a_working_group(launcher):
         value = torch.ones(1)
         dist.all_reduce(value)
         assert value.item() == 1
-        assert (get_pp_mesh(None), get_pp_rank(None), get_pp_size(None), get_tp_mesh(None)) == (None, 0, 1, None)
+        assert (get_pp_mesh(None), get_pp_rank(None), get_pp_size(None), get_tp_mesh(None)) == (
+            None,
+            0,
+            1,
+            None,
+        )
         assert not has_dp_mesh(None)
         with pytest.raises(ValueError, match="has no data-parallel one"):
             get_dp_mesh(None)
@@ -337,11 +396,21 @@ def slurm_task(launcher, monkeypatch):
         (4, 1, {"SLURM_GPU_BIND": "verbose,single:1"}, "cuda:0"),
         (4, 4, {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, "cuda:3"),
     ],
-    ids=["one each", "two each", "all see all", "gpus-per-task", "ntasks-per-gpu", "gpu-bind", "not bound"],
+    ids=[
+        "one each",
+        "two each",
+        "all see all",
+        "gpus-per-task",
+        "ntasks-per-gpu",
+        "gpu-bind",
+        "not bound",
+    ],
 )
 @pytest.mark.parametrize("backend", [None, "nccl"])
 @pytest.mark.filterwarnings("error")
-def test_a_task_takes_the_gpu_that_slurm_shows_it_alone(slurm_task, n_tasks, n_visible, variables, device, backend):
+def test_a_task_takes_the_gpu_that_slurm_shows_it_alone(
+    slurm_task, n_tasks, n_visible, variables, device, backend
+):
     slurm_task(n_tasks, n_visible, **variables)
     assert get_device(backend) == torch.device(device)
 
@@ -355,15 +424,21 @@ def test_a_task_takes_the_gpu_that_slurm_shows_it_alone(slurm_task, n_tasks, n_v
     ],
     ids=["two tasks a GPU", "all see all", "torchrun is the task"],
 )
-def test_ranks_that_see_the_same_too_few_gpus_compute_on_the_cpu_and_say_so(slurm_task, n_visible, variables):
+def test_ranks_that_see_the_same_too_few_gpus_compute_on_the_cpu_and_say_so(
+    slurm_task, n_visible, variables
+):
     slurm_task(4, n_visible, **variables)
-    with pytest.warns(UserWarning, match=f"this host has {n_visible} GPUs for 4 ranks: computing on the CPU"):
+    with pytest.warns(
+        UserWarning, match=f"this host has {n_visible} GPUs for 4 ranks: computing on the CPU"
+    ):
         assert get_device() == torch.device("cpu")
     with pytest.raises(ValueError, match="needs a GPU a rank"):
         get_device("nccl")
 
 
-@pytest.mark.parametrize(("n_gpus", "devices"), [(2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("n_gpus", "devices"), [(2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])]
+)
 @pytest.mark.filterwarnings("error")
 def test_more_ranks_than_gpus_may_share_them(launcher, monkeypatch, n_gpus, devices):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
@@ -373,7 +448,9 @@ def test_more_ranks_than_gpus_may_share_them(launcher, monkeypatch, n_gpus, devi
     assert get_device("gloo") == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("n_ranks", "backend"), [(1, "cpu:gloo,cuda:nccl"), (2, "gloo")], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    ("n_ranks", "backend"), [(1, "cpu:gloo,cuda:nccl"), (2, "gloo")], ids=["own", "shared"]
+)
 def test_ranks_that_share_a_gpu_talk_through_host_memory(launcher, monkeypatch, n_ranks, backend):
     made = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -393,7 +470,9 @@ def refusal_of_a_shared_gpu(rank):
     config = ModelConfig(dim=8, n_layers=2, n_heads=2, vocab_size=5)
     module = build_stage_module(config, rank, 2)
     with pytest.raises(ValueError, match=r"^device='cuda:0' over gloo: ") as refusal:
-        build_pipeline_stage(module, mesh, "cuda:0", batch_size=1, seq_len=4, param_dtype=torch.float32)
+        build_pipeline_stage(
+            module, mesh, "cuda:0", batch_size=1, seq_len=4, param_dtype=torch.float32
+        )
     return str(refusal.value)
 
 

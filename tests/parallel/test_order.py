@@ -11,7 +11,9 @@ from course_pp.parallel import apply_ac, apply_compile, apply_fsdp2, apply_tenso
 
 RANKS_IMPORT = ("torch._dynamo.backends.debugging",)
 
-CONFIG = ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=1, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16
+)
 
 Step = Callable[[nn.Module, DeviceMesh], None]
 STEPS: dict[str, Step] = {
@@ -56,8 +58,14 @@ def test_a_wrong_order_is_refused_with_what_was_applied_and_the_order() -> None:
     first, second = on_ranks(2, refusals_on_rank)
     assert second == first
     for message, (_, _, applied) in zip(first, WRONG, strict=True):
-        assert f"was called on a model that already has {applied}, but the order is stage → tensor parallel" in message
-        calls = "apply_tensor_parallel, apply_expert_parallel, apply_float8, apply_ac, apply_compile, apply_fsdp2"
+        assert (
+            f"was called on a model that already has {applied}, but the order is stage → tensor"
+            " parallel" in message
+        )
+        calls = (
+            "apply_tensor_parallel, apply_expert_parallel, apply_float8, apply_ac, apply_compile,"
+            " apply_fsdp2"
+        )
         assert message.endswith(f"build the stage anew and call {calls}")
 
 

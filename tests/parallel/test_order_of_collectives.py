@@ -16,7 +16,9 @@ from tests.parallel.stack import CONFIG, Recipe, train
 RECIPES = [
     Recipe(DistributedConfig(pp=2, dp_shard=2), "1f1b", "full"),
     Recipe(DistributedConfig(pp=2, dp_shard=2), "zb_v"),
-    Recipe(DistributedConfig(pp=2, dp_shard=1, tp=2), "interleaved_1f1b", "selective", n_microbatches=2),
+    Recipe(
+        DistributedConfig(pp=2, dp_shard=1, tp=2), "interleaved_1f1b", "selective", n_microbatches=2
+    ),
 ]
 SHORT = replace(CONFIG, n_layers=4)  # one layer a stage where a rank has two
 
@@ -47,13 +49,20 @@ def _is_message(operator: str) -> bool:
 def flaws(ranks: list[list[Entered]]) -> Iterator[str]:
     """Groups whose ranks enter other collectives; pairs of which one sends what the other does not receive in turn."""
     for group in {entered[0] for rank in ranks for entered in rank}:
-        first, *others = ([e[1:] for e in ranks[rank] if e[0] == group and not _is_message(e[1])] for rank in group)
+        first, *others = (
+            [e[1:] for e in ranks[rank] if e[0] == group and not _is_message(e[1])]
+            for rank in group
+        )
         if any(other != first for other in others):
             yield f"the ranks {group} enter different collectives"
     for a, b in combinations(range(len(ranks)), 2):
         for source, target in ((a, b), (b, a)):
             sent, received = (
-                [n_bytes for group, operator, n_bytes in ranks[rank] if group == (a, b) and kind in operator]
+                [
+                    n_bytes
+                    for group, operator, n_bytes in ranks[rank]
+                    if group == (a, b) and kind in operator
+                ]
                 for rank, kind in ((source, "send"), (target, "recv"))
             )
             if sent != received:

@@ -6,7 +6,13 @@ from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy
 from course_pp.parallel import DistributedConfig, get_stage_indices, init_distributed
 from course_pp.schedule import Action, Schedule, build
-from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
+from tests.equality import (
+    Trained,
+    assert_equals_one_process,
+    batches,
+    snapshot_gradients,
+    snapshot_parameters,
+)
 from tests.equality import train_in_one_process as in_one_process
 from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, model_config
 from tests.parallel.small import build as build_pipeline
@@ -27,7 +33,8 @@ def orders() -> dict[str, Schedule]:
     }
 
 
-# Which torch's own classes refuse on two ranks: fewer microbatches than stages, rounds of unequal size.
+# Which torch's own classes refuse on two ranks: fewer microbatches than stages, rounds of unequal
+# size.
 TOO_ODD = {"1f1b": 1, "zb_h1": 5}
 ROWS = 20
 
@@ -62,8 +69,12 @@ def test_an_order_of_ones_own_equals_one_process_and_must_be_the_same_on_all_ran
     for name in (*orders(), *TOO_ODD):
         with subtests.test(name):
             gradients = [trained[name] for trained, _ in ranks]
-            assert [one.losses for one in gradients] == [pytest.approx(reference.losses, rel=1e-12)] * 2
-            unchanged = [Trained(one.losses, one.gradients, reference.parameters) for one in gradients]
+            assert [one.losses for one in gradients] == [
+                pytest.approx(reference.losses, rel=1e-12)
+            ] * 2
+            unchanged = [
+                Trained(one.losses, one.gradients, reference.parameters) for one in gradients
+            ]
             assert_equals_one_process(unchanged, reference, config)
     for _, (differing, microbatches) in ranks:
         assert "schedule" in differing
@@ -73,11 +84,20 @@ def test_an_order_of_ones_own_equals_one_process_and_must_be_the_same_on_all_ran
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (build("chimera", 2, 4), "holds stage 0 on 2 ranks: use one of naive, .* or run it with course_pp.runtime"),
+        (
+            build("chimera", 2, 4),
+            "holds stage 0 on 2 ranks: use one of naive, .* or run it with course_pp.runtime",
+        ),
         (build("pipedream", 2, 4), r"update their weights within the step \(U\): use one of naive"),
         (build("gpipe", 2, 4).forward_only(), "has forwards alone, and torch trains"),
-        (Schedule("idle", ((0,),), ((Action(0, "F", 0), Action(0, "B", 0)), ())), "gives rank 1 nothing to do"),
-        (Schedule("less", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], (Action(1, "F", 0),))), "1B0 is missing"),
+        (
+            Schedule("idle", ((0,),), ((Action(0, "F", 0), Action(0, "B", 0)), ())),
+            "gives rank 1 nothing to do",
+        ),
+        (
+            Schedule("less", ((0,), (1,)), (build("1f1b", 2, 1).actions[0], (Action(1, "F", 0),))),
+            "1B0 is missing",
+        ),
         (build("1f1b", 3, 4), "on 2 pipeline ranks: build it for 2, or start 3"),
     ],
 )

@@ -19,7 +19,13 @@ from course_pp.parallel import (
     schedule_names,
 )
 from course_pp.schedule import find
-from tests.equality import Trained, assert_equals_one_process, batches, snapshot_gradients, snapshot_parameters
+from tests.equality import (
+    Trained,
+    assert_equals_one_process,
+    batches,
+    snapshot_gradients,
+    snapshot_parameters,
+)
 from tests.parallel.small import BATCH, SEQ_LEN, build, model_config, tokens
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -40,7 +46,11 @@ def padded_batch(config):
     mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths[:, None]
     target = target.masked_fill(~mask, -100)
     target[:2] = -100  # the first microbatch counts no token at all
-    return inputs, target, {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    return (
+        inputs,
+        target,
+        {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)},
+    )
 
 
 def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
@@ -53,13 +63,16 @@ def step_on_rank(rank, pp, config, data, schedule, loss_fn, kwargs):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "schedule", [*(name for name in schedule_names() if find(name).torch_name), "interleaved_zb", "v_min"]
+    "schedule",
+    [*(name for name in schedule_names() if find(name).torch_name), "interleaved_zb", "v_min"],
 )
 def test_keywords_reach_every_stage_and_unequal_microbatches_are_weighted_by_their_tokens(schedule):
     config = model_config(tied=True)
     inputs, target, kwargs = padded_batch(config)
     reference = in_one_process(config, (inputs, target), CrossEntropy(), **kwargs)
-    ranks = on_ranks(2, step_on_rank, 2, config, [(inputs, target)], schedule, CrossEntropy(), kwargs)
+    ranks = on_ranks(
+        2, step_on_rank, 2, config, [(inputs, target)], schedule, CrossEntropy(), kwargs
+    )
     assert_equals_one_process([trained for trained, _ in ranks], reference, config)
     assert [evaluated for _, evaluated in ranks] == pytest.approx(reference.losses * 2, rel=1e-12)
 
@@ -76,7 +89,9 @@ def test_a_plain_loss_function_is_averaged_over_microbatches():
     assert_equals_one_process([trained for trained, _ in ranks], reference, config)
 
 
-@pytest.mark.parametrize("alias", ["Interleaved1F1B", "ScheduleInterleaved1F1B", "INTERLEAVED_1F1B", "interleaved_zb"])
+@pytest.mark.parametrize(
+    "alias", ["Interleaved1F1B", "ScheduleInterleaved1F1B", "INTERLEAVED_1F1B", "interleaved_zb"]
+)
 def test_torch_class_names_are_accepted(alias):
     assert get_stage_indices(alias, 1, 3) == [1, 4]
 
@@ -144,7 +159,9 @@ def views_on_rank(rank):
 
 def _views(rank, mesh, rows):
     """Losses of the first and the last tokens of each row, as views of one tensor and as tensors of their own."""
-    _, pipeline = build(model_config(False, n_layers=2), mesh, 2, rank, "gpipe", CrossEntropy(), rows, rows)
+    _, pipeline = build(
+        model_config(False, n_layers=2), mesh, 2, rank, "gpipe", CrossEntropy(), rows, rows
+    )
     text = torch.arange(rows * (SEQ_LEN + 1)).view(rows, -1) % 61
     inputs, target = text[:, :-1], text[:, 1:]
     whole = pipeline.step(torch.tensor(inputs.tolist()), target=torch.tensor(target.tolist()))
@@ -161,7 +178,9 @@ def timeouts_on_rank(rank):
     destroy_distributed()
     mesh = init_distributed(DistributedConfig(pp=2, timeout_s=7))
     groups = [dist.group.WORLD, get_pp_mesh(mesh).get_group(), get_dp_mesh(mesh).get_group()]
-    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+    return [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    ]
 
 
 def test_the_time_limit_holds_for_every_group_of_the_mesh():

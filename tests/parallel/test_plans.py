@@ -17,7 +17,9 @@ from course_pp.parallel import apply_tensor_parallel, llama_plan, transformer_pl
 from tests.parallel.whole_models import Block, gpt2, llama, sequential
 
 COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
-OURS = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+OURS = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16
+)
 
 
 class FakeMesh(DeviceMesh):
@@ -41,7 +43,12 @@ def test_the_plan_for_llamas_holds_what_the_model_holds() -> None:
     assert len(llama_plan(strange_block(), 2)) == len(llama_plan(llama().model, 2)) + 1 == 3 * 9 + 1
     stage = nn.Module()
     stage.only = llama().model.layers[1].mlp
-    assert list(llama_plan(stage, 2)) == ["only", "only.gate_proj", "only.up_proj", "only.down_proj"]
+    assert list(llama_plan(stage, 2)) == [
+        "only",
+        "only.gate_proj",
+        "only.up_proj",
+        "only.down_proj",
+    ]
 
 
 def odd_heads() -> nn.Module:
@@ -62,7 +69,12 @@ def strange_block() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
-    "no plan": (llama, 2, {}, "apply_tensor_parallel has no plan for LlamaForCausalLM: pass plan=llama_plan if"),
+    "no plan": (
+        llama,
+        2,
+        {},
+        "apply_tensor_parallel has no plan for LlamaForCausalLM: pass plan=llama_plan if",
+    ),
     "no such name": (
         sequential,
         2,
@@ -81,18 +93,29 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         {"plan": {"*.up": COLUMNS}},
         r"tp=5 must divide out_features=64 of '1\.up', which ColwiseParallel cuts",
     ),
-    "uneven rows": (sequential, 5, {"plan": {"*.down": ROWS}}, r"tp=5 must divide in_features=64 of '1\.down'"),
+    "uneven rows": (
+        sequential,
+        5,
+        {"plan": {"*.down": ROWS}},
+        r"tp=5 must divide in_features=64 of '1\.down'",
+    ),
     "no linear": (
         gpt2,
         2,
         {"plan": {"transformer.h.*.attn.c_attn": COLUMNS}},
-        r"ColwiseParallel cuts nn.Linear and nn.Embedding, but 'transformer\.h\.0\.attn\.c_attn' is a Conv1D",
+        (
+            r"ColwiseParallel cuts nn.Linear and nn.Embedding, but"
+            r" 'transformer\.h\.0\.attn\.c_attn' is a Conv1D"
+        ),
     ),
     "tied": (
         lambda: llama(tied=True),
         2,
         {"plan": {"lm_head": COLUMNS}},
-        "lm_head.weight is one parameter under the names 'model.embed_tokens.weight', 'lm_head.weight', and cutting",
+        (
+            "lm_head.weight is one parameter under the names 'model.embed_tokens.weight',"
+            " 'lm_head.weight', and cutting"
+        ),
     ),
     "heads": (
         odd_heads,
@@ -100,9 +123,24 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         {"plan": llama_plan},
         "tp=2 must divide num_key_value_heads=3 of 'model.layers.0",
     ),
-    "our heads": (lambda: Transformer(OURS), 4, {}, "tp=4 must divide n_kv_heads=2, .* use tp=2, or change n_kv_heads"),
-    "width": (lambda: llama(intermediate_size=49), 2, {"plan": llama_plan}, "tp=2 must divide intermediate_size=49 of"),
-    "norms over heads": (widened, 2, {"plan": llama_plan}, r"holds k_norm\.weight, which llama_plan does not know"),
+    "our heads": (
+        lambda: Transformer(OURS),
+        4,
+        {},
+        "tp=4 must divide n_kv_heads=2, .* use tp=2, or change n_kv_heads",
+    ),
+    "width": (
+        lambda: llama(intermediate_size=49),
+        2,
+        {"plan": llama_plan},
+        "tp=2 must divide intermediate_size=49 of",
+    ),
+    "norms over heads": (
+        widened,
+        2,
+        {"plan": llama_plan},
+        r"holds k_norm\.weight, which llama_plan does not know",
+    ),
     "nothing to cut": (
         gpt2,
         2,
@@ -121,7 +159,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any], str]] = {
         {"plan": {"4": COLUMNS}, "gather_logits": False},
         "gather_logits=False is for plans that are functions: in a mapping, give the head",
     ),
-    "our plan for others": (llama, 2, {"plan": transformer_plan}, "transformer_plan: module is a LlamaForCausalLM"),
+    "our plan for others": (
+        llama,
+        2,
+        {"plan": transformer_plan},
+        "transformer_plan: module is a LlamaForCausalLM",
+    ),
 }
 
 
@@ -143,9 +186,14 @@ def stages_on_rank(rank: int) -> dict[str, Any]:
         return nn.ModuleDict({"head": nn.Linear(4, 6)} if rank else {"0": Block(4)})
 
     frozen = stage().requires_grad_(False)
-    said["cut"] = apply_tensor_parallel(frozen, mesh, {"*.up": COLUMNS, "*.norm": SequenceParallel(), "head": COLUMNS})
+    said["cut"] = apply_tensor_parallel(
+        frozen, mesh, {"*.up": COLUMNS, "*.norm": SequenceParallel(), "head": COLUMNS}
+    )
     said["trained"] = [name for name, p in frozen.named_parameters() if p.requires_grad]
-    for name, plan in (("neither", {"*.up": COLUMNS, "haed": COLUMNS}), ("one", {"*.norm": COLUMNS, "head": ROWS})):
+    for name, plan in (
+        ("neither", {"*.up": COLUMNS, "haed": COLUMNS}),
+        ("one", {"*.norm": COLUMNS, "head": ROWS}),
+    ):
         with pytest.raises(ValueError, match=r"plan|cuts") as refusal:
             apply_tensor_parallel(stage(), mesh, plan)
         said[name] = str(refusal.value)
@@ -159,9 +207,15 @@ def test_the_stages_of_a_pipeline_refuse_a_plan_together() -> None:
     assert (first["cut"], last["cut"]) == (("0.up", "0.norm"), ("head",))
     assert first["trained"] == last["trained"] == []
     assert first["neither"] == last["neither"]
-    assert "pattern 'haed' matches no module on any stage: the nearest names are 'head'" in first["neither"]
+    assert (
+        "pattern 'haed' matches no module on any stage: the nearest names are 'head'"
+        in first["neither"]
+    )
     assert first["one"] == last["one"]
-    assert "ColwiseParallel cuts nn.Linear and nn.Embedding, but '0.norm' is a LayerNorm" in first["one"]
+    assert (
+        "ColwiseParallel cuts nn.Linear and nn.Embedding, but '0.norm' is a LayerNorm"
+        in first["one"]
+    )
     assert first["listed"] == last["listed"] == ("0.up", "head")
 
 
@@ -169,7 +223,11 @@ def whole_sequences_on_rank(rank: int) -> list[str]:
     """What a model whose ranks hold parts of sequences says of calls that need the whole."""
     model, said = llama(), []
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), llama_plan)
-    for length, keywords in [(6, {"logits_to_keep": 1}), (6, {"output_hidden_states": True}), (5, {})]:
+    for length, keywords in [
+        (6, {"logits_to_keep": 1}),
+        (6, {"output_hidden_states": True}),
+        (5, {}),
+    ]:
         with pytest.raises(ValueError, match=r".") as refusal:
             model(torch.zeros(1, length, dtype=torch.int64), **keywords)
         said.append(str(refusal.value))
@@ -182,5 +240,6 @@ def test_a_llama_whose_norms_see_parts_refuses_calls_that_need_whole_sequences()
     assert "logits_to_keep=1 needs whole sequences" in first[0]
     assert "output_hidden_states=True needs whole sequences" in first[1]
     assert (
-        "seq_len=5 must be a multiple of tp=2 for sequence-parallel norms: pad it to 6, or build the plan" in first[2]
+        "seq_len=5 must be a multiple of tp=2 for sequence-parallel norms: pad it to 6, or build"
+        " the plan" in first[2]
     )

@@ -15,7 +15,8 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
-# The limit against a norm of about 6; and the stage in which an infinity is planted, in the second of three steps.
+# The limit against a norm of about 6; and the stage in which an infinity is planted, in the second
+# of three steps.
 CASES = [*product(OPTIMIZERS, (1e3, 0.5), (None, 0, 1))]
 
 
@@ -61,7 +62,9 @@ def both_on_rank(rank):
     return [[trained(rank, *case, optimistic) for optimistic in (True, False)] for case in CASES]
 
 
-def test_the_early_step_equals_the_plain_one_exactly_clipped_or_not_and_with_an_infinity_in_any_stage(subtests):
+def test_the_early_step_equals_the_plain_one_exactly_clipped_or_not_and_with_an_infinity_in_any_stage(
+    subtests,
+):
     for rank, found in enumerate(on_ranks(2, both_on_rank)):
         for case, (early, plain) in zip(CASES, found, strict=True):
             with subtests.test(str(case), rank=rank):
@@ -72,7 +75,9 @@ def test_the_early_step_equals_the_plain_one_exactly_clipped_or_not_and_with_an_
                 for number, state in plain[2].items():
                     assert state.keys() == early[2][number].keys()
                     for key, value in state.items():
-                        assert torch.equal(torch.as_tensor(value), torch.as_tensor(early[2][number][key])), key
+                        assert torch.equal(
+                            torch.as_tensor(value), torch.as_tensor(early[2][number][key])
+                        ), key
 
 
 def test_a_step_is_settled_once_and_before_the_next():

@@ -89,14 +89,20 @@ def train_case(case: Case, mesh: Any) -> tuple[Trained, list[float]]:
     n_stages = pp * len(indices)
     sent = torch.empty(1, 8, DIM, dtype=torch.float64, device="meta")
     stages = [
-        build_pipeline_stage(module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=example, outputs=sent)
+        build_pipeline_stage(
+            module, mesh, "cpu", stage=i, n_stages=n_stages, inputs=example, outputs=sent
+        )
         for i, module in zip(indices, modules, strict=True)
     ]
-    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), case.schedule, tied=ties)
+    pipeline = build_pipeline_schedule(
+        stages, N_MICROBATCHES, CrossEntropy(), case.schedule, tied=ties
+    )
     evaluated = []
 
     def step(i: int) -> Tensor:
-        lists = given_to(pipeline, STEPS[i][get_dp_rank(mesh) :: get_dp_size(mesh)][:N_MICROBATCHES], case.masked)
+        lists = given_to(
+            pipeline, STEPS[i][get_dp_rank(mesh) :: get_dp_size(mesh)][:N_MICROBATCHES], case.masked
+        )
         evaluated.append(pipeline.eval(**lists).item())
         return pipeline.step(**lists)
 
@@ -111,7 +117,10 @@ def given_to(pipeline: Any, data: Sequence[Rows], masked: bool = False) -> dict[
 def test_packed_sequences_equal_their_documents_one_by_one(
     cases: tuple[Case, ...], dp: int, subtests: pytest.Subtests
 ) -> None:
-    reference, ranks = one_process(of_ranks(dp)), on_ranks(2 * dp, train_on_rank, cases, dp, timeout_s=100)
+    reference, ranks = (
+        one_process(of_ranks(dp)),
+        on_ranks(2 * dp, train_on_rank, cases, dp, timeout_s=100),
+    )
     for i, case in enumerate(cases):
         with subtests.test(case=case):
             assert_same_training([rank[i][0] for rank in ranks], reference, tied=find_ties(model()))
@@ -120,7 +129,8 @@ def test_packed_sequences_equal_their_documents_one_by_one(
 
 
 class Noted(nn.Linear):
-    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that nobody reads.
+    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that
+    nobody reads.
 
     It attaches a loss, which one process multiplies by the microbatch's ``share``.
     """
@@ -130,7 +140,9 @@ class Noted(nn.Linear):
         self.name, self.share = name, 1.0
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor, unread: Tensor | None = None, *, keep: int | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, unread: Tensor | None = None, *, keep: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.calls += 1
         assert x.detach().numpy().ndim == 3
         y = super().forward(x)[:, :keep].tanh()
@@ -153,7 +165,9 @@ KEPT = [[(2, 5, 3), (1, 4, 4), (3, 6, 2), (1, 4, 4)], [(1, 7, 7), (2, 5, 3), (2,
 
 def noted_stages(n: int) -> list[Noted]:
     torch.manual_seed(0)
-    return [(First if i == 0 else Last if i == n - 1 else Noted)(f"of {i}").double() for i in range(n)]
+    return [
+        (First if i == 0 else Last if i == n - 1 else Noted)(f"of {i}").double() for i in range(n)
+    ]
 
 
 def noted_data(rank: int) -> list[tuple[Tensor, Tensor, int]]:
@@ -188,7 +202,9 @@ def noted_on_rank(rank: int, schedule: str, dp: int) -> tuple[Trained, list[floa
         shapes = torch.zeros(1, 3, DIM).double(), torch.zeros(1, 3).double()
         options = {"inputs": shapes[0], "outputs": shapes, "stage": i, "n_stages": 2 * len(indices)}
         stages.append(build_pipeline_stage(module, mesh, "cpu", **options))
-    pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, nn.functional.mse_loss, schedule, tied=[])
+    pipeline = build_pipeline_schedule(
+        stages, N_MICROBATCHES, nn.functional.mse_loss, schedule, tied=[]
+    )
     data = noted_data(get_dp_rank(mesh))
     lists: dict[str, Any] = {"kwarg_mbs": [{"keep": keep} for _, _, keep in data]}
     lists["arg_mbs"] = [(x,) for x, _, _ in data]  # ignored but on the first rank
@@ -200,7 +216,9 @@ def noted_on_rank(rank: int, schedule: str, dp: int) -> tuple[Trained, list[floa
 
 
 @pytest.mark.parametrize(("schedule", "dp"), [("1f1b", 2), ("zb_v", 1)])
-def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(schedule: str, dp: int) -> None:
+def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(
+    schedule: str, dp: int
+) -> None:
     """Also under FSDP2, whose replicas have microbatches of other shapes; a plain loss weighs them by their rows."""
     ranks = on_ranks(2 * dp, noted_on_rank, schedule, dp, timeout_s=60)
     n_stages = 2 * len(ranks[0][1])
@@ -208,12 +226,15 @@ def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(sch
     for rank, (_, calls, outputs) in enumerate(ranks):
         assert calls == [N_MICROBATCHES] * len(calls)
         sizes = KEPT[rank % dp]
-        assert [tuple(output.shape) for output in outputs] == [(rows, keep, DIM) for rows, _, keep in sizes]
+        assert [tuple(output.shape) for output in outputs] == [
+            (rows, keep, DIM) for rows, _, keep in sizes
+        ]
 
 
 DATA = [packed(2, 8, seed=i) for i in range(N_MICROBATCHES)]
 WHOLE = packed(4, 8, seed=4)
-SAME = replace(WHOLE, offsets=Offsets(torch.tensor([[0, 3, 5, 8]]).expand(4, -1), 3))  # the same documents in each row
+# the same documents in each row
+SAME = replace(WHOLE, offsets=Offsets(torch.tensor([[0, 3, 5, 8]]).expand(4, -1), 3))
 
 
 def replaced(name: str, i: int, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -234,38 +255,74 @@ SHORT = Offsets(DATA[0].offsets.starts, 0)
 
 # What is changed on a rank that has everything that it needs, and what all are told.
 WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
-    "three of four": (on(1, lambda g: g["kwarg_mbs"].pop()), "kwarg_mbs has 3 entries, but the schedule has 4 micro"),
-    "a tuple": (on(0, lambda g: g.update(arg_mbs=tuple(g["arg_mbs"]))), "arg_mbs is a tuple: give a list, one entry"),
-    "a tensor": (on(0, replaced("arg_mbs", 1, DATA[0].tokens)), "arg_mbs[1] is a Tensor: give the tuple of the first"),
+    "three of four": (
+        on(1, lambda g: g["kwarg_mbs"].pop()),
+        "kwarg_mbs has 3 entries, but the schedule has 4 micro",
+    ),
+    "a tuple": (
+        on(0, lambda g: g.update(arg_mbs=tuple(g["arg_mbs"]))),
+        "arg_mbs is a tuple: give a list, one entry",
+    ),
+    "a tensor": (
+        on(0, replaced("arg_mbs", 1, DATA[0].tokens)),
+        "arg_mbs[1] is a Tensor: give the tuple of the first",
+    ),
     "whole beside": (
         on(1, lambda g: g.update(target=WHOLE.targets)),
-        "target is of a whole batch, and kwarg_mbs, target_mbs of ready-made microbatches: give all of them by",
+        (
+            "target is of a whole batch, and kwarg_mbs, target_mbs of ready-made microbatches: give"
+            " all of them by"
+        ),
     ),
     "whole elsewhere": (
         on(1, lambda g: (g.clear(), g.update(target=WHOLE.targets, offsets=None))),
-        "rank 0 was given arg_mbs, ready-made microbatches, and rank 1 target, of a whole batch: give every rank",
+        (
+            "rank 0 was given arg_mbs, ready-made microbatches, and rank 1 target, of a whole"
+            " batch: give every rank"
+        ),
     ),
-    "no arguments": (on(0, lambda g: g.pop("arg_mbs")), "arg_mbs is missing on the rank that holds the first stage"),
-    "nothing at the end": (on(1, lambda g: g.clear()), "target_mbs is missing on the rank that holds the last stage"),
+    "no arguments": (
+        on(0, lambda g: g.pop("arg_mbs")),
+        "arg_mbs is missing on the rank that holds the first stage",
+    ),
+    "nothing at the end": (
+        on(1, lambda g: g.clear()),
+        "target_mbs is missing on the rank that holds the last stage",
+    ),
     "an object on one rank": (
         on(1, lambda g: g.pop("kwarg_mbs")),
-        "rank 0 was given the keyword argument offsets, and rank 1, whose stage takes it, was not: give it to both",
+        (
+            "rank 0 was given the keyword argument offsets, and rank 1, whose stage takes it, was"
+            " not: give it to both"
+        ),
     ),
     "another dtype": (
         on(0, replaced("arg_mbs", 2, (DATA[2].tokens.float(),))),
-        "arg_mbs[2] is float32 (2, 8), but the pipeline was built for microbatches like int64 (1, 8): only",
+        (
+            "arg_mbs[2] is float32 (2, 8), but the pipeline was built for microbatches like int64"
+            " (1, 8): only"
+        ),
     ),
     "another structure": (
         on(0, replaced("arg_mbs", 2, (DATA[2].tokens, None))),
         "arg_mbs[2] is (int64 (2, 8), None), but the pipeline was built for",
     ),
-    "an object as an argument": (on(0, replaced("arg_mbs", 0, ("text",))), "arg_mbs[0] holds a str: only tensors"),
-    "a target that cannot be counted": (on(1, replaced("target_mbs", 3, "text")), "has no attribute 'sum'"),
+    "an object as an argument": (
+        on(0, replaced("arg_mbs", 0, ("text",))),
+        "arg_mbs[0] holds a str: only tensors",
+    ),
+    "a target that cannot be counted": (
+        on(1, replaced("target_mbs", 3, "text")),
+        "has no attribute 'sum'",
+    ),
     "a stage that raises": (
         on(0, lambda g: g.update(kwarg_mbs=[{"offsets": SHORT}] * N_MICROBATCHES)),
-        "stage 0, a Packed called with int64 (2, 8) and offsets on the meta device, does not say what it returns "
-        "(ValueError: a document is longer than 0): mend the stage, or declare what crosses, build_pipeline_stage(..., "
-        "outputs=...); tried on zeros, it raised ValueError: a document is longer than 0",
+        (
+            "stage 0, a Packed called with int64 (2, 8) and offsets on the meta device, does not"
+            " say what it returns (ValueError: a document is longer than 0): mend the stage, or"
+            " declare what crosses, build_pipeline_stage(..., outputs=...); tried on zeros, it"
+            " raised ValueError: a document is longer than 0"
+        ),
     ),
     "nothing to cut": (
         on(0, lambda g: g.update(kwargs_chunk_spec={"offsets": "rows"})),
@@ -281,15 +338,24 @@ WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     ),
     "a number for each row, or not": (
         on(0, lambda g: g.update(offsets=torch.ones(4), kwargs_chunk_spec=None)),
-        "keyword argument offsets is a tensor of shape (4,), a number for each row or offsets: say kwargs_chunk_spec",
+        (
+            "keyword argument offsets is a tensor of shape (4,), a number for each row or offsets:"
+            " say kwargs_chunk_spec"
+        ),
     ),
     "other rows": (
         on(0, lambda g: g.update(offsets=torch.ones(5, 2), kwargs_chunk_spec=None)),
-        "offsets is a tensor of shape (5, 2), whose first dimension is not the whole batch, 4: say kwargs_chunk_spec",
+        (
+            "offsets is a tensor of shape (5, 2), whose first dimension is not the whole batch, 4:"
+            " say kwargs_chunk_spec"
+        ),
     ),
     "rows that are none": (
         on(0, lambda g: g.update(offsets=(torch.ones(4), torch.ones(())))),
-        "keyword argument offsets is, or holds, a tensor of shape (), and kwargs_chunk_spec cuts it by rows",
+        (
+            "keyword argument offsets is, or holds, a tensor of shape (), and kwargs_chunk_spec"
+            " cuts it by rows"
+        ),
     ),
     "no such argument": (
         on(1, lambda g: g.update(kwargs_chunk_spec={"ofsets": "same"})),
@@ -301,7 +367,10 @@ WRONG_WHOLE: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     ),
     "an object on one rank": (
         on(0, lambda g: (g.pop("offsets"), g.pop("kwargs_chunk_spec"))),
-        "rank 1 was given the keyword argument offsets, and rank 0, whose stage takes it, was not: give it to both",
+        (
+            "rank 1 was given the keyword argument offsets, and rank 0, whose stage takes it, was"
+            " not: give it to both"
+        ),
     ),
 }
 
@@ -326,16 +395,23 @@ UNSAID = {
 
 @pytest.mark.parametrize("value", UNSAID.values(), ids=UNSAID)
 @pytest.mark.parametrize("rows", [4, 0], ids=["rows known", "rows unknown"])
-def test_an_argument_of_which_nobody_said_what_it_is_is_offered_what_it_can_be(value: Any, rows: int) -> None:
+def test_an_argument_of_which_nobody_said_what_it_is_is_offered_what_it_can_be(
+    value: Any, rows: int
+) -> None:
     with pytest.raises(ValueError, match="kwarg_mbs=") as refusal:
         cut_keywords({"given": value}, None, rows, N_MICROBATCHES)
     works = {"same"}
     spec: Any = {"given": "rows"}
     with suppress(ValueError):
-        cut_keywords({"given": value}, spec, rows or rows_to_cut({"given": value}, spec), N_MICROBATCHES)
+        cut_keywords(
+            {"given": value}, spec, rows or rows_to_cut({"given": value}, spec), N_MICROBATCHES
+        )
         works.add("rows")
     assert {word for word in ("rows", "same") if repr(word) in str(refusal.value)} == works
-    assert len(cut_keywords({"given": value}, {"given": "same"}, rows, N_MICROBATCHES)) == N_MICROBATCHES
+    assert (
+        len(cut_keywords({"given": value}, {"given": "same"}, rows, N_MICROBATCHES))
+        == N_MICROBATCHES
+    )
 
 
 def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
@@ -343,11 +419,23 @@ def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
     mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), {}
     example, sent = torch.zeros(1, 8).long(), torch.zeros(1, 8, DIM).double()
     stage = build_pipeline_stage(model().cut(2)[rank], mesh, "cpu", inputs=example, outputs=sent)
-    pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), "1f1b", tied=find_ties(model()))
-    whole = {"offsets": WHOLE.offsets, "target": WHOLE.targets, "kwargs_chunk_spec": {"offsets": "rows"}}
-    for changes, inputs, right in (WRONG, (), given_to(pipeline, DATA)), (WRONG_WHOLE, (WHOLE.tokens,), whole):
+    pipeline = build_pipeline_schedule(
+        stage, N_MICROBATCHES, CrossEntropy(), "1f1b", tied=find_ties(model())
+    )
+    whole = {
+        "offsets": WHOLE.offsets,
+        "target": WHOLE.targets,
+        "kwargs_chunk_spec": {"offsets": "rows"},
+    }
+    for changes, inputs, right in (
+        (WRONG, (), given_to(pipeline, DATA)),
+        (WRONG_WHOLE, (WHOLE.tokens,), whole),
+    ):
         for name, (change, _) in changes.items():
-            lists = {key: list(value) if isinstance(value, list) else value for key, value in right.items()}
+            lists = {
+                key: list(value) if isinstance(value, list) else value
+                for key, value in right.items()
+            }
             change(rank, lists)
             wrong = inputs if "target" in lists else ()
             with pytest.raises((ValueError, TypeError), match=r".") as refusal:
@@ -383,7 +471,9 @@ class Cutting(nn.Linear):
 
 def cutting_on_rank(rank: int) -> None:
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    stage = build_pipeline_stage(Cutting(4, 4), mesh, "cpu", inputs=torch.zeros(1, 3, 4), outputs=torch.zeros(1, 3, 4))
+    stage = build_pipeline_stage(
+        Cutting(4, 4), mesh, "cpu", inputs=torch.zeros(1, 3, 4), outputs=torch.zeros(1, 3, 4)
+    )
     pipeline = build_pipeline_schedule(stage, 2, nn.functional.mse_loss, "gpipe")
     lists = {"arg_mbs": [(torch.zeros(2, 5, 4),)] * 2, "target_mbs": [torch.zeros(2, 5, 4)] * 2}
     pipeline.step(**lists, kwarg_mbs=[{"sizes": {"keep": keep}} for keep in (5, 4)])
@@ -392,7 +482,10 @@ def cutting_on_rank(rank: int) -> None:
 def test_a_shape_that_depends_on_what_is_in_an_object_is_named() -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         on_ranks(2, cutting_on_rank, timeout_s=60)
-    words = "stage 0 returned float32 (2, 4, 4) where float32 (2, 5, 4) was declared: what crosses may depend on the"
+    words = (
+        "stage 0 returned float32 (2, 4, 4) where float32 (2, 5, 4) was declared: what crosses may"
+        " depend on the"
+    )
     assert words in str(caught.value.__cause__)
 
 
@@ -409,7 +502,10 @@ def own_on_rank(rank: int, tied: bool) -> tuple[Trained, list[str], Any]:
     ):
         data = own_data()
         name = ("arg_mbs", "target_mbs")[i // 2]
-        lists: dict[str, Any] = {"arg_mbs": [(x,) for x, _ in data], "target_mbs": [y for _, y in data]}
+        lists: dict[str, Any] = {
+            "arg_mbs": [(x,) for x, _ in data],
+            "target_mbs": [y for _, y in data],
+        }
         entry = lists[name][2]
         lists[name][2] = (change(entry[0]),) if name == "arg_mbs" else change(entry)
         with pytest.raises(ValueError, match=r".") as refusal:
@@ -430,9 +526,13 @@ def test_this_packages_model_takes_microbatches_of_any_size(tied: bool) -> None:
     config, loss_fn = model_config(tied), CrossEntropy()
     torch.manual_seed(0)
     whole = Transformer(config).double()
-    losses = [loss_fn.total(whole(x), y) / sum(y.numel() for _, y in own_data()) for x, y in own_data()]
+    losses = [
+        loss_fn.total(whole(x), y) / sum(y.numel() for _, y in own_data()) for x, y in own_data()
+    ]
     sum(losses).backward()
-    expected = Trained([sum(losses).item()], snapshot_gradients([whole]), snapshot_parameters([whole]))
+    expected = Trained(
+        [sum(losses).item()], snapshot_gradients([whole]), snapshot_parameters([whole])
+    )
     ranks = on_ranks(2, own_on_rank, tied, timeout_s=60)
     assert_equals_one_process([trained for trained, _, _ in ranks], expected, config)
     words = [

@@ -45,22 +45,52 @@ def refusal_on_rank(rank, pp, config, arguments):
 
 
 WRONG_BATCHES = {
-    "target": (lambda rank: ((tokens(),), {"target": tokens(9)}), "4 × 2 = 8: drop or pad the remainder"),
-    "length": (lambda rank: ((tokens(),), {"target": tokens(seq_len=9)}), "but the pipeline was built for (8, 8)"),
-    "no target": (lambda rank: ((tokens(),), {}), "target is missing on the rank that holds the last stage"),
-    "dtype": (lambda rank: ((tokens(),), {"target": tokens().float()}), "target is torch.float32: pass token ids"),
+    "target": (
+        lambda rank: ((tokens(),), {"target": tokens(9)}),
+        "4 × 2 = 8: drop or pad the remainder",
+    ),
+    "length": (
+        lambda rank: ((tokens(),), {"target": tokens(seq_len=9)}),
+        "but the pipeline was built for (8, 8)",
+    ),
+    "no target": (
+        lambda rank: ((tokens(),), {}),
+        "target is missing on the rank that holds the last stage",
+    ),
+    "dtype": (
+        lambda rank: ((tokens(),), {"target": tokens().float()}),
+        "target is torch.float32: pass token ids",
+    ),
     "keyword": (
-        lambda rank: ((tokens(),), {"target": tokens(), "position_ids": tokens(1) if rank == 1 else tokens()}),
-        "keyword argument position_ids is a tensor of shape (1, 8), whose first dimension is not the whole batch, 8",
+        lambda rank: (
+            (tokens(),),
+            {"target": tokens(), "position_ids": tokens(1) if rank == 1 else tokens()},
+        ),
+        (
+            "keyword argument position_ids is a tensor of shape (1, 8), whose first dimension is"
+            " not the whole batch, 8"
+        ),
     ),
     "nested": (
         lambda rank: ((tokens(),), {"target": tokens(), "attention_mask": [tokens()]}),
         "attention_mask is a list",
     ),
-    "no stage takes it": (lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}), "takes"),
-    "a word of the other engine": (lambda rank: ((tokens(),), {"targets": torch.zeros(8)}), "target="),
-    "ids": (lambda rank: ((tokens() + 61,), {"target": tokens()}), "token ids from 61 to 61, but vocab_size=61"),
-    "divisor": (lambda rank: ((tokens(),), {"target": tokens(), "divisor": "x" if rank else None}), "divisor is 'x'"),
+    "no stage takes it": (
+        lambda rank: ((tokens(),), {"target": tokens(), "masks": [tokens()]}),
+        "takes",
+    ),
+    "a word of the other engine": (
+        lambda rank: ((tokens(),), {"targets": torch.zeros(8)}),
+        "target=",
+    ),
+    "ids": (
+        lambda rank: ((tokens() + 61,), {"target": tokens()}),
+        "token ids from 61 to 61, but vocab_size=61",
+    ),
+    "divisor": (
+        lambda rank: ((tokens(),), {"target": tokens(), "divisor": "x" if rank else None}),
+        "divisor is 'x'",
+    ),
 }
 
 
@@ -68,7 +98,9 @@ WRONG_BATCHES = {
 @pytest.mark.parametrize("what", WRONG_BATCHES)
 def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(what):
     arguments, message = WRONG_BATCHES[what]
-    ranks = on_ranks(2, refusal_on_rank, 2, model_config(False, n_layers=2), arguments, timeout_s=20)
+    ranks = on_ranks(
+        2, refusal_on_rank, 2, model_config(False, n_layers=2), arguments, timeout_s=20
+    )
     assert ranks[0][0] is not None
     assert ranks[0] == ranks[1]
     assert message in ranks[0][0]
@@ -77,7 +109,9 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(what
 def one_data_rank_refusal_on_rank(rank):
     """Two pipelines of two ranks, of which the second is given too few rows."""
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
-    _, pipeline = build(model_config(False, n_layers=2), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy())
+    _, pipeline = build(
+        model_config(False, n_layers=2), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy()
+    )
     batch = tokens(7) if get_dp_mesh(mesh).get_local_rank() else tokens()
     with pytest.raises(ValueError, match="inputs") as refusal:
         pipeline.step(batch, target=batch)
@@ -93,25 +127,45 @@ def test_what_does_not_fit_one_data_parallel_rank_is_refused_on_all():
 def build_on_rank(rank, pp, change):
     """Build a pipeline on which ``change`` may make one rank different; return the refusal."""
     mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
-    options = {"schedule": "1f1b", "n_microbatches": 4, "batch_size": 2, "indices": None, "config": model_config(False)}
+    options = {
+        "schedule": "1f1b",
+        "n_microbatches": 4,
+        "batch_size": 2,
+        "indices": None,
+        "config": model_config(False),
+    }
     options |= change(rank)
     indices = options["indices"] or [rank]
     modules = [build_stage_module(options["config"], i, pp * len(indices)) for i in indices]
-    stages = [build_pipeline_stage(m, mesh, "cpu", options["batch_size"], SEQ_LEN, torch.float32) for m in modules]
+    stages = [
+        build_pipeline_stage(m, mesh, "cpu", options["batch_size"], SEQ_LEN, torch.float32)
+        for m in modules
+    ]
     try:
-        build_pipeline_schedule(stages, options["n_microbatches"], CrossEntropy(), options["schedule"])
+        build_pipeline_schedule(
+            stages, options["n_microbatches"], CrossEntropy(), options["schedule"]
+        )
     except ValueError as error:
         return str(error)
     return None
 
 
 DIFFERENT = {
-    "schedule": (lambda rank: {"schedule": "gpipe" if rank else "1f1b"}, "rank 1 was given schedule='gpipe'"),
+    "schedule": (
+        lambda rank: {"schedule": "gpipe" if rank else "1f1b"},
+        "rank 1 was given schedule='gpipe'",
+    ),
     "batch": (lambda rank: {"batch_size": 2 + rank}, "(batch_size, seq_len)=(3, 8)"),
     "microbatches": (lambda rank: {"n_microbatches": 4 + rank}, "n_microbatches=5"),
     "unknown": (lambda rank: {"schedule": "2f2b" if rank else "1f1b"}, "unknown schedule '2f2b'"),
-    "config": (lambda rank: {"config": replace(model_config(False), rope_theta=5.0 + rank)}, "rope_theta=6.0"),
-    "placement": (lambda rank: {"schedule": "zb_v", "indices": [rank, 2 + rank]}, "places stages [0, 3] there"),
+    "config": (
+        lambda rank: {"config": replace(model_config(False), rope_theta=5.0 + rank)},
+        "rope_theta=6.0",
+    ),
+    "placement": (
+        lambda rank: {"schedule": "zb_v", "indices": [rank, 2 + rank]},
+        "places stages [0, 3] there",
+    ),
 }
 
 
@@ -139,7 +193,9 @@ def lone_rank():
         ("interleaved_1f1b", 7, 2, "make 3 rounds of unequal size: .* such as 6 or 8"),
     ],
 )
-def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(schedule, n_microbatches, pp, message):
+def test_a_number_of_microbatches_a_schedule_cannot_run_is_refused(
+    schedule, n_microbatches, pp, message
+):
     n_stages = 2 * pp if schedule in ("dualpipe_v", "interleaved_1f1b") else pp
     with pytest.raises(ValueError, match=message):
         order_of(schedule, n_microbatches, n_stages, pp)
@@ -162,20 +218,28 @@ def test_an_unknown_schedule_is_answered_with_those_that_torch_can_run():
         ("looped_bfs", 1.5, "stages_per_rank is 1.5 .*pass an integer"),
     ],
 )
-def test_stages_a_rank_that_a_schedule_does_not_allow_are_refused(schedule, stages_per_rank, message):
+def test_stages_a_rank_that_a_schedule_does_not_allow_are_refused(
+    schedule, stages_per_rank, message
+):
     with pytest.raises((TypeError, ValueError), match=message):
         get_stage_indices(schedule, 0, 2, stages_per_rank)
 
 
 def test_a_stage_that_computes_in_another_dtype_is_refused_before_any_message(lone_rank):
     module = build_stage_module(model_config(False), 0, 1)
-    with pytest.raises(ValueError, match=r"computes in torch.float32, but param_dtype declares that torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"computes in torch.float32, but param_dtype declares that torch.bfloat16"
+    ):
         build_pipeline_stage(module, None, "cpu", 2, SEQ_LEN, torch.bfloat16)
 
 
 def test_a_whole_model_is_not_a_stage(lone_rank):
-    with pytest.raises(TypeError, match="must be a PipelineStageModule, not Transformer: cut the model"):
-        build_pipeline_stage(Transformer(model_config(False)), None, "cpu", 2, SEQ_LEN, torch.float32)
+    with pytest.raises(
+        TypeError, match="must be a PipelineStageModule, not Transformer: cut the model"
+    ):
+        build_pipeline_stage(
+            Transformer(model_config(False)), None, "cpu", 2, SEQ_LEN, torch.float32
+        )
 
 
 def test_a_stage_is_recorded_as_its_pipeline_runs_it_and_refused_before_there_is_one(lone_rank):
@@ -187,7 +251,12 @@ def test_a_stage_is_recorded_as_its_pipeline_runs_it_and_refused_before_there_is
     for attached in (stage, pipeline.stages):
         with recorder.attach(attached):
             pipeline.step(batch, target=batch)
-    assert [str(span.action) for span in recorder.timeline().spans] == 2 * ["0F0", "0F1", "0B0", "0B1"]
+    assert [str(span.action) for span in recorder.timeline().spans] == 2 * [
+        "0F0",
+        "0F1",
+        "0B0",
+        "0B1",
+    ]
 
 
 def mesh_refusals_on_rank(rank):
@@ -196,7 +265,12 @@ def mesh_refusals_on_rank(rank):
     for given, n_stages in ((mesh["pp"], 2), (mesh, 3)):
         with pytest.raises(ValueError, match="ranks") as refusal:
             build_pipeline_stage(
-                build_stage_module(model_config(False), 0, n_stages), given, "cpu", 2, SEQ_LEN, torch.float32
+                build_stage_module(model_config(False), 0, n_stages),
+                given,
+                "cpu",
+                2,
+                SEQ_LEN,
+                torch.float32,
             )
         refusals.append(str(refusal.value))
     return refusals
@@ -204,13 +278,21 @@ def mesh_refusals_on_rank(rank):
 
 def test_a_mesh_that_does_not_fit_the_ranks_or_the_stages_is_refused():
     for part, three in on_ranks(4, mesh_refusals_on_rank):
-        assert part.startswith("device_mesh ('pp',) has 2 of 4 ranks: pass the whole mesh of init_distributed")
-        assert three.startswith("stage 0 is one of 3, which 2 pipeline ranks cannot share equally: cut the model into")
+        assert part.startswith(
+            "device_mesh ('pp',) has 2 of 4 ranks: pass the whole mesh of init_distributed"
+        )
+        assert three.startswith(
+            "stage 0 is one of 3, which 2 pipeline ranks cannot share equally: cut the model into"
+        )
 
 
 @pytest.mark.parametrize(
     ("batch_size", "seq_len", "message"),
-    [(0, 8, "batch_size=0 must be"), (2, 0, "seq_len=0 must be"), (2, 17, "over the model's max_seq_len=16")],
+    [
+        (0, 8, "batch_size=0 must be"),
+        (2, 0, "seq_len=0 must be"),
+        (2, 17, "over the model's max_seq_len=16"),
+    ],
 )
 def test_impossible_sizes_of_a_microbatch_are_refused(lone_rank, batch_size, seq_len, message):
     module = build_stage_module(model_config(False), 0, 1)
@@ -268,7 +350,10 @@ def ranges_on_rank(rank, layer_ranges):
 def test_layers_held_twice_or_never_are_refused_on_every_rank(second):
     first = [(0, 4), (4, 8)]
     for refusal in on_ranks(2, ranges_on_rank, [first, second], timeout_s=20):
-        assert f"stage 1 begins with layer {second[1][0]}, but the stages before it end with layer 3" in refusal
+        assert (
+            f"stage 1 begins with layer {second[1][0]}, but the stages before it end with layer 3"
+            in refusal
+        )
 
 
 class Failing(nn.Linear):
@@ -285,8 +370,12 @@ def fail_in_mid_step(rank):
     """What each of two processes of their own does."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module = Failing(4, 4) if rank else nn.Linear(4, 4)
-    stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.zeros(1, 4), outputs=torch.zeros(1, 4))
-    build_pipeline_schedule(stage, 4, nn.functional.mse_loss).step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+    stage = build_pipeline_stage(
+        module, mesh, "cpu", inputs=torch.zeros(1, 4), outputs=torch.zeros(1, 4)
+    )
+    build_pipeline_schedule(stage, 4, nn.functional.mse_loss).step(
+        torch.zeros(4, 4), target=torch.zeros(4, 4)
+    )
 
 
 @pytest.mark.long
@@ -306,4 +395,7 @@ def test_a_rank_that_waits_for_one_that_has_raised_names_it():
     ]
     waiting, raised = (process.communicate(timeout=90)[1] for process in processes)
     assert "ArithmeticError: a stage that cannot go on" in raised
-    assert "StepFailed: the step failed on rank 1, for which this rank waited: ArithmeticError: a stage" in waiting
+    assert (
+        "StepFailed: the step failed on rank 1, for which this rank waited: ArithmeticError: a"
+        " stage" in waiting
+    )

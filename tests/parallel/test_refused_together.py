@@ -44,19 +44,31 @@ def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
         "ac blocks": lambda: apply_ac(stage_module(), "full", blocks=here(None), device_mesh=mesh),
         "tp": lambda: apply_tensor_parallel(here(stage_module()), mesh, plan={}),
         "tp plan": lambda: apply_tensor_parallel(stage_module(), mesh, plan=here({})),
-        "stage": lambda: build_pipeline_stage(here(stage_module()), mesh, "cpu", inputs=torch.zeros(1, 4)),
+        "stage": lambda: build_pipeline_stage(
+            here(stage_module()), mesh, "cpu", inputs=torch.zeros(1, 4)
+        ),
         "stage size": lambda: build_pipeline_stage(stage_module(), mesh, "cpu", here(1), 4),
         "schedule": lambda: build_pipeline_schedule(here(stage), 2, nn.functional.mse_loss),
-        "schedule loss": lambda: build_pipeline_schedule(stage, 2, nn.MSELoss if rank == 1 else nn.functional.mse_loss),
-        "schedule name": lambda: build_pipeline_schedule(stage, 2, nn.functional.mse_loss, here("1f1b")),
+        "schedule loss": lambda: build_pipeline_schedule(
+            stage, 2, nn.MSELoss if rank == 1 else nn.functional.mse_loss
+        ),
+        "schedule name": lambda: build_pipeline_schedule(
+            stage, 2, nn.functional.mse_loss, here("1f1b")
+        ),
         "evaluate": lambda: ready.evaluate(torch.zeros(2, 4), on=here("all")),
         "split": lambda: auto_split(here(stage_module()), torch.zeros(1, 4), 2, "time"),
-        "split size": lambda: auto_split(stage_module(), torch.zeros(1, 5 if rank == 1 else 4), 2, "time"),
-        "split count": lambda: auto_split(stage_module(), torch.zeros(1, 4), 99 if rank == 0 else 2, "time"),
+        "split size": lambda: auto_split(
+            stage_module(), torch.zeros(1, 5 if rank == 1 else 4), 2, "time"
+        ),
+        "split count": lambda: auto_split(
+            stage_module(), torch.zeros(1, 4), 99 if rank == 0 else 2, "time"
+        ),
         "clip": lambda: clip_grad_norm_(here({rank: stage_module()}), 1.0, device_mesh=mesh),
         "clip norm": lambda: clip_grad_norm_({rank: stage_module()}, here(1.0), device_mesh=mesh),
         "runtime": lambda: Pipeline(schedule, here(stage_module()), nn.functional.mse_loss),
-        "runtime schedule": lambda: Pipeline(here(schedule), stage_module(), nn.functional.mse_loss),
+        "runtime schedule": lambda: Pipeline(
+            here(schedule), stage_module(), nn.functional.mse_loss
+        ),
     }
 
 
@@ -83,7 +95,10 @@ def refusals(rank: int) -> dict[str, str]:
 def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words() -> None:
     first, second = on_ranks(2, refusals, timeout_s=100)
     assert first == second
-    assert first["other places"] == "rank 1 was given on='all', rank 0 'last': give every rank the same"
+    assert (
+        first["other places"]
+        == "rank 1 was given on='all', rank 0 'last': give every rank the same"
+    )
 
 
 def refusals_over_data(rank: int) -> str:

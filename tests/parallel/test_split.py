@@ -76,7 +76,9 @@ def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int)
     assert torch.equal(*results)
     gradients = {parameter_name: p.grad for parameter_name, p in cut.named_parameters()}
     for parameter_name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            gradients[parameter_name], parameter.grad, rtol=1e-12, atol=1e-12
+        )
 
 
 def trained_in_one_process(name: str) -> Trained:
@@ -97,14 +99,18 @@ def shorter(name: str, batch: Example) -> Example:
     return {k: v[:, :-2] for k, v in batch.items()} if isinstance(batch, dict) else batch[:, :-2]
 
 
-def train_on_rank(rank: int, name: str, engine: str, schedule: str, n_ranks: int, m: int) -> Trained:
+def train_on_rank(
+    rank: int, name: str, engine: str, schedule: str, n_ranks: int, m: int
+) -> Trained:
     model, batch, target = build(name).eval(), example(name), target_of(name)
     one = {k: v[:1] for k, v in batch.items()} if isinstance(batch, dict) else batch[:1]
     placement = build_schedule(schedule, n_ranks, m).placement
     stages = auto_split(model, shorter(name, one), len(placement))
     mine = {stage: stages[stage] for stage, ranks in enumerate(placement) if ranks == (rank,)}
     if engine == "runtime":
-        pipeline = runtime.Pipeline(build_schedule(schedule, n_ranks, m), mine, loss_of, tied=stages[0].ties)
+        pipeline = runtime.Pipeline(
+            build_schedule(schedule, n_ranks, m), mine, loss_of, tied=stages[0].ties
+        )
         return train(mine.values(), 2, lambda _: pipeline.step(batch, target=target))
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
     sizes = {"device_mesh": mesh, "device": "cpu", "n_stages": len(placement), "inputs": one}
@@ -118,11 +124,17 @@ def train_on_rank(rank: int, name: str, engine: str, schedule: str, n_ranks: int
 ON_RANKS = [
     (name, engine, schedule, n_ranks)
     for name in FAMILIES
-    for engine, schedule in (("runtime", "1f1b"), ("parallel", "gpipe"), ("runtime", "zb_v"), ("parallel", "zb_v"))
+    for engine, schedule in (
+        ("runtime", "1f1b"),
+        ("parallel", "gpipe"),
+        ("runtime", "zb_v"),
+        ("parallel", "zb_v"),
+    )
     for n_ranks in ((1, 2) if schedule == "zb_v" else (2, 4))
 ]
 SAMPLE = [("GPT-2, classification", "runtime", "1f1b", 4), ("T5", "parallel", "zb_v", 2)]
-ASKING = ("Llama", "GPT-2, language model", "Mistral, sliding window", "BERT")  # their masks ask for values
+# their masks ask for values
+ASKING = ("Llama", "GPT-2, language model", "Mistral, sliding window", "BERT")
 SAMPLE += [(name, "parallel", "zb_v", 1) for name in ASKING]
 
 
@@ -147,7 +159,9 @@ def recomputing(reentrant: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def recomputing_on_rank(rank: int, engine: str, n_ranks: int, m: int) -> dict[tuple[bool, str], Trained]:
+def recomputing_on_rank(
+    rank: int, engine: str, n_ranks: int, m: int
+) -> dict[tuple[bool, str], Trained]:
     """What training leaves behind, by the kind of recomputation and the schedule; no stage is told its number."""
     batch, target, found = example("Llama"), target_of("Llama"), {}
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
@@ -218,7 +232,10 @@ def test_a_received_value_is_not_recomputed() -> None:
         gradients = torch.autograd.grad(last(**given).sum(), received)
         torch.autograd.backward(value["values"], gradients)
         expected = torch.autograd.grad(model(x).sum(), list(model.first.parameters()))
-        assert all(torch.equal(p.grad, each) for p, each in zip(model.first.parameters(), expected, strict=True))
+        assert all(
+            torch.equal(p.grad, each)
+            for p, each in zip(model.first.parameters(), expected, strict=True)
+        )
 
 
 class Hooked(nn.Sequential):
@@ -227,7 +244,9 @@ class Hooked(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
         self.my_hooks, self._seen = [lambda x: x + 1], self[1].__dict__.setdefault("_seen", {})
-        self.register_load_state_dict_pre_hook(lambda module, *_: module._seen.update(loaded=type(module)))
+        self.register_load_state_dict_pre_hook(
+            lambda module, *_: module._seen.update(loaded=type(module))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.my_hooks[0](x))
@@ -260,18 +279,27 @@ def in_place() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize(("model", "at"), [(AddsInPlace, "same"), (AddsInPlace, "last"), (in_place, "1")])
-def test_what_a_stage_receives_may_be_changed_in_place(model: Callable[[], nn.Module], at: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "at"), [(AddsInPlace, "same"), (AddsInPlace, "last"), (in_place, "1")]
+)
+def test_what_a_stage_receives_may_be_changed_in_place(
+    model: Callable[[], nn.Module], at: str
+) -> None:
     torch.manual_seed(0)
     whole, x = model(), torch.ones(3, 4)
     first, last = auto_split(whole, x, at=[at])
     value = first(x)
-    received = tuple(tensor.detach().requires_grad_() for tensor in value["values"])  # leaves, as messages are
+    # leaves, as messages are
+    received = tuple(tensor.detach().requires_grad_() for tensor in value["values"])
     result = last(**{**value, "values": received})
     assert torch.equal(result, whole(x))
     gradients = torch.autograd.grad(result.sum(), received)
     torch.autograd.backward(value["values"], gradients)
-    parts = {name: parameter.grad for name, parameter in whole.named_parameters() if "first" in name or name[0] == "0"}
+    parts = {
+        name: parameter.grad
+        for name, parameter in whole.named_parameters()
+        if "first" in name or name[0] == "0"
+    }
     whole.zero_grad()
     whole(x).sum().backward()
     for name, gradient in parts.items():
@@ -285,9 +313,13 @@ class Counts(nn.Linear):
         return super().forward(x) * len(x.nonzero())
 
 
-def test_a_size_for_which_a_module_does_not_say_what_it_returns_is_refused_with_the_remedy() -> None:
+def test_a_size_for_which_a_module_does_not_say_what_it_returns_is_refused_with_the_remedy() -> (
+    None
+):
     first, second = auto_split(nn.Sequential(Counts(4, 4), nn.Linear(4, 4)), torch.ones(3, 4), 2)
-    with pytest.raises(RuntimeError, match=r"'0' is of another stage, .*: give auto_split an example of this size"):
+    with pytest.raises(
+        RuntimeError, match=r"'0' is of another stage, .*: give auto_split an example of this size"
+    ):
         second(**first(torch.ones(5, 4)))
 
 
@@ -329,7 +361,10 @@ def sharded_on_rank(rank: int, name: str) -> tuple[Trained, float]:
 def test_stages_are_sharded_and_recomputed_as_any_others(name: str) -> None:
     ranks = on_ranks(4, sharded_on_rank, name, timeout_s=100)
     assert_same_training(
-        [trained for trained, _ in ranks], trained_in_one_process(name), find_ties(build(name)), (1e-9, 1e-8)
+        [trained for trained, _ in ranks],
+        trained_in_one_process(name),
+        find_ties(build(name)),
+        (1e-9, 1e-8),
     )
     assert len({norm for _, norm in ranks}) == 1
 
@@ -338,8 +373,13 @@ def test_a_model_is_cut_before_the_modules_that_are_named() -> None:
     stages = auto_split(build("Llama"), example("Llama"), at=["model.layers.1", "model.norm"])
     found = [list(find_blocks(stage)) for stage in stages[:2]]
     assert found == [["model.layers.0"], ["model.layers.1", "model.layers.2", "model.layers.3"]]
-    assert [name for name, _ in stages[2].named_parameters()] == ["model.norm.weight", "lm_head.weight"]
-    assert torch.equal(tensor_of(in_turn(stages, example("Llama"))), tensor_of(build("Llama")(example("Llama"))))
+    assert [name for name, _ in stages[2].named_parameters()] == [
+        "model.norm.weight",
+        "lm_head.weight",
+    ]
+    assert torch.equal(
+        tensor_of(in_turn(stages, example("Llama"))), tensor_of(build("Llama")(example("Llama")))
+    )
 
 
 AS_A_WHOLE = "it is no module that one stage holds as a whole: name another, such as "
@@ -348,13 +388,19 @@ NO_PLACES = [
     ("Llama", ["model.layers.2.mlp"], f"{AS_A_WHOLE}'model.layers.2' or"),
     ("Llama", ["model.rotary_emb"], AS_A_WHOLE),
     ("Llama", ["model.embed_tokens"], "in the order of their calls, and not the first"),
-    ("Llama", ["model.layers.2", "model.layers.1"], "'model.layers.1' (a str): name each module once, in the order"),
+    (
+        "Llama",
+        ["model.layers.2", "model.layers.1"],
+        "'model.layers.1' (a str): name each module once, in the order",
+    ),
     ("T5", ["decoder.dropout"], "it is called 2 times: name one that is called once, or"),
 ]
 
 
 @pytest.mark.parametrize(("family", "at", "said"), NO_PLACES)
-def test_a_name_that_is_no_place_to_cut_is_refused_with_one_that_is(family: str, at: list[str], said: str) -> None:
+def test_a_name_that_is_no_place_to_cut_is_refused_with_one_that_is(
+    family: str, at: list[str], said: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         auto_split(build(family), example(family), at=at)
 
@@ -364,7 +410,10 @@ def test_as_many_stages_as_names_say_or_a_refusal() -> None:
     for given, said in (
         ({"n_stages": 3, "at": ["2"]}, "make 2 stages, so give 2"),
         ({}, "give a number, or names in"),
-        ({"n_stages": n}, f"n_stages is {n} .*: the example makes {n - 1} calls of Sequential's modules"),
+        (
+            {"n_stages": n},
+            f"n_stages is {n} .*: the example makes {n - 1} calls of Sequential's modules",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             auto_split(build("Sequential"), example("Sequential"), **given)
@@ -379,12 +428,16 @@ def hooked(model: nn.Module) -> None:
 @pytest.mark.parametrize("replace", [hooked, nn.Module.compile])
 @pytest.mark.parametrize("at", ["", "model"])
 @pytest.mark.slow
-def test_a_model_whose_forward_was_replaced_is_refused_and_its_blocks_are_not(replace: Any, at: str) -> None:
+def test_a_model_whose_forward_was_replaced_is_refused_and_its_blocks_are_not(
+    replace: Any, at: str
+) -> None:
     model = build("Llama")
     replace(model.get_submodule(at))
     (problem,) = explain(model, example("Llama"))
     assert problem.kind == "replaced forward"
-    with pytest.raises(ValueError, match=f"the forward of '{at or 'the model'}' was replaced .*cut the model first"):
+    with pytest.raises(
+        ValueError, match=f"the forward of '{at or 'the model'}' was replaced .*cut the model first"
+    ):
         auto_split(model, example("Llama"), 2)
     model = build("Sequential")
     hooked(model[0])
@@ -411,7 +464,9 @@ class SameTwice(nn.Module):
 
 
 def test_the_second_name_of_a_module_leads_to_its_calls() -> None:
-    with pytest.raises(ValueError, match=r"'again' .*it is called 2 times, as 'first' is the same module: name one"):
+    with pytest.raises(
+        ValueError, match=r"'again' .*it is called 2 times, as 'first' is the same module: name one"
+    ):
         auto_split(SameTwice(), torch.ones(2, 4), at=["again"])
 
 

@@ -27,11 +27,15 @@ N_MICROBATCHES, ROWS, WIDTH = 4, 8, 6
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(4)]
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(4)
+    ]
     return nn.Sequential(*layers).double()
 
 
-def queued_on_rank(rank: int, schedule: str, ac: str) -> tuple[list[int], bool, list[bool], list[Tensor]]:
+def queued_on_rank(
+    rank: int, schedule: str, ac: str
+) -> tuple[list[int], bool, list[bool], list[Tensor]]:
     """Layers in each queue that is computed, whether all were; which weights lack a gradient before; gradients."""
     whole, queued, lacking = model(), [], []
     compute = WeightGradients.compute
@@ -46,17 +50,28 @@ def queued_on_rank(rank: int, schedule: str, ac: str) -> tuple[list[int], bool, 
     for part in parts.values():
         apply_ac(part, ac)
     like = torch.empty(ROWS // N_MICROBATCHES, WIDTH, dtype=torch.float64)
-    stages = [build_pipeline_stage(p, None, "cpu", stage=i, n_stages=2, inputs=like) for i, p in parts.items()]
+    stages = [
+        build_pipeline_stage(p, None, "cpu", stage=i, n_stages=2, inputs=like)
+        for i, p in parts.items()
+    ]
     x = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
     pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, mse_loss, schedule)
     pipeline.step(x, target=x.flip(0))
-    return queued, not any(stage._queues for stage in pipeline.stages), lacking, [p.grad for p in whole.parameters()]
+    return (
+        queued,
+        not any(stage._queues for stage in pipeline.stages),
+        lacking,
+        [p.grad for p in whole.parameters()],
+    )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ac", "layers"), [("zb_v", "none", 2), ("zb_v", "full", 0), ("interleaved_1f1b", "none", None)]
+    ("schedule", "ac", "layers"),
+    [("zb_v", "none", 2), ("zb_v", "full", 0), ("interleaved_1f1b", "none", None)],
 )
-def test_linear_layers_of_a_foreign_stage_wait_for_the_second_half(schedule: str, ac: str, layers: int | None) -> None:
+def test_linear_layers_of_a_foreign_stage_wait_for_the_second_half(
+    schedule: str, ac: str, layers: int | None
+) -> None:
     [(queued, all_computed, lacking, gradients)] = on_ranks(1, queued_on_rank, schedule, ac)
     assert queued == ([] if layers is None else [layers] * 2 * N_MICROBATCHES)
     assert all_computed
@@ -98,17 +113,24 @@ def own_stages(change: Callable[[nn.Module], None]) -> list[nn.Module]:
 def split_on_rank(rank: int, change: Callable[[nn.Module], None]) -> list[dict[str, Tensor]]:
     """Gradients of this package's stages after two steps, of which the second finds the first's."""
     modules = own_stages(change)
-    stages = [build_pipeline_stage(module, None, "cpu", BATCH // N_MICROBATCHES, SEQ_LEN) for module in modules]
+    stages = [
+        build_pipeline_stage(module, None, "cpu", BATCH // N_MICROBATCHES, SEQ_LEN)
+        for module in modules
+    ]
     pipeline = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), "zb_v")
     for inputs, target in DATA:
         pipeline.step(inputs, target=target)
     return [snapshot_gradients([module]) for module in modules]
 
 
-@pytest.mark.parametrize("change", [shares_a_block, shares_a_layer, compiles_blocks_in_place, compiles_itself_in_place])
+@pytest.mark.parametrize(
+    "change", [shares_a_block, shares_a_layer, compiles_blocks_in_place, compiles_itself_in_place]
+)
 def test_own_stages_that_torch_cannot_split_have_the_gradients_of_one_process(change: Any) -> None:
     [found] = on_ranks(1, split_on_rank, change, timeout_s=60)
-    reference = own_stages(change if change in (shares_a_block, shares_a_layer) else lambda stage: None)
+    reference = own_stages(
+        change if change in (shares_a_block, shares_a_layer) else lambda stage: None
+    )
     for inputs, target in DATA:
         CrossEntropy()(reference[1](reference[0](inputs)), target).backward()
     expected = [snapshot_gradients([module]) for module in reference]

@@ -29,7 +29,9 @@ from tests.parallel.layouts import (
     train_on_rank,
 )
 
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=20, max_seq_len=16
+)
 
 
 def local_shapes_on_rank(rank: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -63,7 +65,9 @@ def test_matrices_are_cut_by_columns_then_rows_and_the_rest_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [replace(CONFIG, vocab_size=21), replace(CONFIG, tie_embeddings=True)], ids=["odd", "tied"]
+    "config",
+    [replace(CONFIG, vocab_size=21), replace(CONFIG, tie_embeddings=True)],
+    ids=["odd", "tied"],
 )
 def test_a_head_that_is_odd_or_tied_stays_whole(config: ModelConfig) -> None:
     for shapes in on_ranks(2, local_shapes_on_rank, config):
@@ -83,7 +87,9 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent() ->
     assert on_ranks(2, odd_sequence_on_rank) == [message] * 2
 
 
-def vocab_parallel_losses_on_rank(rank: int, logits: torch.Tensor, targets: list[torch.Tensor]) -> list[tuple]:
+def vocab_parallel_losses_on_rank(
+    rank: int, logits: torch.Tensor, targets: list[torch.Tensor]
+) -> list[tuple]:
     mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
     loss_fn, found = VocabParallelCrossEntropy(), []
     for target in targets:
@@ -99,7 +105,11 @@ def test_a_loss_over_a_vocabulary_in_parts_equals_the_plain_one(scale: float) ->
     torch.manual_seed(0)
     logits = scale * torch.randn(2, 5, 12, dtype=torch.float64)
     target = torch.randint(12, (2, 5))
-    targets = [target, target.masked_fill(torch.rand(2, 5) < 0.5, -100), torch.full_like(target, -100)]
+    targets = [
+        target,
+        target.masked_fill(torch.rand(2, 5) < 0.5, -100),
+        torch.full_like(target, -100),
+    ]
     ranks = on_ranks(2, vocab_parallel_losses_on_rank, logits, targets)
     for i, target in enumerate(targets):
         whole = logits.clone().requires_grad_()
@@ -111,9 +121,13 @@ def test_a_loss_over_a_vocabulary_in_parts_equals_the_plain_one(scale: float) ->
         torch.testing.assert_close(gradient, whole.grad, rtol=0, atol=1e-14)
 
 
-def half_precision_loss_on_rank(rank: int, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def half_precision_loss_on_rank(
+    rank: int, logits: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
     mesh = get_tp_mesh(init_distributed(DistributedConfig(tp=2)))
-    return VocabParallelCrossEntropy()(DTensor.from_local(logits.chunk(2, -1)[rank], mesh, [Shard(2)]), target)
+    return VocabParallelCrossEntropy()(
+        DTensor.from_local(logits.chunk(2, -1)[rank], mesh, [Shard(2)]), target
+    )
 
 
 def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
@@ -123,7 +137,9 @@ def test_the_loss_of_half_precision_logits_is_computed_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)], ids=str
+    "case",
+    [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)],
+    ids=str,
 )
 def test_training_with_logits_left_in_parts_equals_one_process(case: Case) -> None:
     config = model_config(case, tied=False)
@@ -133,7 +149,9 @@ def test_training_with_logits_left_in_parts_equals_one_process(case: Case) -> No
 
 
 @pytest.mark.parametrize(
-    "case", [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)], ids=str
+    "case",
+    [Case(tp=2), pytest.param(Case(pp=2, tp=2, schedule="zb_v"), marks=pytest.mark.long)],
+    ids=str,
 )
 def test_norms_of_queries_and_keys_get_the_gradients_of_all_heads(case: Case) -> None:
     config = replace(model_config(case, tied=False), qk_norm=True, head_width=6)
@@ -143,11 +161,23 @@ def test_norms_of_queries_and_keys_get_the_gradients_of_all_heads(case: Case) ->
 
 
 def train_in_parts_on_rank(rank, case, config, data, kwargs):
-    return train_on_rank(rank, case, SELECTIVE, config, data, kwargs, VocabParallelCrossEntropy(), gather_logits=False)
+    return train_on_rank(
+        rank,
+        case,
+        SELECTIVE,
+        config,
+        data,
+        kwargs,
+        VocabParallelCrossEntropy(),
+        gather_logits=False,
+    )
 
 
 def test_logits_that_are_not_cut_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"not cut over the vocabulary: call apply_tensor_parallel\(\.\.\., gather_lo"):
+    with pytest.raises(
+        TypeError,
+        match=r"not cut over the vocabulary: call apply_tensor_parallel\(\.\.\., gather_lo",
+    ):
         VocabParallelCrossEntropy()(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64))
 
 
@@ -171,7 +201,12 @@ def ordinary_loss_on_rank(rank: int) -> None:
     mean: Any = nn.CrossEntropyLoss()
     of_dict: Any = lambda output, target: mean(output["logits"], target)  # noqa: E731
     of_tuple: Any = lambda output, target: mean(output[0], target)  # noqa: E731
-    given = ((mean, logits), (CrossEntropy(), logits), (of_dict, {"logits": logits}), (of_tuple, (logits, 1)))
+    given = (
+        (mean, logits),
+        (CrossEntropy(), logits),
+        (of_dict, {"logits": logits}),
+        (of_tuple, (logits, 1)),
+    )
     for loss, output in given:
         for share in (loss_share, share_of):
             with pytest.raises(ValueError, match="VocabParallelCrossEntropy"):

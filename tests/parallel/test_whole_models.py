@@ -41,7 +41,8 @@ from tests.parallel.whole_models import Recipe, assert_equals, train_on_rank
 
 Sizes = dict[str, int]
 RANKS_IMPORT = [
-    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen3_moe")
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen3_moe")
 ]
 
 BY_NAME = {"[0-9].up": ColwiseParallel(), "[0-9].down": RowwiseParallel()}
@@ -102,13 +103,19 @@ def test_a_foreign_model_trains_as_in_one_process(n_ranks: int, subtests: pytest
             assert_equals([trained for trained, _ in found], recipe.model, sizes)
 
 
-def pipeline_on_rank(rank: int, case: Case, config: ModelConfig, data: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def pipeline_on_rank(
+    rank: int, case: Case, config: ModelConfig, data: Any
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one step of a pipeline whose mesh has a dimension of another kind."""
     mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("pp", "cp", "dp_shard", "tp"))
     torch.manual_seed(0)
     modules = build_modules(case, config, mesh)
-    loss = build_pipeline(case, modules, mesh, case.batch, CrossEntropy()).step(data[0], target=data[1])
-    return loss.item(), {n: p.grad.full_tensor() for module in modules for n, p in module.named_parameters()}
+    loss = build_pipeline(case, modules, mesh, case.batch, CrossEntropy()).step(
+        data[0], target=data[1]
+    )
+    return loss.item(), {
+        n: p.grad.full_tensor() for module in modules for n, p in module.named_parameters()
+    }
 
 
 def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
@@ -127,7 +134,9 @@ def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
             torch.testing.assert_close(gradient, gradients[source], rtol=0, atol=1e-12)
 
 
-def logits_on_rank(rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tensor]]) -> list[torch.Tensor]:
+def logits_on_rank(
+    rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tensor]]
+) -> list[torch.Tensor]:
     """Of this rank's rows, for each model cut in two, then in four."""
     found = []
     for (config, state, tokens), schedule in product(jobs, ("1f1b", "interleaved_1f1b")):
@@ -139,7 +148,9 @@ def logits_on_rank(rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tenso
             apply_expert_parallel(module, mesh)
             apply_fsdp2(module, mesh)
         mine = tokens.chunk(2)[get_dp_rank(mesh)]
-        stages = [build_pipeline_stage(module, mesh, "cpu", 1, tokens.shape[1]) for module in modules]
+        stages = [
+            build_pipeline_stage(module, mesh, "cpu", 1, tokens.shape[1]) for module in modules
+        ]
         pipeline = build_pipeline_schedule(stages, len(mine), CrossEntropy(), schedule)
         found.append(pipeline.evaluate(mine, on="all"))
     return found
@@ -147,7 +158,10 @@ def logits_on_rank(rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tenso
 
 def test_weights_of_transformers_compute_the_same_cut_and_shared_out() -> None:
     tokens = torch.randint(61, (8, 6), generator=torch.Generator().manual_seed(0))
-    models = [random_model(replace(CONFIGS[name], n_layers=4, n_experts=4)) for name in ("mixtral", "qwen3_moe")]
+    models = [
+        random_model(replace(CONFIGS[name], n_layers=4, n_experts=4))
+        for name in ("mixtral", "qwen3_moe")
+    ]
     with torch.no_grad():
         expected = [theirs_with(model)(tokens).logits for model in models for _ in range(2)]
     jobs = [(model.config, hf_state_dict(model), tokens) for model in models]

@@ -186,4 +186,16 @@ class Escaped(nn.Module):
         return self.third(self.second(x)) * scale
 
 
-UNCUTTABLE = (Hidden, Hooked, Unknown, Borrowed, OnePiece, Noisy, InPlace, HandedOn, Nested, Misfit, Escaped)
+UNCUTTABLE = (
+    Hidden,
+    Hooked,
+    Unknown,
+    Borrowed,
+    OnePiece,
+    Noisy,
+    InPlace,
+    HandedOn,
+    Nested,
+    Misfit,
+    Escaped,
+)

@@ -30,7 +30,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -39,18 +43,36 @@ class Block(nn.Module):
 def llama(tied: bool = False, **changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     sizes |= {"vocab_size": WORDS, "num_hidden_layers": 3}
-    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=tied, use_cache=False, **sizes | changes))
+    return LlamaForCausalLM(
+        LlamaConfig(tie_word_embeddings=tied, use_cache=False, **sizes | changes)
+    )
 
 
 def qwen3() -> nn.Module:
     """Norms of each head's queries and keys, and biases."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = Qwen3Config(
-        vocab_size=WORDS, num_hidden_layers=2, head_dim=8, attention_bias=True, use_cache=False, pad_token_id=0, **sizes
+        vocab_size=WORDS,
+        num_hidden_layers=2,
+        head_dim=8,
+        attention_bias=True,
+        use_cache=False,
+        pad_token_id=0,
+        **sizes,
     )
     return Qwen3ForCausalLM(config)
 
@@ -58,8 +80,15 @@ def qwen3() -> nn.Module:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MixtralConfig(vocab_size=WORDS, num_hidden_layers=2, num_local_experts=4, use_cache=False, **sizes)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = MixtralConfig(
+        vocab_size=WORDS, num_hidden_layers=2, num_local_experts=4, use_cache=False, **sizes
+    )
     model = MixtralForCausalLM(config)
     model.set_experts_implementation("eager")  # the default takes no float64
     return model
@@ -88,9 +117,21 @@ def qwen3_moe() -> nn.Module:
     """A dense layer first, and products of all experts at once."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3}
-    config = Qwen3MoeConfig(vocab_size=WORDS, num_hidden_layers=3, mlp_only_layers=[0], use_cache=False, **sizes)
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    }
+    config = Qwen3MoeConfig(
+        vocab_size=WORDS, num_hidden_layers=3, mlp_only_layers=[0], use_cache=False, **sizes
+    )
     model = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("batched_mm")
     return model
@@ -100,12 +141,20 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 16}
-    sizes |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
+    sizes |= {
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, use_cache=False, **sizes))
 
 
 def sequential() -> nn.Module:
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, WORDS))
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, WORDS)
+    )
 
 
 def convolutional() -> nn.Module:
@@ -140,7 +189,9 @@ def data_of(name: str) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     if name == "convolutional":
         images = torch.randn(STEPS, BATCH, 3, 6, 6, dtype=torch.float64, generator=generator)
-        return list(zip(images, torch.randint(WORDS, (STEPS, BATCH), generator=generator), strict=True))
+        return list(
+            zip(images, torch.randint(WORDS, (STEPS, BATCH), generator=generator), strict=True)
+        )
     tokens = torch.randint(WORDS, (STEPS, BATCH, SEQ_LEN + 1), generator=generator)
     return [(rows[:, :-1], rows[:, 1:]) for rows in tokens]
 
@@ -183,7 +234,9 @@ class Recipe:
     options: Mapping[str, Any] | None = None
 
 
-def train_on_rank(mesh: DeviceMesh | None, recipe: Recipe) -> tuple[Trained, dict[str, tuple[str, ...]]]:
+def train_on_rank(
+    mesh: DeviceMesh | None, recipe: Recipe
+) -> tuple[Trained, dict[str, tuple[str, ...]]]:
     """What training leaves behind, and the names of what each step was applied to."""
     model = build(recipe.model)
     names = {
@@ -192,7 +245,15 @@ def train_on_rank(mesh: DeviceMesh | None, recipe: Recipe) -> tuple[Trained, dic
         "ac": apply_ac(model, recipe.ac, blocks=recipe.blocks, **recipe.options or {}),
         "fsdp2": apply_fsdp2(model, mesh, None, recipe.reshard, blocks=recipe.blocks),
     }
-    return train(model, recipe.model, get_dp_rank(mesh), get_dp_mesh(mesh).size() if has_dp_mesh(mesh) else 1), names
+    return (
+        train(
+            model,
+            recipe.model,
+            get_dp_rank(mesh),
+            get_dp_mesh(mesh).size() if has_dp_mesh(mesh) else 1,
+        ),
+        names,
+    )
 
 
 def assert_equals(ranks: list[Trained], name: str, sizes: Mapping[str, int]) -> None:
@@ -202,5 +263,6 @@ def assert_equals(ranks: list[Trained], name: str, sizes: Mapping[str, int]) -> 
     parts = losses.view(-1, n_data, sizes.get("tp", 1), STEPS)
     mean = parts.mean(1, keepdim=True).expand_as(parts).reshape(losses.shape)
     assert_same_training(
-        [replace(trained, losses=row.tolist()) for trained, row in zip(ranks, mean, strict=True)], reference(name)
+        [replace(trained, losses=row.tolist()) for trained, row in zip(ranks, mean, strict=True)],
+        reference(name),
     )

@@ -1,7 +1,9 @@
-"""Build one rank of a large run on paper, and let it take a step, in a process group whose other ranks do not exist.
+"""Build one rank of a large run on paper, and let it take a step, in a process group whose other
+ranks do not exist.
 
-The functions that a real run calls cut, checkpoint and shard the stage, so it holds what the real rank would hold, and
-torch's own schedule takes the step. Its tensors have shapes and no values: nothing is allocated, computed or sent.
+The functions that a real run calls cut, checkpoint and shard the stage, so it holds what the real
+rank would hold, and torch's own schedule takes the step. Its tensors have shapes and no values:
+nothing is allocated, computed or sent.
 """
 
 import functools
@@ -38,7 +40,12 @@ from course_pp.parallel.schedules import torch_schedule
 from course_pp.plan.layout import Layout
 from course_pp.step.loss import loss_share
 
-DTYPES = {"mixed": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "mixed": torch.float32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,12 @@ class DryRun:
     """What one rank of a run holds, and enters in a step.
 
     Attributes:
-        bytes_by_kind: parameters, gradients and optimizer (AdamW), as `course_pp.plan.Prediction` counts them.
-        entered: the collectives and messages of forward, backward and reduction, in the order in which this rank begins
-            them in every step but the first; empty if no step was asked for. What `PipelineSchedule` adds is not
-            among them: scalars for the loss, and the sum of the gradients of a weight that two stages share.
+        bytes_by_kind: parameters, gradients and optimizer (AdamW), as `course_pp.plan.Prediction`
+            counts them.
+        entered: the collectives and messages of forward, backward and reduction, in the order in
+            which this rank begins them in every step but the first; empty if no step was asked for.
+            What `PipelineSchedule` adds is not among them: scalars for the loss, and the sum of the
+            gradients of a weight that two stages share.
     """
 
     bytes_by_kind: dict[str, int]
@@ -57,7 +66,11 @@ class DryRun:
 
 
 def dry_run(
-    config: ModelConfig, layout: Layout, rank: int, global_batch: int | None = None, seq_len: int | None = None
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
 ) -> DryRun:
     """Build rank `rank` of `layout` without the others; with a batch and a length it takes a step."""
     at = layout.place(rank)
@@ -65,7 +78,11 @@ def dry_run(
     with alone_as(rank, layout.n_ranks):
         mesh = mesh_for(layout)
         modules = [built(config, layout, mesh, stage) for stage in here]
-        held = [p.to_local() if isinstance(p, DTensor) else p for module in modules for p in module.parameters()]
+        held = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for module in modules
+            for p in module.parameters()
+        ]
         entered = ()
         if global_batch is not None and seq_len is not None:
             entered = step(layout, mesh, modules, layout.n_microbatches(global_batch), seq_len)
@@ -75,8 +92,17 @@ def dry_run(
 
 
 def mesh_for(layout: Layout) -> DeviceMesh | None:
-    sizes = {"pp": layout.pp, "dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
-    kept = {name: n for name, n in sizes.items() if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)}
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "tp": layout.tp,
+    }
+    kept = {
+        name: n
+        for name, n in sizes.items()
+        if n > 1 or (name == "dp_shard" and layout.dp_replicate > 1)
+    }
     return mesh_of("cpu", kept, layout.ep) if kept else None
 
 
@@ -89,7 +115,8 @@ def built(config: ModelConfig, layout: Layout, mesh: DeviceMesh | None, stage: i
     if config.n_experts:
         apply_expert_parallel(module, mesh)
     apply_ac(module, layout.ac)
-    policy = default_mp_policy(kept) if layout.precision == "float32" else None  # of others FSDP2's own is the one
+    # of others FSDP2's own is the one
+    policy = default_mp_policy(kept) if layout.precision == "float32" else None
     apply_fsdp2(module, mesh, policy, reshard_after_forward=layout.reshard)
     if layout.precision == "mixed":
         compute_in(module, torch.bfloat16)  # where no FSDP2 does
@@ -107,14 +134,24 @@ def without_values(module: nn.Module) -> None:
     with fake_tensors():
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False, remove_duplicate=False):
-                new = made.setdefault(id(weight), nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)))
+                new = made.setdefault(
+                    id(weight), nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype))
+                )
                 part.register_parameter(name, cast(nn.Parameter, new))
             for name, buffer in part.named_buffers(recurse=False):
-                setattr(part, name, made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype)))
+                setattr(
+                    part,
+                    name,
+                    made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype)),
+                )
 
 
 def step(
-    layout: Layout, mesh: DeviceMesh | None, modules: Sequence[nn.Module], n_microbatches: int, seq_len: int
+    layout: Layout,
+    mesh: DeviceMesh | None,
+    modules: Sequence[nn.Module],
+    n_microbatches: int,
+    seq_len: int,
 ) -> tuple[Entered, ...]:
     """What the rank enters in a step, without what torch prepares in the first step of a run."""
     loss, rows = CrossEntropy(), layout.microbatch_size
@@ -144,8 +181,8 @@ def step(
 def begin_without_messages(schedule: Any, stages: Sequence[Any]) -> None:
     """Begin a torch schedule without the messages that open connections to neighbours.
 
-    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared. From 2.15 on torch sends
-    none in a group whose other ranks do not exist, and calls neither of these.
+    From torch 2.13 on, ranks also use these messages to agree that their shapes are declared. From
+    2.15 on torch sends none in a group whose other ranks do not exist, and calls neither of these.
     """
 
     def settled(stages: Sequence[Any], *_: Any, **__: Any) -> None:

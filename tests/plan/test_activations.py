@@ -41,7 +41,9 @@ class Fullest:
         kept = self.meter.kept["activation"]
         held = {storage for kind, storage in self.meter._holders if kind == "activation"}
         made = {id(s): s for t in frame.recomputed[group].values() for s in _storages(t)}
-        more = sum(s.nbytes() for i, s in made.items() if i not in held and s not in self.meter._ignored)
+        more = sum(
+            s.nbytes() for i, s in made.items() if i not in held and s not in self.meter._ignored
+        )
         self.recomputing = max(self.recomputing, kept + more)
 
     @property
@@ -92,13 +94,17 @@ def fullest_of_step(rank: int, config: ModelConfig, layout: Layout, n_microbatch
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, layout.ac)
-    stages = [build_pipeline_stage(module, mesh, "cpu", BATCH, SEQ_LEN, dtype) for module in modules]
+    stages = [
+        build_pipeline_stage(module, mesh, "cpu", BATCH, SEQ_LEN, dtype) for module in modules
+    ]
     given = stages if len(stages) > 1 else stages[0]
     runner = build_pipeline_schedule(given, n_microbatches, CrossEntropy(), layout.schedule)
     tokens = torch.randint(config.vocab_size, (BATCH * n_microbatches, SEQ_LEN))
     runner.step(tokens, target=tokens)
     meter = Meter()
-    meter.ignore([tokens, *(t for module in modules for t in (*module.parameters(), *module.buffers()))])
+    meter.ignore(
+        [tokens, *(t for module in modules for t in (*module.parameters(), *module.buffers()))]
+    )
     for stage in runner.stages:
         hold_outputs(stage, meter)
     with watching(meter) as fullest:
@@ -106,7 +112,9 @@ def fullest_of_step(rank: int, config: ModelConfig, layout: Layout, n_microbatch
     return fullest.n_bytes
 
 
-def fullest_of_steps(rank: int, jobs: list[tuple[ModelConfig, Layout]], n_microbatches: int) -> list[int]:
+def fullest_of_steps(
+    rank: int, jobs: list[tuple[ModelConfig, Layout]], n_microbatches: int
+) -> list[int]:
     """The same of several layouts on the same ranks."""
     return [fullest_of_step(rank, config, layout, n_microbatches) for config, layout in jobs]
 
@@ -141,12 +149,20 @@ KINDS = list(product(SIZES, ("float32", "bfloat16"), ("full", "none", "selective
 def test_activations_are_what_real_ranks_keep(mesh, every):
     pp, tp, schedule = mesh
     layouts = [
-        Layout(pp, tp, schedule=schedule, microbatch_size=BATCH, ac=ac, precision=dtype, fused_norms=False).with_(
-            splits_head=False
-        )
+        Layout(
+            pp,
+            tp,
+            schedule=schedule,
+            microbatch_size=BATCH,
+            ac=ac,
+            precision=dtype,
+            fused_norms=False,
+        ).with_(splits_head=False)
         for _, dtype, ac in KINDS[::every]
     ]
-    jobs = [(SIZES[sizes], layout) for (sizes, *_), layout in zip(KINDS[::every], layouts, strict=True)]
+    jobs = [
+        (SIZES[sizes], layout) for (sizes, *_), layout in zip(KINDS[::every], layouts, strict=True)
+    ]
     timeline = simulate(layouts[0].order(2 * pp), Costs())
     ranks = on_ranks(pp * tp, fullest_of_steps, jobs, 2 * pp, timeout_s=110)
     for (config, layout), measured in zip(jobs, zip(*ranks, strict=True), strict=True):

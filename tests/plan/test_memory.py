@@ -23,11 +23,24 @@ from course_pp.plan import Layout
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
 from course_pp.plan.run import Work
 from tests.equality import adamw
-from tests.parallel.layouts import PLAIN, SEQ_LEN, TIED, Case, build_modules, build_pipeline, grid, jobs_of
+from tests.parallel.layouts import (
+    PLAIN,
+    SEQ_LEN,
+    TIED,
+    Case,
+    build_modules,
+    build_pipeline,
+    grid,
+    jobs_of,
+)
 
 
 def n_bytes(tensors):
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    local = [
+        t.to_local() if isinstance(t, DTensor) else t
+        for t in tensors
+        if isinstance(t, torch.Tensor)
+    ]
     return sum(t.numel() * t.element_size() for t in local)
 
 
@@ -38,7 +51,9 @@ class GradientWatcher(GatheredWatcher):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        parameters = [p for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        parameters = [
+            p for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")
+        ]
         whole = ((n_bytes(whole_gradients(p)), p) for p in parameters)
         more = sum(held - n_bytes([p.sharded_param]) for held, p in whole if held)
         self.peak = max(self.peak, more)
@@ -62,11 +77,15 @@ def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=N
     """The same for one job; without a pipeline by a plain loop, several microbatches by ``PipelineSchedule``."""
     modules = build_modules(case, config, mesh, variant.ac)
     optimizer, loss_fn = adamw(modules), CrossEntropy()
-    inputs, target, *more = (each.chunk(case.n_data)[get_dp_rank(mesh)] for each in (*data[0], *kwargs.values()))
+    inputs, target, *more = (
+        each.chunk(case.n_data)[get_dp_rank(mesh)] for each in (*data[0], *kwargs.values())
+    )
     given = dict(zip(kwargs, more, strict=True))
     runner = build_pipeline(case, modules, mesh, len(inputs), loss_fn) if case.pp > 1 else None
     if n_microbatches is not None:
-        stage = build_pipeline_stage(modules[0], mesh, "cpu", len(inputs) // n_microbatches, SEQ_LEN, torch.float64)
+        stage = build_pipeline_stage(
+            modules[0], mesh, "cpu", len(inputs) // n_microbatches, SEQ_LEN, torch.float64
+        )
         runner = build_pipeline_schedule(stage, n_microbatches, loss_fn, "1f1b")
 
     def step():
@@ -85,7 +104,9 @@ def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=N
     return {
         "parameters": n_bytes(parameters),
         "gradients": n_bytes(p.grad for p in parameters),
-        "optimizer": n_bytes(value for state in optimizer.state.values() for value in state.values()),
+        "optimizer": n_bytes(
+            value for state in optimizer.state.values() for value in state.values()
+        ),
         "gathered": gathered,
         "unreduced": watcher.peak if runner is not None else 0,
     }
@@ -113,7 +134,9 @@ def test_without_a_pipeline_several_microbatches_keep_weights_and_gradients_whol
         assert held["unreduced"] == held["gradients"] > 0
 
 
-SPARSE = ModelConfig(16, 5, 2, 20, max_seq_len=SEQ_LEN, n_experts=4, expert_dim=8, moe_every=2, n_shared_experts=1)
+SPARSE = ModelConfig(
+    16, 5, 2, 20, max_seq_len=SEQ_LEN, n_experts=4, expert_dim=8, moe_every=2, n_shared_experts=1
+)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +153,13 @@ def test_experts_are_held_and_gathered_as_the_formulas_say(case):
     ids = torch.zeros(case.batch, SEQ_LEN, dtype=torch.int64)
     jobs = [(PLAIN, SPARSE, [(ids, ids)], {})]
     measured = on_ranks(case.n_ranks, held_on_rank, case, jobs, timeout_s=110)
-    layout = Layout(case.pp, dp_shard=case.dp_shard, ep=case.ep, reshard=case.reshard, precision="float64")
+    layout = Layout(
+        case.pp, dp_shard=case.dp_shard, ep=case.ep, reshard=case.reshard, precision="float64"
+    )
     for rank, [held] in enumerate(measured):
-        predicted = memory_of_rank(Work(SPARSE, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp)
+        predicted = memory_of_rank(
+            Work(SPARSE, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp
+        )
         assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
 
 
@@ -156,13 +183,18 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
             precision="float64",
         )
         for rank, held in enumerate(measured):
-            predicted = memory_of_rank(Work(config, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp)
+            predicted = memory_of_rank(
+                Work(config, layout, SEQ_LEN), case.n_microbatches, rank, [0.0] * case.pp
+            )
             assert {kind: predicted[kind] for kind in held} == held, f"rank {rank}"
 
 
 def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
     """Bytes of the storages that autograd keeps, and of the output; those of parameters and buffers left out."""
-    held = (t.to_local() if isinstance(t, DTensor) else t for t in (*module.parameters(), *module.buffers()))
+    held = (
+        t.to_local() if isinstance(t, DTensor) else t
+        for t in (*module.parameters(), *module.buffers())
+    )
     own = {t.untyped_storage().data_ptr() for t in held}
     kept = {}
 
@@ -182,13 +214,31 @@ KINDS = {
     "gated": {},
     "plain": {"gated_ffn": False},
     # The first layer of each stage without experts, the second with some.
-    "experts": {"n_experts": 8, "top_k": 3, "expert_dim": 48, "moe_every": 2, "qk_norm": True, "head_width": 24},
-    "shared": {"n_experts": 4, "n_shared_experts": 2, "router": "sigmoid", "z_coef": 0.1, "balance": "bias"},
+    "experts": {
+        "n_experts": 8,
+        "top_k": 3,
+        "expert_dim": 48,
+        "moe_every": 2,
+        "qk_norm": True,
+        "head_width": 24,
+    },
+    "shared": {
+        "n_experts": 4,
+        "n_shared_experts": 2,
+        "router": "sigmoid",
+        "z_coef": 0.1,
+        "balance": "bias",
+    },
 }
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", "mixed", *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float64"))]
+    "dtype",
+    [
+        "float32",
+        "mixed",
+        *(pytest.param(d, marks=pytest.mark.long) for d in ("bfloat16", "float64")),
+    ],
 )
 @pytest.mark.parametrize("ac", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,7 +253,11 @@ def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, kind):
         module = module.to(torch.float32 if dtype == "mixed" else computed)
         apply_ac(module, ac)
         compute_in(module, computed)
-        inputs = torch.randint(100, (batch, s)) if stage.is_first else torch.randn(batch, s, 64).to(computed)
+        inputs = (
+            torch.randint(100, (batch, s))
+            if stage.is_first
+            else torch.randn(batch, s, 64).to(computed)
+        )
         inputs.requires_grad_(not stage.is_first)
         target = torch.randint(100, (batch, s)) if stage.is_last else None
         assert kept_by_stage(Work(config, layout, s), stage) == pytest.approx(
@@ -225,8 +279,12 @@ def kept_with_shared_experts(rank, config, dtypes):
 def test_a_rank_keeps_what_other_ranks_send_its_experts():
     # Every token goes to all experts, so that both ranks get as many.
     config = ModelConfig(64, 2, 4, 100, max_seq_len=32, n_experts=4, top_k=4, expert_dim=96)
-    for held in on_ranks(2, kept_with_shared_experts, config, ("float32", "bfloat16"), timeout_s=110):
+    for held in on_ranks(
+        2, kept_with_shared_experts, config, ("float32", "bfloat16"), timeout_s=110
+    ):
         for dtype, n_bytes in held.items():
             layout = Layout(dp_shard=2, ep=2, microbatch_size=2, precision=dtype, fused_norms=False)
             [stage] = layout.stages_of_all(config)
-            assert kept_by_stage(Work(config, layout, 32), stage) == pytest.approx(n_bytes, rel=0.03)
+            assert kept_by_stage(Work(config, layout, 32), stage) == pytest.approx(
+                n_bytes, rel=0.03
+            )

@@ -12,7 +12,16 @@ import pytest
 from course_pp.__main__ import main
 from course_pp.parallel import DistributedConfig, predict_collectives
 from course_pp.parallel.schedules import order_of
-from course_pp.plan import Constants, Layout, cluster_of, explain, gpu_named, model_named, plan, predict
+from course_pp.plan import (
+    Constants,
+    Layout,
+    cluster_of,
+    explain,
+    gpu_named,
+    model_named,
+    plan,
+    predict,
+)
 from course_pp.plan.calibration import MEGATRON
 from course_pp.plan.layout import torch_receives_ahead
 from course_pp.plan.memory import kept_by_stage, memory_of_rank
@@ -48,8 +57,8 @@ def test_parts_add_up_no_product_beats_the_peak_and_more_of_a_resource_never_hur
 
 
 def test_operations_are_those_of_the_megatron_paper():
-    # Its equation 3 counts a recomputed forward: 96 B s l h² (1 + s / 6h + V / 16lh), of which 3/4 are useful; the
-    # head is not recomputed, which it leaves out.
+    # Its equation 3 counts a recomputed forward: 96 B s l h² (1 + s / 6h + V / 16lh), of which 3/4
+    # are useful; the head is not recomputed, which it leaves out.
     model, batch, s = model_named("gpt-145b"), 2304, 2048
     h, n, v = model.dim, model.n_layers, model.vocab_size
     layers = 72 * batch * s * n * h * h * (1 + s / (6 * h))
@@ -58,11 +67,18 @@ def test_operations_are_those_of_the_megatron_paper():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt-1t", 1008), ("llama3-405b", 405), ("bloom-176b", 176), ("gpt2", 0.124), ("article", 0.1794)],
+    [
+        ("gpt-1t", 1008),
+        ("llama3-405b", 405),
+        ("bloom-176b", 176),
+        ("gpt2", 0.124),
+        ("article", 0.1794),
+    ],
 )
 def test_presets_have_the_published_sizes(name, billions):
     model = model_named(name)
-    # BLOOM's and GPT's heads are their embeddings; here the sizes of both ends are counted on their stages.
+    # BLOOM's and GPT's heads are their embeddings; here the sizes of both ends are counted on their
+    # stages.
     tied = model.n_embedding_parameters if name in ("gpt-1t", "bloom-176b") else 0
     assert (model.n_parameters - tied) / 1e9 == pytest.approx(billions, rel=0.01)
 
@@ -84,7 +100,9 @@ def test_the_plan_is_sorted_and_fits():
 
 @pytest.mark.parametrize(("batch", "n_experts"), [(1, 0), (2, 0), (4, 0), (12, 0), (4, 6)])
 def test_whatever_is_planned_the_stack_takes(batch, n_experts):
-    model = replace(model_named("gpt2"), n_layers=4, vocab_size=50_256, n_experts=n_experts, moe_every=2)
+    model = replace(
+        model_named("gpt2"), n_layers=4, vocab_size=50_256, n_experts=n_experts, moe_every=2
+    )
     found = plan(model, cluster_of("1x4xA100"), batch, 1024, n_best=1000)
     assert any(each.layout.pp == 4 for each in found)
     assert {each.layout.ep for each in found} == ({1, 2} if n_experts else {1})
@@ -92,17 +110,25 @@ def test_whatever_is_planned_the_stack_takes(batch, n_experts):
         m = each.layout.n_microbatches(batch)
         predict_collectives(
             model,
-            DistributedConfig(*(getattr(each.layout, name) for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep"))),
+            DistributedConfig(
+                *(
+                    getattr(each.layout, name)
+                    for name in ("pp", "dp_replicate", "dp_shard", "tp", "ep")
+                )
+            ),
             batch_size=each.layout.microbatch_size,
             seq_len=1024,
             n_microbatches=m if each.layout.pp > 1 else 1,
-            schedule="1f1b" if each.layout.n_chunks else each.layout.schedule,  # of chunks there may be any number
+            # of chunks there may be any number
+            schedule="1f1b" if each.layout.n_chunks else each.layout.schedule,
             ac=each.layout.ac,
         )
         if each.layout.pp > 1:
             order_of(each.layout.schedule, m, each.layout.n_stages, each.layout.pp)
     # Of few microbatches 1F1B makes no more than GPipe.
-    assert ({"gpipe"} if batch < 4 else {"1f1b"}) & {each.layout.schedule for each in found if each.layout.pp == 4}
+    assert ({"gpipe"} if batch < 4 else {"1f1b"}) & {
+        each.layout.schedule for each in found if each.layout.pp == 4
+    }
 
 
 def test_the_closed_form_of_memory_is_near_the_simulated_one_of_gpipe_with_few_microbatches():
@@ -134,18 +160,29 @@ def test_of_published_models_the_best_layout_fits_and_is_as_fast_as_the_publishe
 def test_all_planned_layouts_have_in_common_what_is_asked():
     like = Layout(pp=2, schedule="zb_v", flash=False, overlap=False, precision="megatron")
     for each in plan(GPT, NODE, 64, 2048, n_best=20, like=like):
-        assert (each.layout.flash, each.layout.overlap, each.layout.precision) == (False, False, "megatron")
-    assert plan(GPT, NODE, 64, 2048, n_best=1, precision="float32", like=like)[0].layout.precision == "float32"
+        assert (each.layout.flash, each.layout.overlap, each.layout.precision) == (
+            False,
+            False,
+            "megatron",
+        )
+    assert (
+        plan(GPT, NODE, 64, 2048, n_best=1, precision="float32", like=like)[0].layout.precision
+        == "float32"
+    )
 
 
 def test_torch_has_a_receive_buffer_for_every_message_of_a_step():
     layout = Layout(pp=8, tp=2)
-    one, more = (predicted(layout.with_(receives_ahead=each), batch=16).memory(2)["buffers"] for each in (False, True))
+    one, more = (
+        predicted(layout.with_(receives_ahead=each), batch=16).memory(2)["buffers"]
+        for each in (False, True)
+    )
     assert more - one == 15 * (2 * 2048 * GPT.dim * 2)  # messages: an activation and a gradient
 
 
 @pytest.mark.parametrize(
-    ("installed", "ahead"), [("2.13.0+cpu", True), ("2.14.1", True), ("2.15.0", False), (None, False)]
+    ("installed", "ahead"),
+    [("2.13.0+cpu", True), ("2.14.1", True), ("2.15.0", False), (None, False)],
 )
 def test_receive_buffers_are_by_default_those_of_the_torch_that_is_installed(
     installed: str | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +202,9 @@ def test_receive_buffers_are_by_default_those_of_the_torch_that_is_installed(
 
 def test_freed_parameters_are_gathered_for_every_backward():
     layout, m = Layout(pp=2, dp_shard=8), 8
-    kept, freed = (predicted(layout.with_(reshard=each), batch=8 * m).parts["data"] for each in (False, True))
+    kept, freed = (
+        predicted(layout.with_(reshard=each), batch=8 * m).parts["data"] for each in (False, True)
+    )
     gathered = data_parallel_times(Run(GPT, layout, 2048, NODE), layout.stages(GPT, 0))[0]
     # All beside work, of which a tenth is not hidden.
     assert freed - kept == pytest.approx(0.1 * gathered * m)
@@ -193,7 +232,9 @@ def test_what_was_asked_is_named_where_it_differs():
     assert "inter_bandwidth  2.5e+10  5e+10" in re.sub(" {3,}", "  ", explain(first, second))
     assert "latency" not in explain(first, second)
     assert "cluster" not in explain(first, predicted(layout.with_(ac="full")))
-    assert "model gpt-1.7b, not gpt-3.6b" in reason(first, predict(model_named("gpt-3.6b"), layout, NODE, 64, 2048))
+    assert "model gpt-1.7b, not gpt-3.6b" in reason(
+        first, predict(model_named("gpt-3.6b"), layout, NODE, 64, 2048)
+    )
     assert "global_batch 64, not 128" in reason(first, predicted(layout, batch=128))
     with pytest.raises(ValueError, match="give the quicker first"):
         reason(predicted(layout, batch=128), first)
@@ -217,7 +258,8 @@ def test_recomputing_attention_repeats_its_projections():
     layout = Layout(tp=8, dp_shard=2)
     none, some, every = (predicted(layout.with_(ac=ac)) for ac in ("none", "selective", "full"))
     assert none.parts["recompute"] == 0 < some.parts["recompute"] < every.parts["recompute"]
-    # Three of a layer's 12 · dim² parameters, and attention, of which the mask leaves half: as much as s · dim of them.
+    # Three of a layer's 12 · dim² parameters, and attention, of which the mask leaves half: as much
+    # as s · dim of them.
     share = (3 * GPT.dim + 2048) / (12 * GPT.dim + 2048)
     assert some.parts["recompute"] / every.parts["recompute"] == pytest.approx(share, rel=0.15)
 
@@ -227,9 +269,13 @@ def test_gradients_are_whole_in_a_pipeline_until_the_last_microbatch():
     assert predicted(alone).peak_memory[0]["unreduced"] == 0
     kinds = predicted(shared).peak_memory[0]
     # Reduced in float32, as parameters are kept: two shards make the whole.
-    assert kinds["unreduced"] + kinds["gradients"] == pytest.approx(2 * kinds["parameters"], rel=1e-3)
+    assert kinds["unreduced"] + kinds["gradients"] == pytest.approx(
+        2 * kinds["parameters"], rel=1e-3
+    )
     # Without a pipeline, too, unless the step is one forward and one backward.
-    several, one = (predicted(Layout(tp=4, dp_shard=4), batch=n).peak_memory[0]["unreduced"] for n in (8, 4))
+    several, one = (
+        predicted(Layout(tp=4, dp_shard=4), batch=n).peak_memory[0]["unreduced"] for n in (8, 4)
+    )
     assert several > 0 == one
 
 
@@ -251,16 +297,22 @@ def test_an_earlier_stage_of_a_rank_is_reduced_where_the_rank_waits_anyway():
     run = Run(GPT, layout, 2048, NODE)
     each = {stage.index: data_parallel_times(run, [stage])[1] for stage in layout.stages(GPT, 0)}
     ends = {span.action.stage: span.end for span in found.timeline.by_rank[0]}
-    # Stage 2 is reduced once its last backward has ended: the rank has nothing to do until stage 1 has sent a gradient.
-    idle = [gap.end - gap.start for gap in found.timeline.idle_gaps if gap.rank == 0 and gap.start >= ends[2]]
+    # Stage 2 is reduced once its last backward has ended: the rank has nothing to do until stage 1
+    # has sent a gradient.
+    idle = [
+        gap.end - gap.start
+        for gap in found.timeline.idle_gaps
+        if gap.rank == 0 and gap.start >= ends[2]
+    ]
     hidden = sum(each.values()) - found.parts["data"]
     assert 0 < hidden <= sum(idle) + 1e-12
     assert found.parts["data"] >= each[0]
 
 
 def test_pipeline_neighbours_on_another_node_are_reached_over_the_links_between_nodes():
-    # Blocks of 4 GPUs on nodes of 8: the middle boundary of three leaves its node. Blocks of 6: those of rank 1 are on
-    # both nodes, and so are rank 0's and rank 1's, whose slowest pair counts.
+    # Blocks of 4 GPUs on nodes of 8: the middle boundary of three leaves its node. Blocks of 6:
+    # those of rank 1 are on both nodes, and so are rank 0's and rank 1's, whose slowest pair
+    # counts.
     four = transfers(Run(GPT, Layout(4, 2, 2), 2048, NODE))
     assert four[0] == four[2] < four[1]
     assert transfers(Run(GPT, Layout(8, 2), 2048, NODE)) == (*four[:1] * 3, four[1], *four[:1] * 3)
@@ -272,7 +324,11 @@ def test_pipeline_neighbours_on_another_node_are_reached_over_the_links_between_
     chunks = Layout(4, 2, 2, schedule="interleaved_1f1b", n_chunks=2)
     looped = transfers(Run(GPT, chunks, 2048, NODE))
     assert looped == (*four, four[1], *four)
-    assert transfers(Run(GPT, Layout(4, 2, 2, schedule="zb_v"), 2048, NODE)) == (*four, 0.0, *four[::-1])
+    assert transfers(Run(GPT, Layout(4, 2, 2, schedule="zb_v"), 2048, NODE)) == (
+        *four,
+        0.0,
+        *four[::-1],
+    )
     assert predicted(Layout(4, 2, 2)).costs.latency == four
 
 
@@ -281,18 +337,27 @@ def test_collectives_take_a_message_after_another():
     layout = Layout(dp_shard=4, dp_replicate=4)
     stages = layout.stages(GPT, 0)
     n_groups = GPT.n_layers + 1
-    of_slow, of_node = (data_parallel_times(Run(GPT, layout, 2048, each), stages) for each in (slow, NODE))
+    of_slow, of_node = (
+        data_parallel_times(Run(GPT, layout, 2048, each), stages) for each in (slow, NODE)
+    )
     gathered, reduced = (a - b for a, b in zip(of_slow, of_node, strict=True))
     assert gathered == pytest.approx(3 * n_groups, rel=1e-4)
     assert reduced == pytest.approx((3 + 2 * 3) * n_groups, rel=1e-4)
-    times = [stage_time(Run(GPT, Layout(tp=8, dp_shard=2), 2048, each), stages[0]) for each in (slow, NODE)]
+    times = [
+        stage_time(Run(GPT, Layout(tp=8, dp_shard=2), 2048, each), stages[0])
+        for each in (slow, NODE)
+    ]
     # Two sums forward and two backward, of two halves each.
     assert times[0].tensor - times[1].tensor == pytest.approx(8 * 7 * GPT.n_layers, rel=1e-4)
 
 
 def test_products_that_cast_their_weights_take_time_and_memory_for_it():
     alone, shared = Layout(pp=8, tp=2), Layout(pp=4, tp=2, dp_shard=2)
-    assert [each.casts_weights for each in (alone, shared, alone.with_(precision="bfloat16"))] == [True, False, False]
+    assert [each.casts_weights for each in (alone, shared, alone.with_(precision="bfloat16"))] == [
+        True,
+        False,
+        False,
+    ]
     stage = alone.stages_of_all(GPT)[1]
     runs = [Run(GPT, alone.with_(precision=each), 2048, NODE) for each in ("mixed", "bfloat16")]
     times = [stage_time(run, stage) for run in runs]
@@ -301,14 +366,16 @@ def test_products_that_cast_their_weights_take_time_and_memory_for_it():
     summed = (times[0].tensor - times[1].tensor) / 2
     assert times[0].forward - times[1].forward == pytest.approx(cast)
     assert times[0].weight_grad - times[1].weight_grad == pytest.approx(cast)
-    assert summed > 0  # backward's sums over tensor-parallel ranks are of gradients that nobody has cast
+    # backward's sums over tensor-parallel ranks are of gradients that nobody has cast
+    assert summed > 0
     copies = [kept_by_stage(run, stage) for run in runs]
     assert copies[0] - copies[1] > 2 * matrices
 
 
 def test_wider_elements_are_slower_products():
     mixed, wide, wider = (
-        predicted(Layout(dp_shard=16, precision=p)).parts["compute"] for p in ("mixed", "float32", "float64")
+        predicted(Layout(dp_shard=16, precision=p)).parts["compute"]
+        for p in ("mixed", "float32", "float64")
     )
     assert mixed < wide < wider
     measured = replace(gpu_named("A100"), peak_32=None)
@@ -325,7 +392,9 @@ def test_a_head_that_tensor_parallelism_cannot_cut_is_whole_on_every_rank():
 
 @pytest.mark.long
 def test_the_constants_are_those_of_the_megatron_table_and_predict_its_rows():
-    calibration = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "plan_calibration.py"))
+    calibration = runpy.run_path(
+        str(Path(__file__).parents[2] / "benchmarks" / "plan_calibration.py")
+    )
     fit, linear = calibration["fitted"](calibration["TABLE"], Constants())
     assert (fit.matmul_efficiency, fit.memory_passes) == pytest.approx(
         (Constants().matmul_efficiency, Constants().memory_passes), rel=2e-3
@@ -352,14 +421,17 @@ def test_a_rank_with_the_head_makes_the_others_wait_and_is_no_bubble():
     busy, less = [float(each) for each in piped.timeline.busy], piped.step_s - best.step_s
     assert seconds == pytest.approx(max(busy) - sum(busy) / 2)
     assert seconds == pytest.approx(less, rel=0.25)
-    assert words == (
-        f"uneven stages (pipeline rank 1, with the head, is busy for {busy[1]:.3g} s, rank 0 for {busy[0]:.3g} s, "
-        f"a rank on average for {sum(busy) / 2:.3g} s)"
+    assert (
+        words
+        == f"uneven stages (pipeline rank 1, with the head, is busy for {busy[1]:.3g} s, rank 0 for"
+        f" {busy[0]:.3g} s, a rank on average for {sum(busy) / 2:.3g} s)"
     )
 
 
 def layers_to_share(n_layers):
-    return predict(replace(GPT, n_layers=n_layers, vocab_size=8), Layout(pp=2, tp=8), NODE, 64, 2048)
+    return predict(
+        replace(GPT, n_layers=n_layers, vocab_size=8), Layout(pp=2, tp=8), NODE, 64, 2048
+    )
 
 
 def test_more_layers_on_a_rank_are_named():
@@ -406,7 +478,8 @@ def test_a_last_line_says_what_is_against_a_pipeline_and_what_would_change_that(
     for seconds, words in causes(best, piped):
         assert f"{abs(seconds):.3g} s {'more ' * (seconds < 0)}of {words.split('data')[0]}" in last
     assert last.endswith(
-        "A pipeline would be fastest with 2 times the nodes or with 1/2 of the bandwidth between nodes."
+        "A pipeline would be fastest with 2 times the nodes or with 1/2 of the bandwidth between"
+        " nodes."
     )
     slower = replace(cluster_of("2x1xA100"), inter_bandwidth=12.5e9)
     for cluster in (cluster_of("4x1xA100"), slower):
@@ -420,9 +493,18 @@ def test_a_last_line_says_what_is_against_a_pipeline_and_what_would_change_that(
             ("gpt-39b", "11x1xA100", 11, 2048),
             ["none fits", "GB of the 73.6", "GB less, mainly", "of optimizer", "2 times the nodes"],
         ),
-        (("gpt2", "29x1xA100", 58, 1024), ["from 2 to n_layers=12 divides n_gpus=29", "2 times the nodes"]),
-        (("mixtral-8x7b", "1x8xH200", 64, 2048, "--ep=8"), ["divide global_batch=64, in groups of ep=8."]),
-        (("article", "1x4xlaptop", 16, 512), ["mainly", "uneven stages", "Nor would", "16 times the nodes", "1/16"]),
+        (
+            ("gpt2", "29x1xA100", 58, 1024),
+            ["from 2 to n_layers=12 divides n_gpus=29", "2 times the nodes"],
+        ),
+        (
+            ("mixtral-8x7b", "1x8xH200", 64, 2048, "--ep=8"),
+            ["divide global_batch=64, in groups of ep=8."],
+        ),
+        (
+            ("article", "1x4xlaptop", 16, 512),
+            ["mainly", "uneven stages", "Nor would", "16 times the nodes", "1/16"],
+        ),
     ],
 )
 def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys, asked, words):
@@ -442,7 +524,10 @@ def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys,
         (lambda: cluster_of("8 H100"), ["2048x8xH100"]),
         (lambda: Layout(precision="fp8"), ["fp8", "float"]),
         (lambda: Layout(schedule="pipedream"), ["pipedream", "synchronous"]),
-        (lambda: plan(model_named("gpt-39b"), cluster_of("1x8xA100"), 8, 2048), ["too many", "2 nodes of 8"]),
+        (
+            lambda: plan(model_named("gpt-39b"), cluster_of("1x8xA100"), 8, 2048),
+            ["too many", "2 nodes of 8"],
+        ),
         (
             lambda: plan(GPT, cluster_of("29x1xA100"), 8, 2048),
             ["24 stages", "29 data ranks", "multiple of 29"],
@@ -452,11 +537,17 @@ def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys,
             ["seq_len=2047", "needs tp=8", "pad it to 2048"],
         ),
         (
-            # With one layer and tp=2 only more data ranks take more GPUs, and each wants a sequence.
-            lambda: plan(replace(model_named("gpt-1t"), n_layers=1), cluster_of("1x2xA100"), 1, 2048),
+            # With one layer and tp=2 only more data ranks take more GPUs, and each wants a
+            # sequence.
+            lambda: plan(
+                replace(model_named("gpt-1t"), n_layers=1), cluster_of("1x2xA100"), 1, 2048
+            ),
             ["too many", "take 2 nodes of 2 and global_batch=2"],
         ),
-        (lambda: plan(model_named("gpt-1t"), cluster_of("32x8xH100"), 1, 2048), ["too many", "take 43 nodes of 8"]),
+        (
+            lambda: plan(model_named("gpt-1t"), cluster_of("32x8xH100"), 1, 2048),
+            ["too many", "take 43 nodes of 8"],
+        ),
         (
             lambda: plan(replace(GPT, max_seq_len=10**7), cluster_of("1x1xA100"), 1, 10**7),
             ["no larger cluster helps", "shorten the sequences"],
@@ -466,7 +557,10 @@ def test_a_last_line_says_why_a_pipeline_is_impossible_or_never_the_best(capsys,
             ["seq_len=2048", "max_seq_len=1024"],
         ),
         (lambda: plan(model_named("gpt2"), NODE, 64, 2048), ["seq_len=2048", "max_seq_len=1024"]),
-        (lambda: predict(GPT, Layout(tp=8, dp_shard=2), NODE, 64, 2046), ["seq_len=2046", "tp=8", "2048"]),
+        (
+            lambda: predict(GPT, Layout(tp=8, dp_shard=2), NODE, 64, 2046),
+            ["seq_len=2046", "tp=8", "2048"],
+        ),
         (lambda: Layout(2, schedule="dualpipe"), ["dualpipe", "two ranks", "dualpipe_v"]),
     ],
 )

@@ -45,7 +45,10 @@ class Where:
     def text(self, schedule: Schedule) -> str:
         action = self.parsed
         rank = schedule.rank_of(action.stage, action.microbatch)
-        return f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}, action {self.action}: "
+        return (
+            f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}, action"
+            f" {self.action}: "
+        )
 
 
 class Tripwire(torch.autograd.Function):
@@ -127,8 +130,9 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Caught:
-    """How a rank's steps ended: those that went well, the class of the exception and of its cause, and a
-    StepFailed's rank, stage, microbatch, action and began_elsewhere; ``seconds`` are those of the last step.
+    """How a rank's steps ended: those that went well, the class of the exception and of its cause,
+    and a StepFailed's rank, stage, microbatch, action and began_elsewhere; ``seconds`` are those of
+    the last step.
     """
 
     steps: int
@@ -151,17 +155,29 @@ def caught(pipeline: Pipeline, steps: int, inputs: Any, targets: Any, **options:
             fields: tuple[Any, ...] = ()
             origin = ""
             if isinstance(error, StepFailed):
-                fields = error.rank, error.stage, error.microbatch, str(error.action), error.began_elsewhere
+                fields = (
+                    error.rank,
+                    error.stage,
+                    error.microbatch,
+                    str(error.action),
+                    error.began_elsewhere,
+                )
                 origin = str(error).rpartition("\n")[0] if error.began_elsewhere else str(error)
             return Caught(step, type(error).__name__, str(error), origin, took, cause, fields)
     return Caught(steps)
 
 
 def going_wrong(
-    rank: int, schedule: Schedule, wheres: Sequence[Where], then: Callable[[], None], options: Mapping[str, Any]
+    rank: int,
+    schedule: Schedule,
+    wheres: Sequence[Where],
+    then: Callable[[], None],
+    options: Mapping[str, Any],
 ) -> Caught:
     modules = {stage: fragile(stage, wheres, then) for stage in stages_of(rank, schedule)}
-    pipeline = Pipeline(schedule, modules, F.mse_loss, **{"timeout_s": 20, **updating(schedule, modules), **options})
+    pipeline = Pipeline(
+        schedule, modules, F.mse_loss, **{"timeout_s": 20, **updating(schedule, modules), **options}
+    )
     return caught(pipeline, 3, *for_rank(rank, schedule, *batch()))
 
 
@@ -169,14 +185,18 @@ def updating(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, 
     """The options of stages that update their own weights."""
     if all(part.kind != "U" for part in schedule.parts):
         return {}
-    optimizers = {stage: torch.optim.SGD(module.parameters(), lr=0.01) for stage, module in modules.items()}
+    optimizers = {
+        stage: torch.optim.SGD(module.parameters(), lr=0.01) for stage, module in modules.items()
+    }
     return {"optimizers": optimizers, "versions": "stash"}
 
 
 def run(
     schedule: Schedule, wheres: Sequence[Where], then: Callable[[], None] = trouble, **options: Any
 ) -> list[Caught]:
-    return on_ranks(schedule.n_ranks, going_wrong, schedule, wheres, then, options, timeout_s=LIMIT_S)
+    return on_ranks(
+        schedule.n_ranks, going_wrong, schedule, wheres, then, options, timeout_s=LIMIT_S
+    )
 
 
 def assert_all_say(found: Sequence[Caught], schedule: Schedule, where: Where, what: str) -> None:
@@ -188,7 +208,13 @@ def assert_all_say(found: Sequence[Caught], schedule: Schedule, where: Where, wh
         assert one.steps == where.step
         assert one.origin == origin, f"rank {rank}"
         assert one.text.startswith(origin)
-        assert one.fields == (guilty, where.parsed.stage, where.parsed.microbatch, where.action, rank != guilty)
+        assert one.fields == (
+            guilty,
+            where.parsed.stage,
+            where.parsed.microbatch,
+            where.action,
+            rank != guilty,
+        )
         if rank == guilty:
             assert one.text == origin
             assert one.cause is not None

@@ -14,7 +14,8 @@ Rows = list[list[Action | Overlap]]
 def random_schedule(seed: int) -> Schedule:
     """A legal schedule of up to 4 ranks, 8 stages and 6 microbatches; the same for the same seed.
 
-    Each rank's actions are those of one order of all actions in which each comes after what it needs.
+    Each rank's actions are those of one order of all actions in which each comes after what it
+    needs.
     """
     rng = random.Random(seed)
     n_ranks, n_stages, n_microbatches = rng.randint(1, 4), rng.randint(1, 8), rng.randint(1, 6)
@@ -25,7 +26,9 @@ def random_schedule(seed: int) -> Schedule:
     return with_rows(schedule, _overlapped(rng, rows, n_stages) if rng.random() < 0.6 else rows)
 
 
-def random_placement(rng: random.Random, n_ranks: int, n_stages: int) -> tuple[tuple[int, ...], ...]:
+def random_placement(
+    rng: random.Random, n_ranks: int, n_stages: int
+) -> tuple[tuple[int, ...], ...]:
     """A loop, a zigzag of V's, or anything, replicas included; ranks may stay without a stage."""
     there_and_back = (*range(n_ranks), *reversed(range(n_ranks)))
     kind = rng.choice(("loop", "v", "random"))
@@ -43,7 +46,8 @@ def _random_order(rng: random.Random, n_stages: int, n_microbatches: int) -> lis
     for forward in tuple(waiting):
         kinds = "IW" if rng.random() < split else "B"
         waiting.extend(replace(forward, kind=kind) for kind in kinds)
-    # Which kind goes first when there is a choice decides between something like GPipe and something like 1F1B.
+    # Which kind goes first when there is a choice decides between something like GPipe and
+    # something like 1F1B.
     eagerness = {kind: rng.choice((0.1, 1.0, 10.0)) for kind in "FBIW"}
     made: set[Product] = set()
     order: list[Action] = []
@@ -164,7 +168,8 @@ def _move(rng: random.Random, legal: Schedule) -> Rows | None:
 def _close_a_circle(rng: random.Random, legal: Schedule) -> Rows | None:
     """The rank of one stage is to do microbatch i before j, that of the next stage j before i.
 
-    Neither can begin its second microbatch, though no rank has an action before another of its own that it needs.
+    Neither can begin its second microbatch, though no rank has an action before another of its own
+    that it needs.
     """
     circles = [
         (stage, i, j)
@@ -202,7 +207,8 @@ def first_ranks(rank: int) -> dict[int, dist.ProcessGroup]:
     """Groups of the first one, two and three of four ranks, by size, as far as this rank is in them."""
     groups: dict[int, dist.ProcessGroup] = {}
     for size in (1, 2, 3):
-        # The others get a group too: torch's names for groups need every rank to be in equally many.
+        # The others get a group too: torch's names for groups need every rank to be in equally
+        # many.
         for members in (range(size), range(size, 4)):
             group = dist.new_group(list(members))
             if rank in members and rank < size:

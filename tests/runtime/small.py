@@ -1,4 +1,5 @@
-"""A model small enough to train hundreds of times, cut into any number of stages, and its training by the runtime.
+"""A model small enough to train hundreds of times, cut into any number of stages, and its training
+by the runtime.
 
 config = model_config(4)
 data = small_batches(config)
@@ -13,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course_pp.model import ModelConfig, PipelineStageModule, build_stage_module, compute_layer_assignment
+from course_pp.model import (
+    ModelConfig,
+    PipelineStageModule,
+    build_stage_module,
+    compute_layer_assignment,
+)
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Action, Overlap, Schedule
 from tests.equality import Trained, batches, train, train_in_one_process
@@ -26,7 +32,14 @@ LayerRanges = Sequence[tuple[int, int]]
 
 def model_config(n_layers: int) -> ModelConfig:
     """A decoder with ``n_layers`` of 1,440 parameters."""
-    sizes = {"dim": 16, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 13, "vocab_size": 23, "max_seq_len": 8}
+    sizes = {
+        "dim": 16,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "ffn_dim": 13,
+        "vocab_size": 23,
+        "max_seq_len": 8,
+    }
     return ModelConfig(n_layers=n_layers, **sizes)
 
 
@@ -54,7 +67,8 @@ def small_batches(config: ModelConfig, steps: int = STEPS, batch: int = BATCH) -
 
 
 def watch_the_node(parameter: Tensor, tell: Callable[..., None]) -> Any:
-    """Call ``tell`` whenever the gradient of ``parameter`` is added to, as those do who gather gradients in buckets.
+    """Call ``tell`` whenever the gradient of ``parameter`` is added to, as those do who gather
+    gradients in buckets.
 
     Keep what is returned as long as it is to be heard.
     """
@@ -75,7 +89,8 @@ def stage_modules(
     torch.manual_seed(0)
     n_stages = schedule.n_stages
     return {
-        stage: build_stage_module(config, stage, n_stages, layer_ranges).double() for stage in stages_of(rank, schedule)
+        stage: build_stage_module(config, stage, n_stages, layer_ranges).double()
+        for stage in stages_of(rank, schedule)
     }
 
 
@@ -99,7 +114,11 @@ def run(
     """
     modules = stage_modules(rank, schedule, config, layer_ranges)
     pipeline = Pipeline(schedule, modules, loss_fn, timeout_s=20, **options)
-    return train(modules.values(), len(data), lambda i: take_step(pipeline, *for_rank(rank, schedule, *data[i])))
+    return train(
+        modules.values(),
+        len(data),
+        lambda i: take_step(pipeline, *for_rank(rank, schedule, *data[i])),
+    )
 
 
 def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[Any, Any]:
@@ -109,8 +128,8 @@ def for_rank(rank: int, schedule: Schedule, inputs: Any, targets: Any) -> tuple[
 
 
 def take_step(pipeline: Pipeline, inputs: Any, target: Any, **options: Any) -> Tensor:
-    """A step with what this rank has of a batch, None if nothing: a tuple gives several arguments of the first stage,
-    a list ready-made microbatches.
+    """A step with what this rank has of a batch, None if nothing: a tuple gives several arguments
+    of the first stage, a list ready-made microbatches.
     """
     if isinstance(target, list):
         options["target_mbs"] = target
@@ -130,7 +149,10 @@ def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss)
 def parse(*rows: str, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
     """A schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
     read = tuple(
-        tuple(Overlap.parse(text) if text.startswith("(") else Action.parse(text) for text in row.split())
+        tuple(
+            Overlap.parse(text) if text.startswith("(") else Action.parse(text)
+            for text in row.split()
+        )
         for row in rows
     )
     places = [(rank,) for rank in range(len(rows))] if placement is None else placement

@@ -88,7 +88,13 @@ def run_steps(
     """What each step leaves on each rank; ``options`` are those of the pipeline."""
     with no_process_left():
         return on_ranks(
-            schedule.n_ranks, partial(stepped, **options), schedule, make_stages, steps, loss_fn, timeout_s=30.0
+            schedule.n_ranks,
+            partial(stepped, **options),
+            schedule,
+            make_stages,
+            steps,
+            loss_fn,
+            timeout_s=30.0,
         )
 
 
@@ -127,7 +133,10 @@ def in_one_process(
     done = []
     for step in steps:
         _begin(step, stages)
-        inputs, targets = microbatches("inputs", step.inputs, n), microbatches("targets", step.targets, n)
+        inputs, targets = (
+            microbatches("inputs", step.inputs, n),
+            microbatches("targets", step.targets, n),
+        )
         weights = _weights(loss_fn, targets)
         losses = []
         with step.around():
@@ -184,12 +193,18 @@ def assert_equal_steps(
             losses, others = torch.tensor([step.losses, expected.losses], dtype=torch.float64)
             _assert_close(losses, others, tolerance, f"{where}: losses")
             for name, gradient in step.gradients.items():
-                _assert_close(gradient, expected.gradients[name], tolerance, f"{where}: gradient of {name}")
+                _assert_close(
+                    gradient, expected.gradients[name], tolerance, f"{where}: gradient of {name}"
+                )
                 seen.add(name)
-        assert seen == set(expected.gradients), f"step {number}: held by no rank: {set(expected.gradients) - seen}"
+        assert seen == set(expected.gradients), (
+            f"step {number}: held by no rank: {set(expected.gradients) - seen}"
+        )
 
 
-def _assert_close(value: Tensor | None, expected: Tensor | None, tolerance: float, what: str) -> None:
+def _assert_close(
+    value: Tensor | None, expected: Tensor | None, tolerance: float, what: str
+) -> None:
     assert (value is None) == (expected is None), f"{what} is {value}, expected {expected}"
     if value is None or expected is None:
         return

@@ -1,4 +1,5 @@
-"""PipeDream on real ranks equals delayed gradients in one process, written without a pipeline, a schedule or autograd.
+"""PipeDream on real ranks equals delayed gradients in one process, written without a pipeline, a
+schedule or autograd.
 
 Stage s of p works on microbatch i with the weights after so many updates:
 
@@ -48,7 +49,13 @@ class Job:
 
     @property
     def schedule(self) -> Schedule:
-        return build("pipedream", sum(self.shares), self.n_microbatches, replicas=self.shares, group=self.group)
+        return build(
+            "pipedream",
+            sum(self.shares),
+            self.n_microbatches,
+            replicas=self.shares,
+            group=self.group,
+        )
 
     def updated_by(self, stage: int) -> int:
         """How many microbatches an update of ``stage`` takes."""
@@ -62,11 +69,15 @@ def make_stage(stage: int) -> nn.Sequential:
 
 def data(job: Job) -> tuple[Tensor, Tensor]:
     seeded = torch.Generator().manual_seed(7)
-    inputs, targets = torch.randn(2, job.n_microbatches * ROWS, WIDTH, dtype=torch.float64, generator=seeded)
+    inputs, targets = torch.randn(
+        2, job.n_microbatches * ROWS, WIDTH, dtype=torch.float64, generator=seeded
+    )
     return inputs, targets
 
 
-def trained(rank: int, jobs: Sequence[Job]) -> list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]:
+def trained(
+    rank: int, jobs: Sequence[Job]
+) -> list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]:
     return [train(rank, job) for job in jobs]
 
 
@@ -78,7 +89,9 @@ def train(rank: int, job: Job) -> tuple[dict[int, Parameters], tuple[float, ...]
 
 
 def pipeline_of(job: Job, modules: Mapping[int, nn.Module], **options: Any) -> Pipeline:
-    optimizers = {stage: OPTIMIZERS[job.optimizer](module.parameters()) for stage, module in modules.items()}
+    optimizers = {
+        stage: OPTIMIZERS[job.optimizer](module.parameters()) for stage, module in modules.items()
+    }
     options = {"optimizers": optimizers, "versions": job.versions, "timeout_s": 20, **options}
     return Pipeline(job.schedule, modules, F.mse_loss, **options)
 
@@ -98,7 +111,12 @@ def forward(w: Parameters, x: Tensor) -> tuple[Tensor, Tensor]:
 def backward(w: Parameters, x: Tensor, a: Tensor, dy: Tensor) -> tuple[Tensor, Parameters]:
     """The gradient of the input, and those of the weights, by the chain rule with weights ``w``."""
     dh = dy @ w["2.weight"] * (1 - a * a)
-    gradients = {"0.weight": dh.T @ x, "0.bias": dh.sum(0), "2.weight": dy.T @ a, "2.bias": dy.sum(0)}
+    gradients = {
+        "0.weight": dh.T @ x,
+        "0.bias": dh.sum(0),
+        "2.weight": dy.T @ a,
+        "2.bias": dy.sum(0),
+    }
     return dh @ w["0.weight"], gradients
 
 
@@ -133,7 +151,9 @@ def delayed(job: Job) -> tuple[dict[int, Parameters], list[float]]:
         losses.append(((x - target) ** 2).mean().item())
         dy = 2 * (x - target) / x.numel()
         for stage in reversed(range(n_stages)):
-            dy, gradients = backward(history[stage][versions_of(job, stage, i)[1]], *kept[stage], dy)
+            dy, gradients = backward(
+                history[stage][versions_of(job, stage, i)[1]], *kept[stage], dy
+            )
             waiting[stage].append(gradients)
             if len(waiting[stage]) == job.updated_by(stage):
                 for name, parameter in stages[stage].named_parameters():
@@ -162,14 +182,19 @@ def jobs_with(layouts: Layouts) -> list[Job]:
     """Every rule with each layout and its optimizer, each for as many updates; versions part from the second on."""
     jobs, updates = [], 8 if layouts is FEW else 50
     for shares, optimizer in layouts:
-        jobs += [Job(versions, optimizer, shares, updates * max(shares)) for versions in ("stash", "vertical", "none")]
+        jobs += [
+            Job(versions, optimizer, shares, updates * max(shares))
+            for versions in ("stash", "vertical", "none")
+        ]
         group = 6 if max(shares) > 1 else len(shares)
         jobs.append(Job("2bw", optimizer, shares, updates * group, group))
     return jobs
 
 
 @cache
-def all_trained(layouts: Layouts) -> list[list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]]:
+def all_trained(
+    layouts: Layouts,
+) -> list[list[tuple[dict[int, Parameters], tuple[float, ...], Ledger]]]:
     return on_ranks(sum(layouts[0][0]), trained, jobs_with(layouts), timeout_s=300)
 
 
@@ -248,13 +273,21 @@ def paced(rank: int, job: Job, cluster: EmulatedCluster) -> EmulatedTimeline:
 
 def pace(timeline: Timeline) -> float:
     """Seconds a microbatch between the updates of the first rank behind microbatches 0 and 6."""
-    ends = {part.microbatch: span.end for span in timeline.by_rank[0] for part in span.action.parts if part.kind == "U"}
+    ends = {
+        part.microbatch: span.end
+        for span in timeline.by_rank[0]
+        for part in span.action.parts
+        if part.kind == "U"
+    }
     return float(ends[6] - ends[0]) / 6
 
 
 @pytest.mark.parametrize("shares", [(2,), (2, 1, 1)])
 def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> None:
-    job, latency = Job("stash", "sgd", shares, 8), tuple(0.002 * stage for stage in range(1, len(shares)))
+    job, latency = (
+        Job("stash", "sgd", shares, 8),
+        tuple(0.002 * stage for stage in range(1, len(shares))),
+    )
     cluster = EmulatedCluster(Costs(0.01, 0.01, 0.01, update=0.005, latency=latency))
     found = on_ranks(sum(shares), paced, job, cluster, timeout_s=60)[0]
     overrun = sum(each.seconds for each in found.overruns)
@@ -263,7 +296,11 @@ def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> N
 
 def test_stage_s_keeps_p_minus_s_versions_with_stashing_and_two_with_2bw() -> None:
     p, size = 3, sum(parameter.nbytes for parameter in make_stage(0).parameters())
-    jobs = [Job("stash", "sgd", (1,) * p, 9), Job("2bw", "sgd", (1,) * p, 9, p), Job("none", "sgd", (1,) * p, 9)]
+    jobs = [
+        Job("stash", "sgd", (1,) * p, 9),
+        Job("2bw", "sgd", (1,) * p, 9, p),
+        Job("none", "sgd", (1,) * p, 9),
+    ]
     for stage, (stashed, buffered, mixed) in enumerate(on_ranks(p, kept, jobs, timeout_s=60)):
         assert stashed == (p - stage - 1) * size
         assert buffered == size
@@ -296,20 +333,35 @@ BAD: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (lambda rank: {"schedule": build("1f1b", 2, 4)}, "versions='stash' with .*flushes"),
     (lambda rank: {"versions": None}, r"updates weights within the step \(U\): pass optimizers="),
     (lambda rank: {"versions": "vertical" if rank else "stash"}, "versions"),
-    (lambda rank: {"optimizers": {}} if rank else {}, r"optimizers for stages \[\], but stages \[1\] are trained"),
     (
-        lambda rank: {"make": lambda m: {"optimizers": {rank: torch.optim.SGD([m[0].weight], lr=0.1)}}},
+        lambda rank: {"optimizers": {}} if rank else {},
+        r"optimizers for stages \[\], but stages \[1\] are trained",
+    ),
+    (
+        lambda rank: {
+            "make": lambda m: {"optimizers": {rank: torch.optim.SGD([m[0].weight], lr=0.1)}}
+        },
         "parameter '0.bias' of stage 0 is in no optimizer",
     ),
     (
-        lambda rank: {"make": lambda m: {"optimizers": {rank: torch.optim.SGD([*m.parameters(), stranger()], lr=0.1)}}},
+        lambda rank: {
+            "make": lambda m: {
+                "optimizers": {rank: torch.optim.SGD([*m.parameters(), stranger()], lr=0.1)}
+            }
+        },
         "holds a parameter that is not stage 0's",
     ),
     (lambda rank: {"tied": [{0: "0.weight", 1: "0.weight"}]}, "each end would update by itself"),
     (lambda rank: {"versions": "none", "recompute": True}, "recompute=True with versions='none'"),
     (
-        lambda rank: {"schedule": build("pipedream", 2, 5, replicas=(2,)), "stages": {0: make_stage(0)}},
-        r"the 2 replicas of stage 0 update \[3, 2\] times.*give a number of microbatches that 2 divides",
+        lambda rank: {
+            "schedule": build("pipedream", 2, 5, replicas=(2,)),
+            "stages": {0: make_stage(0)},
+        },
+        (
+            r"the 2 replicas of stage 0 update \[3, 2\] times.*give a number of microbatches that 2"
+            r" divides"
+        ),
     ),
 ]
 
@@ -328,14 +380,19 @@ def test_what_cannot_update_by_itself_is_refused_on_every_rank(subtests: pytest.
 
 def diverging(rank: int) -> str:
     module = make_stage(rank)
-    pipeline = pipeline_of(PLAIN, {rank: module}, optimizers={rank: torch.optim.SGD(module.parameters(), lr=1e200)})
+    pipeline = pipeline_of(
+        PLAIN, {rank: module}, optimizers={rank: torch.optim.SGD(module.parameters(), lr=1e200)}
+    )
     with pytest.raises(StepFailed) as caught:
         step(rank, PLAIN, pipeline)
     return str(caught.value)
 
 
 def test_weights_that_diverge_are_named_with_update_and_stage() -> None:
-    words = r"the loss of microbatch \d is (inf|nan), after update \d of stage 1: lower the learning rate"
+    words = (
+        r"the loss of microbatch \d is (inf|nan), after update \d of stage 1: lower the learning"
+        r" rate"
+    )
     for told in on_ranks(2, diverging, timeout_s=60):
         assert re.search(words, told), told
 
@@ -356,9 +413,14 @@ def overflowing(rank: int) -> tuple[str, bool]:
     return str(caught.value), all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def test_a_gradient_that_overflows_is_named_with_update_and_stage_and_does_not_enter_the_weights() -> None:
+def test_a_gradient_that_overflows_is_named_with_update_and_stage_and_does_not_enter_the_weights() -> (
+    None
+):
     for told, finite in on_ranks(2, overflowing, timeout_s=60):
-        assert "action 0U0: ArithmeticError: the gradient of '0.weight' in update 0 of stage 0 is not finite" in told
+        assert (
+            "action 0U0: ArithmeticError: the gradient of '0.weight' in update 0 of stage 0 is not"
+            " finite" in told
+        )
         assert finite
 
 
@@ -380,7 +442,11 @@ def test_a_gradient_that_overflows_is_named_with_update_and_stage_and_does_not_e
             "2bw",
             "microbatch 1 is in update 0 of stage 0, but in 1 of stage 1",
         ),
-        (build("1f1b", 2, 4), "stash", "no update of stage 0 on rank 0 takes the gradient of microbatch 0"),
+        (
+            build("1f1b", 2, 4),
+            "stash",
+            "no update of stage 0 on rank 0 takes the gradient of microbatch 0",
+        ),
     ],
 )
 def test_a_schedule_without_the_versions_it_needs_is_refused(

@@ -35,12 +35,16 @@ each_size = pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def layers(n, seed=0):
     """The whole model in float64: n layers, each with its own weights."""
     torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n))).double()
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(n))
+    ).double()
 
 
 def data(seed=1):
     """A batch of inputs and targets, each (BATCH, WIDTH)."""
-    return torch.randn(2, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(
+        2, BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def squared_error(output, target):
@@ -54,14 +58,16 @@ def link_for(m, group=None):
 def step_by_hand(name, stage, m, link=None, batch=None):
     """One step on this rank with m equal microbatches; the mean loss, or None where it is not known."""
     inputs, targets = data() if batch is None else batch
-    losses = STEPS[name](stage, inputs.chunk(m), targets.chunk(m), squared_error, link or link_for(m))
+    losses = STEPS[name](
+        stage, inputs.chunk(m), targets.chunk(m), squared_error, link or link_for(m)
+    )
     return torch.stack(losses).mean().item() if losses else None
 
 
 def in_one_process(n_layers, *batches):
     """Loss of each batch in one piece through the whole model, and the sum of their gradients."""
     model = layers(n_layers)
-    losses = [squared_error(model(inputs), targets) for inputs, targets in (batches or [data()])]
+    losses = [squared_error(model(inputs), targets) for inputs, targets in batches or [data()]]
     torch.stack(losses).sum().backward()
     return [loss.item() for loss in losses], snapshot_gradients([model])
 
@@ -74,7 +80,9 @@ def assert_equal(ranks, expected_loss, expected):
     assert held == Counter(expected.keys())
     for _, gradients in ranks:
         for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[key], rtol=0, atol=GRADIENT_TOLERANCE, msg=key)
+            torch.testing.assert_close(
+                gradient, expected[key], rtol=0, atol=GRADIENT_TOLERANCE, msg=key
+            )
 
 
 def every_case_on_rank(rank, pp):
@@ -292,7 +300,9 @@ def test_layers_go_to_stages_as_in_the_rest_of_the_course(n_layers):
         assert [(r.start, r.stop) for r in ranges] == compute_layer_assignment(n_layers, n_stages)
 
 
-@pytest.mark.parametrize("as_given", [nn.Sequential, lambda *each: list(each), lambda *each: nn.ModuleList(each)])
+@pytest.mark.parametrize(
+    "as_given", [nn.Sequential, lambda *each: list(each), lambda *each: nn.ModuleList(each)]
+)
 def test_a_part_holds_the_whole_models_layers_under_their_names(as_given):
     shared = nn.Tanh()
     each = [nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, nn.Linear(2, 2)]
@@ -310,7 +320,10 @@ def test_a_part_holds_the_whole_models_layers_under_their_names(as_given):
         ((4, 0, 0), "0 stages: a pipeline needs at least 1"),
         (
             (4, 5, 0),
-            "5 stages need at least 5 layers, and this model has n_layers=4; use at most 4 stages, or a deeper model",
+            (
+                "5 stages need at least 5 layers, and this model has n_layers=4; use at most 4"
+                " stages, or a deeper model"
+            ),
         ),
         ((1, 2, 0), "use at most 1 stage, or"),
         ((4, 2, 2), "stage 2 must lie between 0 and 1, the last of 2 stages"),
@@ -326,20 +339,31 @@ def test_a_split_that_cannot_be_is_refused(sizes, message):
 
 @pytest.mark.parametrize(
     ("n_inputs", "n_targets", "message"),
-    [(0, 0, "0 microbatches: a step needs at least 1"), (3, 2, "3 microbatches and 2 targets: give one target a")],
+    [
+        (0, 0, "0 microbatches: a step needs at least 1"),
+        (3, 2, "3 microbatches and 2 targets: give one target a"),
+    ],
 )
 @each_step
-def test_microbatches_and_targets_that_do_not_pair_up_are_refused(name, n_inputs, n_targets, message):
+def test_microbatches_and_targets_that_do_not_pair_up_are_refused(
+    name, n_inputs, n_targets, message
+):
     batch = torch.zeros(1, WIDTH)
     with pytest.raises(ValueError, match=message):
-        STEPS[name](nn.Identity(), [batch] * n_inputs, [batch] * n_targets, squared_error, Link((1, WIDTH)))
+        STEPS[name](
+            nn.Identity(), [batch] * n_inputs, [batch] * n_targets, squared_error, Link((1, WIDTH))
+        )
 
 
 @each_step
 def test_a_loss_that_is_not_one_number_is_refused(name):
     batch = [torch.zeros(3, WIDTH)]
-    with pytest.raises(ValueError, match=r"loss_fn gave shape \(3, 6\): return one number a microbatch"):
-        STEPS[name](nn.Linear(WIDTH, WIDTH), batch, batch, lambda y, target: y - target, Link((3, WIDTH)))
+    with pytest.raises(
+        ValueError, match=r"loss_fn gave shape \(3, 6\): return one number a microbatch"
+    ):
+        STEPS[name](
+            nn.Linear(WIDTH, WIDTH), batch, batch, lambda y, target: y - target, Link((3, WIDTH))
+        )
 
 
 def refusal_on_rank(rank, name, link):
@@ -354,7 +378,10 @@ def refusal_on_rank(rank, name, link):
 @pytest.mark.parametrize(
     ("link", "declared"),
     [
-        (Link((BATCH // 4, WIDTH + 1), torch.float64), "the link declares torch.float64 of shape (10, 7)"),
+        (
+            Link((BATCH // 4, WIDTH + 1), torch.float64),
+            "the link declares torch.float64 of shape (10, 7)",
+        ),
         (Link((BATCH // 4, WIDTH)), "the link declares torch.float32 of shape (10, 6)"),
     ],
     ids=["shape", "dtype"],
@@ -382,7 +409,9 @@ def deaf_on_rank(rank, name):
 
 @each_step
 def test_a_stage_that_ignores_its_input_is_named(name):
-    with pytest.raises(RuntimeError, match="stage 1 has no gradient for rank 0: its output does not depend on"):
+    with pytest.raises(
+        RuntimeError, match="stage 1 has no gradient for rank 0: its output does not depend on"
+    ):
         on_ranks(2, deaf_on_rank, name, timeout_s=20)
 
 

@@ -35,7 +35,9 @@ def align_planted(rank: int, hosts: list[str], ahead: list[int], slow_there: flo
         return align(clock=partial(clock_ahead, ahead[rank]), host=hosts[rank])
 
 
-@pytest.mark.parametrize("slow_there", [0, 0.002], ids=["as quick there as back", "slower there than back"])
+@pytest.mark.parametrize(
+    "slow_there", [0, 0.002], ids=["as quick there as back", "slower there than back"]
+)
 def test_the_clocks_of_other_hosts_are_found_within_the_reported_error(slow_there: float) -> None:
     hosts, ahead = ["a", "b", "a", "c"], [0, 3 * SECOND, 0, -5 * SECOND]
     alignments = on_ranks(4, align_planted, hosts, ahead, slow_there, timeout_s=60.0)
@@ -47,7 +49,9 @@ def test_the_clocks_of_other_hosts_are_found_within_the_reported_error(slow_ther
 
 
 def test_the_ranks_of_another_host_share_one_measurement() -> None:
-    first, *others = on_ranks(3, align_planted, ["a", "b", "b"], [0, SECOND, SECOND], 0, timeout_s=60.0)
+    first, *others = on_ranks(
+        3, align_planted, ["a", "b", "b"], [0, SECOND, SECOND], 0, timeout_s=60.0
+    )
     assert first == Alignment(0, 0)
     assert others[0] == others[1]
     assert others[0].error_ns > 0
@@ -97,7 +101,9 @@ def record_on_two_hosts(rank: int, ahead: int) -> tuple[Timeline, tuple[RankMemo
     clock = partial(clock_ahead, ahead * rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostClock, "mark", staticmethod(clock))
-        patch.setattr("course_pp.runtime.recorder.align", partial(align, clock=clock, host=str(rank)))
+        patch.setattr(
+            "course_pp.runtime.recorder.align", partial(align, clock=clock, host=str(rank))
+        )
         recorder = Recorder(memory=True)
         for microbatch in range(3):
             pass_on(recorder, rank, microbatch)
@@ -110,7 +116,12 @@ def test_the_timeline_of_two_hosts_is_in_order_within_the_reported_error(ahead: 
     (tl, memories, error), other = on_ranks(2, record_on_two_hosts, ahead, timeout_s=60.0)
     assert other == (tl, memories, error)
     assert 0 < error < 0.5
-    spans = [span for microbatch in range(3) for span in tl.spans if span.action.parts[0].microbatch == microbatch]
+    spans = [
+        span
+        for microbatch in range(3)
+        for span in tl.spans
+        if span.action.parts[0].microbatch == microbatch
+    ]
     assert [span.rank for span in spans] == [0, 1] * 3
     for before, after in pairwise(spans):
         assert after.start >= before.end - error
@@ -182,7 +193,11 @@ def test_marks_of_a_device_are_times_of_the_host() -> None:
     cuda.now += 50
     third = clock.mark()
     assert cuda.n_waits == 0
-    assert clock.nanoseconds([third, first, second]) == [1_050_000_000, 1_000_000_000, 1_020_000_000]
+    assert clock.nanoseconds([third, first, second]) == [
+        1_050_000_000,
+        1_000_000_000,
+        1_020_000_000,
+    ]
     assert clock.nanoseconds([]) == []
 
 
@@ -191,7 +206,8 @@ def test_on_a_device_spans_last_as_long_as_the_kernels_and_recording_waits_for_n
 ) -> None:
     cuda = FakeCuda(now=500)
     monkeypatch.setattr(
-        "course_pp.runtime.recorder.clock_of", lambda device: DeviceClock(torch.device("cuda"), cuda, cuda.host)
+        "course_pp.runtime.recorder.clock_of",
+        lambda device: DeviceClock(torch.device("cuda"), cuda, cuda.host),
     )
     recorder = Recorder("cuda")
     for microbatch, duration in enumerate((5, 7)):  # launched at once, done one after the other

@@ -55,7 +55,11 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.inner, self.last, self.reentrant = inner or layers(), nn.Linear(WIDTH, WIDTH), reentrant
+        self.inner, self.last, self.reentrant = (
+            inner or layers(),
+            nn.Linear(WIDTH, WIDTH),
+            reentrant,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
@@ -88,13 +92,16 @@ class Offloaded(nn.Module):
 
 
 class Packed(nn.Module):
-    """Two grouped products, the second group without rows; ``width`` 8 goes through torch's kernel in float32.
+    """Two grouped products, the second group without rows; ``width`` 8 goes through torch's kernel
+    in float32.
 
     Args:
         take: what it multiplies with, of a parameter.
     """
 
-    def __init__(self, width: int, take: Callable[[Tensor], Tensor] = lambda parameter: parameter) -> None:
+    def __init__(
+        self, width: int, take: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    ) -> None:
         super().__init__()
         self.take = take
         self.first, self.last = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
@@ -127,7 +134,8 @@ def parametrised() -> nn.Module:
 
 def complex_layers() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(WIDTH, HIDDEN, dtype=torch.complex64), nn.Linear(HIDDEN, WIDTH, dtype=torch.complex64)
+        nn.Linear(WIDTH, HIDDEN, dtype=torch.complex64),
+        nn.Linear(HIDDEN, WIDTH, dtype=torch.complex64),
     )
 
 
@@ -144,8 +152,14 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "packed experts": (lambda: Packed(8), set()),
     "packed experts, one by one": (lambda: Packed(7), set()),
     "packed experts, frozen": (lambda: frozen(Packed(8), "up"), set()),
-    "packed experts, computed": (lambda: Packed(8, lambda parameter: 2 * parameter), {"up", "down"}),
-    "packed experts, a part": (lambda: Packed(8, lambda parameter: part_of(parameter, 2 * parameter)), set()),
+    "packed experts, computed": (
+        lambda: Packed(8, lambda parameter: 2 * parameter),
+        {"up", "down"},
+    ),
+    "packed experts, a part": (
+        lambda: Packed(8, lambda parameter: part_of(parameter, 2 * parameter)),
+        set(),
+    ),
     "a frozen weight": (lambda: frozen(layers(), "0.weight"), {"0.bias"}),
     "a frozen bias": (lambda: frozen(layers(), "0.bias"), set()),
     "a frozen layer": (lambda: frozen(layers(), "0.weight", "0.bias"), set()),
@@ -162,7 +176,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: Checkpointed(True),
         {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"},
     ),
-    "hooks on what is saved": (Offloaded, {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"}),
+    "hooks on what is saved": (
+        Offloaded,
+        {"inner.0.weight", "inner.0.bias", "inner.2.weight", "inner.2.bias"},
+    ),
 }
 SHAPES = {"2-D": (5, WIDTH), "3-D": (2, 3, WIDTH), "4-D": (2, 1, 3, WIDTH), "no rows": (0, WIDTH)}
 
@@ -204,7 +221,9 @@ def ordinarily(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor],
     return output, gradients(module), x.grad
 
 
-def in_two_halves(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor | None, set[str]]:
+def in_two_halves(
+    module: nn.Module, x: Tensor
+) -> tuple[Tensor, dict[str, Tensor], Tensor | None, set[str]]:
     """The same, and which parameters have their gradient between ``I`` and ``W``."""
     queue = WeightGradients()
     with Deferring(queue):
@@ -217,7 +236,10 @@ def in_two_halves(module: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tenso
 
 
 def assert_halves_equal(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], of_input: bool = True, dtype: torch.dtype = torch.float64
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    of_input: bool = True,
+    dtype: torch.dtype = torch.float64,
 ) -> set[str]:
     """Output and gradients of the two halves are those of an ordinary backward; return what is there after ``I``."""
     module, other = made(make, dtype), made(make, dtype)
@@ -249,14 +271,18 @@ def test_a_checkpointed_square_layer_is_not_taken_for_its_transpose(reentrant: b
 
 
 @pytest.mark.parametrize("of_input", [True, False], ids=["a vector", "the first stage"])
-def test_a_vector_is_left_to_the_ordinary_backward_and_the_first_layer_of_all_waits(of_input: bool) -> None:
+def test_a_vector_is_left_to_the_ordinary_backward_and_the_first_layer_of_all_waits(
+    of_input: bool,
+) -> None:
     early = assert_halves_equal(layers, (WIDTH,) if of_input else (5, WIDTH), of_input)
     assert bool(early) == of_input
 
 
 @pytest.mark.parametrize("shape", [SHAPES["2-D"], SHAPES["3-D"]], ids=["2-D", "3-D"])
 @pytest.mark.parametrize(
-    "make", [layers, lambda: layers(bias=False), MODULES["layers and norms"][0]], ids=["bias", "no bias", "norms"]
+    "make",
+    [layers, lambda: layers(bias=False), MODULES["layers and norms"][0]],
+    ids=["bias", "no bias", "norms"],
 )
 @pytest.mark.parametrize("inside", [True, False], ids=["around the step", "around the forward"])
 def test_autocast_gives_the_bits_of_an_ordinary_backward_under_autocast(
@@ -289,9 +315,13 @@ def test_weight_gradients_are_added_to_those_that_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [layers, UsedTwice, UsedOtherwise], ids=["layers", "one layer used twice", "a weight used otherwise"]
+    "make",
+    [layers, UsedTwice, UsedOtherwise],
+    ids=["layers", "one layer used twice", "a weight used otherwise"],
 )
-def test_hooks_on_parameters_fire_once_and_see_the_whole_gradient(make: Callable[[], nn.Module]) -> None:
+def test_hooks_on_parameters_fire_once_and_see_the_whole_gradient(
+    make: Callable[[], nn.Module],
+) -> None:
     module = made(make, torch.float64)
     fired: Counter[str] = Counter()
     seen: dict[str, Tensor] = {}
@@ -369,7 +399,9 @@ def test_what_changes_between_the_halves_is_refused(what: str) -> None:
         stage.forward(1, torch.randn(5, WIDTH, requires_grad=True), None, True)
     else:
         gradient.mul_(2)
-    with pytest.raises(RuntimeError, match=r"linear layer, \(5, 6\), or the gradient.*changed in place.*\(clone\)"):
+    with pytest.raises(
+        RuntimeError, match=r"linear layer, \(5, 6\), or the gradient.*changed in place.*\(clone\)"
+    ):
         stage.backward_weight(0)
 
 
@@ -383,7 +415,9 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "bmm", "matmul", "linear", "gelu", "gelu_backward", "sum"):
-            self.counts["product" if name in ("mm", "addmm", "bmm", "matmul", "linear") else name] += 1
+            self.counts[
+                "product" if name in ("mm", "addmm", "bmm", "matmul", "linear") else name
+            ] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -396,9 +430,13 @@ def counting(counts: dict[str, Counter[str]], action: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("index", [0, 1], ids=["first stage", "later stage"])
-def test_input_and_weight_halves_together_do_the_products_of_one_backward(index: int, recompute: bool) -> None:
+def test_input_and_weight_halves_together_do_the_products_of_one_backward(
+    index: int, recompute: bool
+) -> None:
     n = 3
-    stack = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    stack = nn.Sequential(
+        *(layer for _ in range(n) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    )
     counts: dict[str, Counter[str]] = {}
     for split in (False, True):
         stage = Stage(index, stack, CPU, recompute, None)

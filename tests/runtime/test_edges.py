@@ -43,12 +43,19 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
     stages = linked_stages(random_graph(seed, schedule.n_stages))
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     recompute = seed % 5 == 3
-    pipeline = Pipeline(schedule, mine, nn.functional.mse_loss, group=group, timeout_s=30, recompute=recompute)
+    pipeline = Pipeline(
+        schedule, mine, nn.functional.mse_loss, group=group, timeout_s=30, recompute=recompute
+    )
     arguments = for_rank(rank, schedule, *batch_for(schedule))
     losses = [take_step(pipeline, *arguments).item()]
     wire, rows = count_messages(pipeline), pipeline._executor.plan.outgoing
     losses.append(take_step(pipeline, *arguments).item())
-    named = [(target, str(m)) for target, row in rows.items() for m in row if getattr(m.content, "name", "")]
+    named = [
+        (target, str(m))
+        for target, row in rows.items()
+        for m in row
+        if getattr(m.content, "name", "")
+    ]
     return Ran(losses, gradients(mine), named, len(wire.sent), sum(map(len, rows.values())))
 
 
@@ -73,7 +80,9 @@ def expected_crossings(seed: int) -> Counter[str]:
         for name in names:
             for i in range(schedule.n_microbatches):
                 readers = [stage for stage, read in enumerate(graph.reads) if name in read]
-                ranks = {schedule.rank_of(reader, i) for reader in readers} - {schedule.rank_of(writer, i)}
+                ranks = {schedule.rank_of(reader, i) for reader in readers} - {
+                    schedule.rank_of(writer, i)
+                }
                 found[f"the value {name!r} of microbatch {i} from stage {writer}"] += len(ranks)
                 for rank in ranks:
                     first = min(reader for reader in readers if schedule.rank_of(reader, i) == rank)
@@ -96,13 +105,17 @@ def test_random_stage_graphs_have_the_gradients_of_one_process_and_send_nothing_
             expected = gradients(dict(enumerate(stages)))
             ran = [results[seed] for results in ranks[: schedule.n_ranks]]
             for rank, each in enumerate(ran):
-                assert each.losses == pytest.approx([loss.item()] * STEPS, rel=GRADIENT_TOLERANCE), f"rank {rank}"
+                assert each.losses == pytest.approx(
+                    [loss.item()] * STEPS, rel=GRADIENT_TOLERANCE
+                ), f"rank {rank}"
                 mine = {name: expected[name] for name in each.gradients}
                 torch.testing.assert_close(each.gradients, mine, rtol=0, atol=GRADIENT_TOLERANCE)
                 assert len({*each.crossed}) == len(each.crossed), f"sent twice by rank {rank}"
                 assert each.n_sent == each.n_planned
             assert {name for each in ran for name in each.gradients} == expected.keys()
-            assert Counter(what for each in ran for _, what in each.crossed) == expected_crossings(seed)
+            assert Counter(what for each in ran for _, what in each.crossed) == expected_crossings(
+                seed
+            )
 
 
 class Part(nn.Module):
@@ -115,7 +128,11 @@ class Part(nn.Module):
 
     def forward(self, hidden: Tensor, **read: Tensor) -> Any:
         hidden = self.layer(sum(read.values(), start=hidden))
-        return (hidden, {self._returns or name: hidden for name in self.writes}) if self.writes else hidden
+        return (
+            (hidden, {self._returns or name: hidden for name in self.writes})
+            if self.writes
+            else hidden
+        )
 
 
 def refused(rank: int, parts: list[tuple[Any, Any]], edges: tuple[Edge, ...]) -> str:
@@ -132,20 +149,29 @@ BAD_GRAPHS: dict[str, tuple[list[tuple[Any, Any]], tuple[Edge, ...], str]] = {
     "backwards": (
         [(("late",), ()), NONE, ((), ("late",))],
         (),
-        "value 'late' goes backwards, from stage 2 to stage 0, which makes the cycle 0 → 1 → 2 → 0: make it in a "
-        "stage before 0, or read it after 2",
+        (
+            "value 'late' goes backwards, from stage 2 to stage 0, which makes the cycle 0 → 1 → 2"
+            " → 0: make it in a stage before 0, or read it after 2"
+        ),
     ),
     "made by nobody": (
         [((), ("mask",)), NONE, (("msak",), ())],
         (),
-        "stage 2 reads 'msak', which no stage writes (written: 'mask'): give the stage that makes it writes = ",
+        (
+            "stage 2 reads 'msak', which no stage writes (written: 'mask'): give the stage that"
+            " makes it writes = "
+        ),
     ),
     "no names": (
         [NONE, (3, ()), NONE],
         (),
         "rank 1: ValueError: reads of stage 1 is 3 (an int): give a tuple of names",
     ),
-    "other edges": ([NONE] * 3, (Edge("x", 0, (2,)),), "has edges (Edge(name='x', writer=0, readers=(2,)),), but the"),
+    "other edges": (
+        [NONE] * 3,
+        (Edge("x", 0, (2,)),),
+        "has edges (Edge(name='x', writer=0, readers=(2,)),), but the",
+    ),
 }
 
 
@@ -170,16 +196,21 @@ def misnamed(rank: int) -> str:
 def test_a_forward_that_returns_other_values_than_it_writes_ends_the_step_on_every_rank() -> None:
     for text in on_ranks(3, misnamed, timeout_s=30):
         assert (
-            "rank 0, stage 0, microbatch 0, action 0F0: TypeError: stage 0 writes 'x', but its forward returns" in text
+            "rank 0, stage 0, microbatch 0, action 0F0: TypeError: stage 0 writes 'x', but its"
+            " forward returns" in text
         )
-        assert "Tensor beside ['y']: return (output, {name: value}) with exactly these names" in text
+        assert (
+            "Tensor beside ['y']: return (output, {name: value}) with exactly these names" in text
+        )
 
 
 def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster) -> Timeline:
     parts = {0: Part((), ("x",)), schedule.n_stages - 1: Part(("x",), ())}
     mine = {stage: parts.get(stage, Part()) for stage in stages_of(rank, schedule)}
     recorder = Recorder()
-    pipeline = Pipeline(schedule, mine, nn.functional.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20)
+    pipeline = Pipeline(
+        schedule, mine, nn.functional.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20
+    )
     batch = torch.ones(2 * schedule.n_microbatches, WIDTH, dtype=torch.float64)
     for _ in range(2):
         recorder.clear()
@@ -191,12 +222,17 @@ def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster) -> Timelin
 def test_an_emulated_cluster_charges_for_edges_as_the_simulation_does(name: str) -> None:
     bare = build(name, 2, 3)
     schedule = bare.with_edges(Edge("x", 0, (bare.n_stages - 1,)))
-    costs = Costs(forward=0.006, input_grad=0.006, weight_grad=0.006, latency=0.004, edge_latency=0.05)
+    costs = Costs(
+        forward=0.006, input_grad=0.006, weight_grad=0.006, latency=0.004, edge_latency=0.05
+    )
     cluster = EmulatedCluster(costs)
     found = on_ranks(2, emulated, bare, cluster, timeout_s=40)[0]
     assert found.edges == schedule.edges
     predicted = cluster.predict(schedule)
-    assert float(found.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or found.overruns
+    assert (
+        float(found.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6)
+        or found.overruns
+    )
     if name == "1f1b":
         assert predicted.makespan > cluster.predict(bare).makespan + 0.04
 
@@ -220,8 +256,12 @@ def test_stages_that_update_themselves_have_edges_too() -> None:
     stages = linked_stages(random_graph(1, 3))
     inputs, targets = equal_batch()
     nn.functional.mse_loss(through(stages, inputs), targets).backward()
-    for stage, (edges, parameters) in zip(stages, on_ranks(3, updated, 1, timeout_s=40), strict=True):
+    for stage, (edges, parameters) in zip(
+        stages, on_ranks(3, updated, 1, timeout_s=40), strict=True
+    ):
         assert edges
         for found, start in zip(parameters, stage.parameters(), strict=True):
             assert start.grad is not None
-            torch.testing.assert_close(found, start.detach() - 0.1 * start.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                found, start.detach() - 0.1 * start.grad, rtol=1e-12, atol=1e-12
+            )

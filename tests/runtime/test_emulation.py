@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.runtime import EmulatedCluster, EmulatedLink, EmulatedTimeline, Overrun, Pipeline, Recorder, run_step
+from course_pp.runtime import (
+    EmulatedCluster,
+    EmulatedLink,
+    EmulatedTimeline,
+    Overrun,
+    Pipeline,
+    Recorder,
+    run_step,
+)
 from course_pp.schedule import Action, Costs, Product, Schedule, Timeline, build, fit, simulate
 from tests.grids import crossed
 from tests.processes import no_process_left
@@ -31,12 +39,16 @@ NAMES = ["naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpip
 
 def layers(n: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(n)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()) for _ in range(n)
+    ]
 
 
 def batch(seed: int = 0) -> Step:
     generator = torch.Generator().manual_seed(seed)
-    inputs, targets = (torch.randn(2 * M, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
+    inputs, targets = (
+        torch.randn(2 * M, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
     return Step(inputs, targets)
 
 
@@ -44,7 +56,9 @@ def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster, steps: int
     """The timeline of the last of several steps."""
     stages, recorder, data = layers(schedule.n_stages), Recorder(), batch()
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
-    pipeline = Pipeline(schedule, mine, F.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20)
+    pipeline = Pipeline(
+        schedule, mine, F.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20
+    )
     for _ in range(steps):
         recorder.clear()
         take_step(pipeline, *for_rank(rank, schedule, data.inputs, data.targets))
@@ -59,13 +73,22 @@ def run(schedule: Schedule, cluster: EmulatedCluster, steps: int = 2) -> Emulate
     return found[0]
 
 
-def assert_as_predicted(found: EmulatedTimeline, cluster: EmulatedCluster, schedule: Schedule) -> None:
+def assert_as_predicted(
+    found: EmulatedTimeline, cluster: EmulatedCluster, schedule: Schedule
+) -> None:
     """Every span begins and ends as predicted; where the machine was too slow for that, as is predicted knowing it."""
     over = {(each.rank, each.action): each.seconds for each in found.overruns}
     durations = [
-        [seconds + over.get((rank, action), 0.0) for seconds, action in zip(row, actions, strict=True)]
+        [
+            seconds + over.get((rank, action), 0.0)
+            for seconds, action in zip(row, actions, strict=True)
+        ]
         for rank, (row, actions) in enumerate(
-            zip(map(partial(cluster.durations, schedule), range(schedule.n_ranks)), schedule.actions, strict=True)
+            zip(
+                map(partial(cluster.durations, schedule), range(schedule.n_ranks)),
+                schedule.actions,
+                strict=True,
+            )
         )
     ]
     predicted = cluster.predict(schedule)
@@ -75,7 +98,9 @@ def assert_as_predicted(found: EmulatedTimeline, cluster: EmulatedCluster, sched
         assert span.start == pytest.approx(float(other.start), abs=1e3 * ONE_NS)
         assert span.end == pytest.approx(float(other.end), abs=1e3 * ONE_NS)
     if not found.overruns:
-        assert float(found.bubble_fraction) == pytest.approx(float(predicted.bubble_fraction), abs=1e-4)
+        assert float(found.bubble_fraction) == pytest.approx(
+            float(predicted.bubble_fraction), abs=1e-4
+        )
 
 
 def plain() -> EmulatedCluster:
@@ -98,20 +123,33 @@ def with_links_a_straggler_and_jitter() -> EmulatedCluster:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "make"),
-    [*crossed(NAMES, [plain, with_links_a_straggler_and_jitter]), ("1f1b", with_latency_by_boundary)],
+    [
+        *crossed(NAMES, [plain, with_links_a_straggler_and_jitter]),
+        ("1f1b", with_latency_by_boundary),
+    ],
 )
-def test_every_action_begins_and_ends_when_the_cluster_says(name: str, make: Callable[[], EmulatedCluster]) -> None:
+def test_every_action_begins_and_ends_when_the_cluster_says(
+    name: str, make: Callable[[], EmulatedCluster]
+) -> None:
     cluster, schedule = make(), build(name, 3, M)
     assert_as_predicted(run(schedule, cluster), cluster, schedule)
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), crossed(["1f1b", "zb_v"], [{}, {"recompute": True}, {"transport": "gloo without tags"}])
+    ("name", "options"),
+    crossed(["1f1b", "zb_v"], [{}, {"recompute": True}, {"transport": "gloo without tags"}]),
 )
-def test_gradients_under_emulation_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
+def test_gradients_under_emulation_are_those_of_one_process(
+    name: str, options: dict[str, Any]
+) -> None:
     schedule, steps = build(name, 2, M), [batch(), batch(1)]
-    make, cluster = partial(layers, schedule.n_stages), EmulatedCluster(Costs(0.001, 0.001, 0.001), EmulatedLink(1e-3))
-    assert_equal_steps(run_steps(schedule, make, steps, cluster=cluster, **options), in_one_process(M, make, steps))
+    make, cluster = (
+        partial(layers, schedule.n_stages),
+        EmulatedCluster(Costs(0.001, 0.001, 0.001), EmulatedLink(1e-3)),
+    )
+    assert_equal_steps(
+        run_steps(schedule, make, steps, cluster=cluster, **options), in_one_process(M, make, steps)
+    )
 
 
 def test_what_is_emulated_also_happens() -> None:
@@ -137,7 +175,9 @@ class Slow(nn.Module):
 def too_short(rank: int, schedule: Schedule) -> Timeline:
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), *([Slow()] if rank == 1 else []))
     data = torch.ones(schedule.n_microbatches, WIDTH)
-    return run_step(schedule, stage, data, data, F.mse_loss, cluster=EmulatedCluster(Costs(0.005, 0.02, 0.02)))[1]
+    return run_step(
+        schedule, stage, data, data, F.mse_loss, cluster=EmulatedCluster(Costs(0.005, 0.02, 0.02))
+    )[1]
 
 
 def test_a_run_with_too_short_actions_says_so() -> None:
@@ -171,7 +211,9 @@ def test_jitter_has_the_mean_and_the_deviation_that_were_asked_for() -> None:
     assert statistics.stdev(seconds) == pytest.approx(0.3, rel=0.05)
     assert min(seconds) > 0
     assert seconds == EmulatedCluster(Costs(1.0, 0.5, 0.5), jitter=0.3).durations(schedule, 0)
-    assert seconds != EmulatedCluster(Costs(1.0, 0.5, 0.5), jitter=0.3, seed=1).durations(schedule, 0)
+    assert seconds != EmulatedCluster(Costs(1.0, 0.5, 0.5), jitter=0.3, seed=1).durations(
+        schedule, 0
+    )
     cluster, schedule = EmulatedCluster(FEW_MS, jitter=0.1), build("gpipe", 2, M)
     assert cluster.durations(schedule, 0) != cluster.durations(schedule, 1)
 
@@ -180,25 +222,44 @@ def test_jitter_has_the_mean_and_the_deviation_that_were_asked_for() -> None:
     ("links", "source", "target", "seconds"),
     [
         (EmulatedLink(2.0, 10.0), 0, 3, 2 + 5),
-        ([EmulatedLink(1.0, 10.0), EmulatedLink(2.0, 5.0), EmulatedLink(4.0)], 0, 3, 7 + 10),  # as the narrowest
+        # as the narrowest
+        ([EmulatedLink(1.0, 10.0), EmulatedLink(2.0, 5.0), EmulatedLink(4.0)], 0, 3, 7 + 10),
         ([EmulatedLink(1.0), EmulatedLink(2.0, 10.0), EmulatedLink(4.0)], 0, 1, 1),
         ([EmulatedLink(1.0), EmulatedLink(2.0, 10.0), EmulatedLink(4.0)], 3, 0, 7 + 5),
-        ([EmulatedLink(1.0), EmulatedLink(2.0), EmulatedLink(4.0), EmulatedLink(8.0, 25.0)], 3, 0, 8 + 2),
+        (
+            [EmulatedLink(1.0), EmulatedLink(2.0), EmulatedLink(4.0), EmulatedLink(8.0, 25.0)],
+            3,
+            0,
+            8 + 2,
+        ),
         ([EmulatedLink(1.0), EmulatedLink(2.0), EmulatedLink(4.0), EmulatedLink(8.0)], 0, 2, 3),
         ([EmulatedLink(1.0), EmulatedLink(2.0), EmulatedLink(4.0), EmulatedLink(8.0)], 1, 3, 6),
     ],
 )
-def test_a_message_takes_the_links_between_two_ranks(links: Any, source: int, target: int, seconds: float) -> None:
+def test_a_message_takes_the_links_between_two_ranks(
+    links: Any, source: int, target: int, seconds: float
+) -> None:
     schedule = build("gpipe", 4, M)
     activation = Product("activation", 0, 0)
-    assert EmulatedCluster(FEW_MS, links).transfer(activation, source, target, 50, schedule) == seconds
+    assert (
+        EmulatedCluster(FEW_MS, links).transfer(activation, source, target, 50, schedule) == seconds
+    )
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "a negative latency": (lambda: EmulatedLink(-1e-3), "latency is -0.001: give a finite number of at least 0"),
+    "a negative latency": (
+        lambda: EmulatedLink(-1e-3),
+        "latency is -0.001: give a finite number of at least 0",
+    ),
     "no bandwidth": (lambda: EmulatedLink(0.0, 0), "bandwidth is 0: give bytes a second above 0"),
-    "an odd straggler": (lambda: EmulatedCluster(FEW_MS, stragglers={0: -1}), "the straggler factor of rank 0 is -1"),
-    "jitter that is none": (lambda: EmulatedCluster(FEW_MS, jitter=math.nan), "jitter is nan: give a finite number"),
+    "an odd straggler": (
+        lambda: EmulatedCluster(FEW_MS, stragglers={0: -1}),
+        "the straggler factor of rank 0 is -1",
+    ),
+    "jitter that is none": (
+        lambda: EmulatedCluster(FEW_MS, jitter=math.nan),
+        "jitter is nan: give a finite number",
+    ),
     "two latencies": (
         lambda: EmulatedCluster(Costs(latency=1.0), EmulatedLink(1.0)),
         "both costs and links say how long messages take: leave one of them out",
@@ -221,20 +282,31 @@ UNFIT: dict[str, tuple[EmulatedCluster, str]] = {
         EmulatedCluster(FEW_MS, stragglers={2: 2.0}),
         "rank 2 is a straggler of 2 ranks: name ranks from 0 to 1",
     ),
-    "stages of another number": (EmulatedCluster(Costs(forward=[1.0] * 3)), "forward has 3 values for 2 stages"),
+    "stages of another number": (
+        EmulatedCluster(Costs(forward=[1.0] * 3)),
+        "forward has 3 values for 2 stages",
+    ),
 }
 
 
 def refused(rank: int, clusters: list[EmulatedCluster]) -> str:
     try:
-        Pipeline(build("gpipe", 2, 2), nn.Linear(WIDTH, WIDTH), F.mse_loss, cluster=clusters[rank], timeout_s=20)
+        Pipeline(
+            build("gpipe", 2, 2),
+            nn.Linear(WIDTH, WIDTH),
+            F.mse_loss,
+            cluster=clusters[rank],
+            timeout_s=20,
+        )
     except ValueError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.parametrize(("cluster", "says"), UNFIT.values(), ids=UNFIT)
-def test_clusters_that_do_not_fit_the_schedule_are_refused_on_every_rank(cluster: EmulatedCluster, says: str) -> None:
+def test_clusters_that_do_not_fit_the_schedule_are_refused_on_every_rank(
+    cluster: EmulatedCluster, says: str
+) -> None:
     assert all(says in text for text in on_ranks(2, refused, [cluster, cluster], timeout_s=20.0))
     with pytest.raises(ValueError, match=says[:40]):
         cluster.predict(build("gpipe", 2, 2))
@@ -242,13 +314,18 @@ def test_clusters_that_do_not_fit_the_schedule_are_refused_on_every_rank(cluster
 
 def test_ranks_with_different_clusters_are_refused() -> None:
     clusters = [EmulatedCluster(FEW_MS), EmulatedCluster(FEW_MS, jitter=0.1)]
-    assert all("rank 1 was given cluster=" in text for text in on_ranks(2, refused, clusters, timeout_s=20.0))
+    assert all(
+        "rank 1 was given cluster=" in text
+        for text in on_ranks(2, refused, clusters, timeout_s=20.0)
+    )
 
 
 def test_replicas_with_different_links_cannot_be_predicted() -> None:
     schedule = parse("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1", placement=[(0,), (1, 2)])
     cluster = EmulatedCluster(FEW_MS, [EmulatedLink(1.0), EmulatedLink(2.0)])
-    with pytest.raises(ValueError, match=r"stages 0 and 1 take 1\.0 s or 3\.0 s, as replicas have different links"):
+    with pytest.raises(
+        ValueError, match=r"stages 0 and 1 take 1\.0 s or 3\.0 s, as replicas have different links"
+    ):
         cluster.predict(schedule)
 
 

@@ -91,7 +91,11 @@ def is_sample(case: Case) -> bool:
     if case.name in TWO_COPIES:
         return (case.pp, case.layers) in ((2, "uneven"), (4, "even")) and case.m == usual
     if case.pp == 8:
-        return (case.name, case.layers, case.m) in (("1f1b", "uneven", 9), ("zb_v", "even", 7), ("zb_h1", "uneven", 16))
+        return (case.name, case.layers, case.m) in (
+            ("1f1b", "uneven", 9),
+            ("zb_v", "even", 7),
+            ("zb_h1", "uneven", 16),
+        )
     turn = SYNCHRONOUS.index(case.name) + case.pp
     special = others[turn // 2 % len(others)] if others else usual
     return (case.layers, case.m) == (("even", usual), ("uneven", special))[turn % 2]
@@ -116,7 +120,9 @@ def reference(n_layers: int) -> Trained:
     return in_one_process(config, small_batches(config))
 
 
-def assert_all_right(pp: int, cases: Sequence[Case], timeout_s: float, subtests: pytest.Subtests) -> None:
+def assert_all_right(
+    pp: int, cases: Sequence[Case], timeout_s: float, subtests: pytest.Subtests
+) -> None:
     """Each of the cases on ``pp`` ranks leaves every rank as one process would."""
     mine = [case for case in cases if case.pp == pp]
     ranks = on_ranks(pp, train_on_rank, mine, timeout_s=timeout_s)
@@ -125,7 +131,9 @@ def assert_all_right(pp: int, cases: Sequence[Case], timeout_s: float, subtests:
             assert_same_training(list(trained), reference(case.n_layers))
 
 
-@pytest.mark.parametrize("pp", [pytest.param(pp, marks=pytest.mark.long if pp > 3 else ()) for pp in SIZES])
+@pytest.mark.parametrize(
+    "pp", [pytest.param(pp, marks=pytest.mark.long if pp > 3 else ()) for pp in SIZES]
+)
 def test_training_equals_one_process(pp: int, subtests: pytest.Subtests) -> None:
     assert_all_right(pp, SAMPLE, 110, subtests)
 
@@ -137,8 +145,12 @@ def test_training_equals_one_process_at_every_size(pp: int, subtests: pytest.Sub
     assert_all_right(pp, THE_REST, 570, subtests)
 
 
-def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_and_with_even_and_uneven_layers() -> None:
-    possible = {(name, pp) for name in SYNCHRONOUS for pp in SIZES if name not in TWO_COPIES or pp % 2 == 0}
+def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_and_with_even_and_uneven_layers() -> (
+    None
+):
+    possible = {
+        (name, pp) for name in SYNCHRONOUS for pp in SIZES if name not in TWO_COPIES or pp % 2 == 0
+    }
     tried = {(case.name, case.pp) for case in SAMPLE}
     assert {(name, pp) for name, pp in possible if pp <= 4} <= tried
     tried = {(case.name, case.layers) for case in SAMPLE if case.pp > 1}
@@ -154,7 +166,9 @@ def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:
     return mean_loss(logits, target)
 
 
-def evaluate_on_rank(rank: int, schedules: Sequence[Schedule]) -> list[tuple[tuple[float, ...], list[str]]]:
+def evaluate_on_rank(
+    rank: int, schedules: Sequence[Schedule]
+) -> list[tuple[tuple[float, ...], list[str]]]:
     """For each schedule the losses of its forwards, and the parameters that have a gradient afterwards."""
     config = model_config(4)
     ((inputs, target),) = small_batches(config, steps=1)
@@ -163,7 +177,12 @@ def evaluate_on_rank(rank: int, schedules: Sequence[Schedule]) -> list[tuple[tup
         modules = stage_modules(rank, schedule, config)
         pipeline = Pipeline(schedule, modules, loss_without_graph)
         take_step(pipeline, *for_rank(rank, schedule, inputs, target))
-        with_gradient = [n for module in modules.values() for n, p in module.named_parameters() if p.grad is not None]
+        with_gradient = [
+            n
+            for module in modules.values()
+            for n, p in module.named_parameters()
+            if p.grad is not None
+        ]
         results.append((pipeline.shares, with_gradient))
     return results
 
@@ -178,7 +197,9 @@ def test_a_schedule_without_backwards_gives_each_microbatch_s_loss_and_no_gradie
         expected = [mean_loss(model(x), y).item() / 4 for x, y in pieces]
     for rank, results in enumerate(ranks):
         for schedule, (losses, with_gradient) in zip(schedules, results, strict=True):
-            assert losses == pytest.approx(expected, rel=GRADIENT_TOLERANCE), f"{schedule.name} on rank {rank}"
+            assert losses == pytest.approx(expected, rel=GRADIENT_TOLERANCE), (
+                f"{schedule.name} on rank {rank}"
+            )
             assert with_gradient == [], f"{schedule.name} on rank {rank}"
 
 
@@ -196,7 +217,10 @@ def test_a_recorded_step_equals_one_process_and_has_the_order_of_its_schedule() 
     expected = reference(4)
     for loss, gradients, in_order in on_ranks(2, recorded_on_rank):
         assert loss == pytest.approx(expected.losses[0], rel=GRADIENT_TOLERANCE)
-        assert all((expected.gradients[n] - g).abs().max() <= GRADIENT_TOLERANCE for n, g in gradients.items())
+        assert all(
+            (expected.gradients[n] - g).abs().max() <= GRADIENT_TOLERANCE
+            for n, g in gradients.items()
+        )
         assert in_order
 
 
@@ -208,7 +232,9 @@ def test_one_process_needs_no_process_group() -> None:
     assert_same_training([trained_here], reference(3))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("looped_bfs", "B"), ("interleaved_1f1b", "B"), ("zb_h1", "W")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("looped_bfs", "B"), ("interleaved_1f1b", "B"), ("zb_h1", "W")]
+)
 def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_stage_is_on_the_same_rank(
     name: str, kind: str
 ) -> None:
@@ -218,5 +244,7 @@ def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_st
     watched = []
     for stage, module in enumerate(stages):
         watched.append(watch_the_node(module.weight, lambda *_, stage=stage: came.append(stage)))
-    Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(torch.ones(4, 2), target=torch.zeros(4, 2))
+    Pipeline(schedule, dict(enumerate(stages)), nn.functional.mse_loss).step(
+        torch.ones(4, 2), target=torch.zeros(4, 2)
+    )
     assert came == [part.stage for part in schedule.parts if part.kind == kind]

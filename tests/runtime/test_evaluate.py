@@ -21,7 +21,8 @@ NAMES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v", "chimera", "gpipe"]
 
 
 def batch() -> Tensor:
-    return torch.linspace(-1, 1, 9 * WIDTH, dtype=torch.float64).view(9, WIDTH)  # microbatches of 3, 2, 2 and 2
+    # microbatches of 3, 2, 2 and 2
+    return torch.linspace(-1, 1, 9 * WIDTH, dtype=torch.float64).view(9, WIDTH)
 
 
 def evaluated(rank: int, name: str, trains: bool) -> list[Any]:
@@ -75,9 +76,13 @@ class Overwrites(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.int64])
-def test_a_stage_that_changes_its_input_leaves_the_values_of_others_as_they_were(kind: torch.dtype) -> None:
+def test_a_stage_that_changes_its_input_leaves_the_values_of_others_as_they_were(
+    kind: torch.dtype,
+) -> None:
     """As on ranks of their own, where each has received a copy."""
-    pipeline = Pipeline(build("interleaved_1f1b", 1, 2, n_chunks=4), dict(enumerate([Keeps(), *[Overwrites()] * 3])))
+    pipeline = Pipeline(
+        build("interleaved_1f1b", 1, 2, n_chunks=4), dict(enumerate([Keeps(), *[Overwrites()] * 3]))
+    )
     x = torch.arange(4).to(kind)
     assert torch.equal(pipeline.evaluate(x), 15 * (x + 1) + 5 * 7)
 
@@ -88,7 +93,9 @@ class Several(nn.Module):
 
 
 def in_containers(rank: int, *inputs: Tensor, **given: Any) -> Any:
-    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(*inputs, **given, on="all")
+    return Pipeline(build("gpipe", 2, 2).forward_only(), [None, Several()][rank]).evaluate(
+        *inputs, **given, on="all"
+    )
 
 
 def test_containers_stay_and_shapes_that_do_not_fit_together_stay_apart() -> None:
@@ -120,8 +127,13 @@ def misused(rank: int) -> list[str]:
 
 
 def test_misuse_is_refused_by_name_on_every_rank() -> None:
-    for no_loss, odd_place, odd_on_one, differs, wrong_shape, no_inputs in on_ranks(2, misused, timeout_s=30):
-        assert no_loss == "this pipeline has no loss_fn: build it with one, or call evaluate for outputs"
+    for no_loss, odd_place, odd_on_one, differs, wrong_shape, no_inputs in on_ranks(
+        2, misused, timeout_s=30
+    ):
+        assert (
+            no_loss
+            == "this pipeline has no loss_fn: build it with one, or call evaluate for outputs"
+        )
         assert odd_place == "on is 'first': use 'last' for the ranks of the last stage, or 'all'"
         assert "on is 'first': use 'last' for the ranks of the last stage, or 'all'" in odd_on_one
         assert "on is 'last' on a rank and 'all' on another: give every rank the same" in differs

@@ -71,14 +71,20 @@ RAISING = [
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "n", "action", "step"), crossed(RAISING, [0, 2]))
-def test_a_stage_that_raises_is_named_on_every_rank(name: str, n: int, action: str, step: int) -> None:
+def test_a_stage_that_raises_is_named_on_every_rank(
+    name: str, n: int, action: str, step: int
+) -> None:
     schedule, where = build(name, n, M), Where(action, step)
     assert_all_say(run(schedule, [where]), schedule, where, "Trouble: the cable is loose")
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("name", "n", "step"), crossed([("1f1b", 3), ("gpipe", 2), ("gpipe", 4), ("zb_v", 2)], [0, 1]))
-def test_raising_in_the_very_last_action_reaches_ranks_that_have_done_theirs(name: str, n: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "n", "step"), crossed([("1f1b", 3), ("gpipe", 2), ("gpipe", 4), ("zb_v", 2)], [0, 1])
+)
+def test_raising_in_the_very_last_action_reaches_ranks_that_have_done_theirs(
+    name: str, n: int, step: int
+) -> None:
     schedule = build(name, n, M)
     for rank in range(n):
         where = Where(str(schedule.actions[rank][-1].parts[-1]), step)
@@ -91,7 +97,10 @@ def test_a_stage_that_raises_while_it_recomputes_is_named_with_the_backward() ->
     found = on_ranks(2, raising_at_call, schedule, 5, timeout_s=LIMIT_S)
     origins = {one.origin for one in found}
     assert len(origins) == 1
-    assert re.match(r"rank 0, stage 0, microbatch \d, action 0[FB]\d: Trouble: the cable is loose", origins.pop())
+    assert re.match(
+        r"rank 0, stage 0, microbatch \d, action 0[FB]\d: Trouble: the cable is loose",
+        origins.pop(),
+    )
 
 
 def raising_at_call(rank: int, schedule: Schedule, call: int) -> Caught:
@@ -102,7 +111,12 @@ def raising_at_call(rank: int, schedule: Schedule, call: int) -> Caught:
 
 @pytest.mark.parametrize(
     ("name", "actions"),
-    [("1f1b", ["0F0", "2F0"]), ("1f1b", ["0F3", "1F1"]), ("1f1b", ["1B0", "2F1"]), ("gpipe", ["0F1", "1F0", "2F0"])],
+    [
+        ("1f1b", ["0F0", "2F0"]),
+        ("1f1b", ["0F3", "1F1"]),
+        ("1f1b", ["1B0", "2F1"]),
+        ("gpipe", ["0F1", "1F0", "2F0"]),
+    ],
 )
 def test_when_several_ranks_fail_each_rank_names_one_of_them(name: str, actions: list[str]) -> None:
     schedule = build(name, 3, M)
@@ -153,7 +167,13 @@ def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
     ("name", "n", "action", "step"),
     crossed(
         [
-            *[("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("gpipe", 3, "2B1"), ("1f1b", 4, "2F1"), ("zb_v", 2, "1F1")],
+            *[
+                ("1f1b", 2, "1F1"),
+                ("1f1b", 3, "0F1"),
+                ("gpipe", 3, "2B1"),
+                ("1f1b", 4, "2F1"),
+                ("zb_v", 2, "1F1"),
+            ],
             ("pipedream", 3, "1B2"),
         ],
         [0, 1],
@@ -173,15 +193,21 @@ def test_when_a_rank_is_killed_the_others_say_what_they_waited_for_from_whom(
         assert one is not None
         assert_failed(one, step)
         assert NAMED.match(one.origin), one.origin
-        assert re.search(r"(waited for|sending|cannot be sent|cannot be heard any more)", one.origin), one.origin
+        assert re.search(
+            r"(waited for|sending|cannot be sent|cannot be heard any more)", one.origin
+        ), one.origin
     assert any(f"rank {guilty}" in one.origin for _, one in found if one is not None)
 
 
 @pytest.mark.parametrize(
     ("name", "n", "action", "transport"),
-    crossed([("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("zb_v", 2, "2F0")], ["gloo", "gloo without tags"]),
+    crossed(
+        [("1f1b", 2, "1F1"), ("1f1b", 3, "0F1"), ("zb_v", 2, "2F0")], ["gloo", "gloo without tags"]
+    ),
 )
-def test_a_peer_that_sends_too_late_is_an_error_on_every_rank(name: str, n: int, action: str, transport: str) -> None:
+def test_a_peer_that_sends_too_late_is_an_error_on_every_rank(
+    name: str, n: int, action: str, transport: str
+) -> None:
     schedule, where = build(name, n, M), Where(action, 1)
     guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
     found = run(schedule, [where], oversleep, timeout_s=1.0, transport=transport)
@@ -190,7 +216,8 @@ def test_a_peer_that_sends_too_late_is_an_error_on_every_rank(name: str, n: int,
         assert NAMED.match(one.origin), one.origin
     waiting = [one.origin for rank, one in enumerate(found) if rank != guilty]
     late = re.compile(
-        rf": waited for the (activation|gradient) of microbatch \d from stage \d from rank {guilty}, at most 1 s"
+        r": waited for the (activation|gradient) of microbatch \d from stage \d from rank"
+        rf" {guilty}, at most 1 s"
     )
     assert any(late.search(origin) for origin in waiting), waiting
 
@@ -215,21 +242,30 @@ def test_a_rank_that_never_steps_is_waited_for_no_longer_than_the_limit(missing:
     assert any(f"from rank {missing}, at most 1 s" in one.origin for one in found)
 
 
-def not_finite(rank: int, schedule: Schedule, value: float, microbatch: int) -> tuple[Caught, Caught, bool]:
+def not_finite(
+    rank: int, schedule: Schedule, value: float, microbatch: int
+) -> tuple[Caught, Caught, bool]:
     modules = {stage: Fragile(stage) for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, modules, F.mse_loss, timeout_s=20)
     inputs, targets = batch()
     poisoned = inputs.clone()
     poisoned[microbatch * SAMPLES // M] = value
     first = caught(pipeline, 1, *for_rank(rank, schedule, poisoned, targets))
-    gradients = torch.cat([p.grad.flatten() for m in modules.values() for p in m.parameters() if p.grad is not None])
-    return first, caught(pipeline, 1, *for_rank(rank, schedule, inputs, targets)), bool(gradients.isfinite().all())
+    gradients = torch.cat(
+        [p.grad.flatten() for m in modules.values() for p in m.parameters() if p.grad is not None]
+    )
+    return (
+        first,
+        caught(pipeline, 1, *for_rank(rank, schedule, inputs, targets)),
+        bool(gradients.isfinite().all()),
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "n", "value", "spelled"),
     crossed(
-        [("1f1b", 2), ("gpipe", 3), ("zb_v", 2), ("1f1b", 1)], [(float("nan"), "nan"), (float("inf"), "(inf|nan)")]
+        [("1f1b", 2), ("gpipe", 3), ("zb_v", 2), ("1f1b", 1)],
+        [(float("nan"), "nan"), (float("inf"), "(inf|nan)")],
     ),
 )
 def test_a_loss_that_is_not_finite_is_named_everywhere_and_the_pipeline_can_go_on(
@@ -238,9 +274,14 @@ def test_a_loss_that_is_not_finite_is_named_everywhere_and_the_pipeline_can_go_o
     schedule, microbatch = build(name, n, M), 2
     last = schedule.n_stages - 1
     (rank,) = schedule.placement[last]
-    for first, second, finite in on_ranks(n, not_finite, schedule, value, microbatch, timeout_s=LIMIT_S):
+    for first, second, finite in on_ranks(
+        n, not_finite, schedule, value, microbatch, timeout_s=LIMIT_S
+    ):
         assert first.kind == "LossNotFinite"
-        where = f"rank {rank}, stage {last}, microbatch {microbatch}, action {last}F{microbatch}: the loss is {spelled}"
+        where = (
+            f"rank {rank}, stage {last}, microbatch {microbatch}, action {last}F{microbatch}: the"
+            f" loss is {spelled}"
+        )
         assert re.match(where, first.text), first.text
         assert not finite
         assert second == Caught(1)
@@ -258,7 +299,9 @@ class Changing(nn.Module):
         return self.layer(x) if self.healthy >= 0 else self.change(self.layer(x))
 
 
-def mismatched(rank: int, schedule: Schedule, change: Callable[[Tensor], Tensor], step: int) -> Caught:
+def mismatched(
+    rank: int, schedule: Schedule, change: Callable[[Tensor], Tensor], step: int
+) -> Caught:
     module = Changing(change, step * M) if rank == 0 else nn.Linear(WIDTH, WIDTH)
     return caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20), 3, *batch(torch.float32))
 
@@ -321,14 +364,21 @@ def failing_with_mail_on_its_way(rank: int, schedule: Schedule, transport: str) 
     module.breaks = rank == 1
     ended.append(caught(first, 1, x, x))
     module.breaks = False
-    return [*ended, caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20, transport=transport), 2, x, x)]
+    return [
+        *ended,
+        caught(Pipeline(schedule, module, F.mse_loss, timeout_s=20, transport=transport), 2, x, x),
+    ]
 
 
 @pytest.mark.parametrize(("n", "transport"), crossed([2, 3], ["gloo", "gloo without tags"]))
-def test_messages_that_nobody_takes_any_more_delay_no_rank_and_leave_the_group_in_order(n: int, transport: str) -> None:
+def test_messages_that_nobody_takes_any_more_delay_no_rank_and_leave_the_group_in_order(
+    n: int, transport: str
+) -> None:
     schedule = build("gpipe", n, 8)
     found = on_ranks(n, failing_with_mail_on_its_way, schedule, transport, timeout_s=LIMIT_S)
-    assert_all_say([second for _, second, _ in found], schedule, Where("1F0"), "Trouble: the cable is loose")
+    assert_all_say(
+        [second for _, second, _ in found], schedule, Where("1F0"), "Trouble: the cable is loose"
+    )
     for first, second, third in found:
         assert (first, third) == (Caught(1), Caught(2))
         assert second.seconds < 4

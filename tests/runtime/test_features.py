@@ -25,12 +25,17 @@ WIDTH, M, VOCABULARY = 4, 4, 7
 
 def layers(n: int, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()).to(dtype) for _ in range(n)]
+    return [
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()).to(dtype)
+        for _ in range(n)
+    ]
 
 
 def batch(seed: int = 0, dtype: torch.dtype = torch.float64, **circumstances: Any) -> Step:
     generator = torch.Generator().manual_seed(seed)
-    inputs, targets = (torch.randn(2 * M, 3, WIDTH, dtype=dtype, generator=generator) for _ in range(2))
+    inputs, targets = (
+        torch.randn(2 * M, 3, WIDTH, dtype=dtype, generator=generator) for _ in range(2)
+    )
     return Step(inputs, targets, **circumstances)
 
 
@@ -39,16 +44,29 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64, **circumstances: An
 
 def with_empty_stages(pattern: str) -> Stages:
     """``"L-L"`` has an empty stage between two layers."""
-    return [layer if letter == "L" else None for letter, layer in zip(pattern, layers(len(pattern)), strict=True)]
+    return [
+        layer if letter == "L" else None
+        for letter, layer in zip(pattern, layers(len(pattern)), strict=True)
+    ]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "n", "pattern"),
-    [("1f1b", 4, "L--L"), ("gpipe", 3, "-L-"), ("zb_h1", 3, "LL-"), ("zb_v", 2, "--L-"), ("zb_v", 2, "L--L")],
+    [
+        ("1f1b", 4, "L--L"),
+        ("gpipe", 3, "-L-"),
+        ("zb_h1", 3, "LL-"),
+        ("zb_v", 2, "--L-"),
+        ("zb_v", 2, "L--L"),
+    ],
 )
 def test_an_empty_stage_passes_on_what_it_gets(name: str, n: int, pattern: str) -> None:
-    schedule, make, steps = build(name, n, M), partial(with_empty_stages, pattern), [batch(), batch(1)]
+    schedule, make, steps = (
+        build(name, n, M),
+        partial(with_empty_stages, pattern),
+        [batch(), batch(1)],
+    )
     assert_equal_steps(run_steps(schedule, make, steps), in_one_process(M, make, steps))
 
 
@@ -77,14 +95,27 @@ FROZEN = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("names", "name", "recompute"),
-    crossed([pytest.param(names, id=what) for what, names in FROZEN.items()], ["1f1b", "zb_h1"], [False, True]),
+    crossed(
+        [pytest.param(names, id=what) for what, names in FROZEN.items()],
+        ["1f1b", "zb_h1"],
+        [False, True],
+    ),
 )
-def test_frozen_parameters_get_no_gradient_and_the_others_theirs(names: list[str], name: str, recompute: bool) -> None:
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs(
+    names: list[str], name: str, recompute: bool
+) -> None:
     schedule, make, steps = build(name, 3, M), partial(frozen, 3, names), [batch(), batch(1)]
     found = run_steps(schedule, make, steps, recompute=recompute)
     assert_equal_steps(found, in_one_process(M, make, steps))
-    none = {name for rank in found for name, gradient in rank[-1].gradients.items() if gradient is None}
-    assert none == {name for rank in found for name in rank[0].gradients if any(name.startswith(n) for n in names)}
+    none = {
+        name for rank in found for name, gradient in rank[-1].gradients.items() if gradient is None
+    }
+    assert none == {
+        name
+        for rank in found
+        for name in rank[0].gradients
+        if any(name.startswith(n) for n in names)
+    }
 
 
 # Random numbers
@@ -104,7 +135,9 @@ def test_a_forward_that_is_computed_again_draws_what_it_drew_first(name: str, n:
     schedule = build(name, n, M)
     make = partial(with_dropout, schedule.n_stages)
     steps = [batch(prepare=seed_ranks), batch(1)]
-    kept, recomputed = (run_steps(schedule, make, steps, recompute=recompute) for recompute in (False, True))
+    kept, recomputed = (
+        run_steps(schedule, make, steps, recompute=recompute) for recompute in (False, True)
+    )
     for one, other in zip(kept, recomputed, strict=True):
         assert_equal_steps([other], one, tolerance=0)
     # Microbatches and steps draw different masks.
@@ -178,7 +211,10 @@ def test_hooks_on_saved_tensors_change_no_gradient(
     around: Any, record_memory: bool, recompute: bool, name: str, n: int
 ) -> None:
     schedule = build(name, n, M)
-    make, steps = partial(layers, schedule.n_stages), [batch(around=around), batch(1, around=around)]
+    make, steps = (
+        partial(layers, schedule.n_stages),
+        [batch(around=around), batch(1, around=around)],
+    )
     found = run_steps(schedule, make, steps, recompute=recompute, record_memory=record_memory)
     assert_equal_steps(found, in_one_process(M, make, steps))
 
@@ -208,7 +244,11 @@ def language_model(n: int, one_parameter: bool = False) -> Stages:
     """Embedding and head with equal weights, or with the very same."""
     between = layers(n - 2)
     weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=torch.float64))
-    return [Embed(weight), *between, Head(weight if one_parameter else nn.Parameter(weight.detach().clone()))]
+    return [
+        Embed(weight),
+        *between,
+        Head(weight if one_parameter else nn.Parameter(weight.detach().clone())),
+    ]
 
 
 def tokens(seed: int = 0, **circumstances: Any) -> Step:
@@ -258,12 +298,19 @@ def test_tied_weights_have_the_sum_of_their_gradients_over_several_steps(
 def halve_into_new_parameters(stages: Stages) -> None:
     for stage in stages:
         assert stage is not None
-        stage.load_state_dict({name: value / 2 for name, value in stage.state_dict().items()}, assign=True)
+        stage.load_state_dict(
+            {name: value / 2 for name, value in stage.state_dict().items()}, assign=True
+        )
 
 
 def test_tied_weights_may_be_replaced_between_steps() -> None:
-    make, steps = partial(language_model, 3), [tokens(), tokens(1, prepare=halve_into_new_parameters)]
-    found = run_steps(build("1f1b", 3, M), make, steps, cross_entropy, tied=[{0: "weight", 2: "weight"}])
+    make, steps = (
+        partial(language_model, 3),
+        [tokens(), tokens(1, prepare=halve_into_new_parameters)],
+    )
+    found = run_steps(
+        build("1f1b", 3, M), make, steps, cross_entropy, tied=[{0: "weight", 2: "weight"}]
+    )
     reference = in_one_process(M, make, steps, cross_entropy)
     assert_equal_steps(found, with_sum_of_tied(reference, "0.weight", "2.weight"))
 
@@ -271,16 +318,24 @@ def test_tied_weights_may_be_replaced_between_steps() -> None:
 REPLICATED = {
     "one stage on two ranks": parse("0F0 0B0 0F2 0B2", "0F1 0F3 0B1 0B3", placement=[(0, 1)]),
     "the first of two on two ranks": parse(
-        "0F0 0F2 0B0 0B2", "0F1 0F3 0B1 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", placement=[(0, 1), (2,)]
+        "0F0 0F2 0B0 0B2",
+        "0F1 0F3 0B1 0B3",
+        "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
+        placement=[(0, 1), (2,)],
     ),
     "the last of two on two ranks": parse(
-        "0F0 0F1 0F2 0F3 0B1 0B0 0B3 0B2", "1F0 1F2 1B0 1B2", "1F1 1B1 1F3 1B3", placement=[(0,), (1, 2)]
+        "0F0 0F1 0F2 0F3 0B1 0B0 0B3 0B2",
+        "1F0 1F2 1B0 1B2",
+        "1F1 1B1 1F3 1B3",
+        placement=[(0,), (1, 2)],
     ),
 }
 
 
 @pytest.mark.parametrize("schedule", REPLICATED.values(), ids=REPLICATED)
-def test_replicas_have_the_gradient_of_all_microbatches_over_several_steps(schedule: Schedule) -> None:
+def test_replicas_have_the_gradient_of_all_microbatches_over_several_steps(
+    schedule: Schedule,
+) -> None:
     make = partial(layers, schedule.n_stages)
     steps = [batch(), batch(1, keep_gradients=True), batch(2, keep_gradients=True), batch(3)]
     found = run_steps(schedule, make, steps)
@@ -326,18 +381,26 @@ def test_a_loss_over_tokens_is_the_mean_over_the_counted_tokens_of_the_whole_bat
         assert (found[0][0].losses[i] > 0) == (count > 0)
 
 
-@pytest.mark.parametrize("loss_fn", [CrossEntropy(ignore_index=-1), cross_entropy], ids=["tokens", "samples"])
+@pytest.mark.parametrize(
+    "loss_fn", [CrossEntropy(ignore_index=-1), cross_entropy], ids=["tokens", "samples"]
+)
 def test_with_one_divisor_steps_of_unequal_batches_add_up_to_one_large_batch(loss_fn: Any) -> None:
     make, whole = partial(language_model, 2), tokens()
     whole.targets[:3, 1:] = -1 if isinstance(loss_fn, CrossEntropy) else 1
-    count = int((whole.targets >= 0).sum()) if isinstance(loss_fn, CrossEntropy) else len(whole.targets)
+    count = (
+        int((whole.targets >= 0).sum()) if isinstance(loss_fn, CrossEntropy) else len(whole.targets)
+    )
     steps = [
         Step(whole.inputs[:5], whole.targets[:5], divisor=count),
         Step(whole.inputs[5:], whole.targets[5:], divisor=count, keep_gradients=True),
     ]
     found = run_steps(build("1f1b", 2, 2), make, steps, loss_fn)
-    reference = in_one_process(1, make, [whole], loss_fn if loss_fn is cross_entropy else loss_fn.__call__)
-    summed = [[Done([sum(sum(done.losses) for done in rank)], rank[-1].gradients)] for rank in found]
+    reference = in_one_process(
+        1, make, [whole], loss_fn if loss_fn is cross_entropy else loss_fn.__call__
+    )
+    summed = [
+        [Done([sum(sum(done.losses) for done in rank)], rank[-1].gradients)] for rank in found
+    ]
     assert_equal_steps(summed, reference)
 
 
@@ -366,7 +429,9 @@ def input_gradient(rank: int, schedule: Schedule, as_list: bool, recompute: bool
         [False, True],
     ),
 )
-def test_inputs_that_require_grad_get_their_gradient(name: str, n: int, as_list: bool, recompute: bool) -> None:
+def test_inputs_that_require_grad_get_their_gradient(
+    name: str, n: int, as_list: bool, recompute: bool
+) -> None:
     schedule, step = build(name, n, M), batch()
     x = step.inputs.requires_grad_()
     for stage in layers(schedule.n_stages):

@@ -47,7 +47,9 @@ def in_data_parallel(rank: int, stage: nn.Module) -> nn.Module:
 
 
 def in_fsdp1(rank: int, stage: nn.Module) -> nn.Module:
-    wrapped = FullyShardedDataParallel(stage, process_group=alone(rank), device_id=torch.device("cpu"))
+    wrapped = FullyShardedDataParallel(
+        stage, process_group=alone(rank), device_id=torch.device("cpu")
+    )
     return wrapped if rank == 1 else stage
 
 
@@ -164,7 +166,9 @@ def in_one_process(name: str) -> dict[str, Tensor | None]:
 def all_cases(rank: int) -> tuple[dict[str, str], dict[str, dict[str, Tensor | None]]]:
     """What is said to each case, and the gradients of those that run."""
     said = {
-        name: said_to(schedule, {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}, options)
+        name: said_to(
+            schedule, {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}, options
+        )
         for name, (schedule, wrap, options, _) in REFUSED.items()
     }
     twice = dict.fromkeys(stages_of(rank, V), sharded(rank, block()))
@@ -178,8 +182,12 @@ def test_what_others_have_wrapped_is_right_or_refused_by_name_on_every_rank() ->
     with no_process_left():
         ranks = on_ranks(2, all_cases, timeout_s=100.0)
     says = {name: pattern for name, (*_, pattern) in REFUSED.items()}
-    says["a sharded module in two stages"] = "rank 0: '0.weight' of stage 3 is a DTensor .* is in stage 0 too"
-    says["a DTensor across a boundary"] = "rank 0, stage 0, microbatch 0, action 0F0: TypeError: a DTensor cannot cross"
+    says["a sharded module in two stages"] = (
+        "rank 0: '0.weight' of stage 3 is a DTensor .* is in stage 0 too"
+    )
+    says["a DTensor across a boundary"] = (
+        "rank 0, stage 0, microbatch 0, action 0F0: TypeError: a DTensor cannot cross"
+    )
     for name, pattern in says.items():
         for said, _ in ranks:
             assert re.match(pattern, said[name]), f"{name}: {said[name]}"

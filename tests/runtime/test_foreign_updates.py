@@ -22,7 +22,9 @@ def linear() -> nn.Linear:
 
 def pipeline(first: nn.Module, last: nn.Module | None = None) -> Pipeline:
     stages = {0: first, 1: last or linear()}
-    optimizers = {stage: torch.optim.SGD(module.parameters(), lr=0.1) for stage, module in stages.items()}
+    optimizers = {
+        stage: torch.optim.SGD(module.parameters(), lr=0.1) for stage, module in stages.items()
+    }
     schedule = parse(ORDER, placement=[(0,), (0,)])
     return Pipeline(schedule, stages, F.mse_loss, optimizers=optimizers, versions="stash")
 
@@ -86,7 +88,9 @@ def test_a_parameter_that_is_frozen_after_the_pipeline_was_built_is_named() -> N
 def test_replicas_must_put_the_same_parameters_into_each_group() -> None:
     module = linear()
     one, other = (
-        settings_of(torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 1.0}]), module)
+        settings_of(
+            torch.optim.SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 1.0}]), module
+        )
         for first, second in ((module.weight, module.bias), (module.bias, module.weight))
     )
     assert one != other

@@ -73,7 +73,9 @@ def train(
     torch.manual_seed(2)
     with Additions() as additions:
         for microbatch in range(N):
-            x = torch.randn(shape, dtype=dtype, device=next(module.parameters()).device, requires_grad=of_input)
+            x = torch.randn(
+                shape, dtype=dtype, device=next(module.parameters()).device, requires_grad=of_input
+            )
             output, _ = stage.forward(microbatch, x, None, split)
             found += stage.backward(microbatch, (torch.randn_like(output),))
     return gradients(module), found, additions.count
@@ -107,7 +109,9 @@ FUSED = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", MODULES)
-def test_gradients_are_those_of_ordinary_backwards(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_ordinary_backwards(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     make, _ = MODULES[name]
     expected, of_inputs, none = train(made(make, dtype), shape, fuses=False)
     found, of_fused_inputs, added = train(made(make, dtype), shape, fuses=True)
@@ -120,9 +124,15 @@ def test_gradients_are_those_of_ordinary_backwards(name: str, shape: tuple[int, 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("of_input", [False, True], ids=["first stage", "later stage"])
-def test_a_stage_that_recomputes_and_one_without_gradient_of_its_input(recompute: bool, of_input: bool) -> None:
-    expected, of_inputs, _ = train(made(layers, torch.float64), (5, WIDTH), False, recompute, of_input)
-    found, of_fused_inputs, added = train(made(layers, torch.float64), (5, WIDTH), True, recompute, of_input)
+def test_a_stage_that_recomputes_and_one_without_gradient_of_its_input(
+    recompute: bool, of_input: bool
+) -> None:
+    expected, of_inputs, _ = train(
+        made(layers, torch.float64), (5, WIDTH), False, recompute, of_input
+    )
+    found, of_fused_inputs, added = train(
+        made(layers, torch.float64), (5, WIDTH), True, recompute, of_input
+    )
     assert added == 2 * (N - 1)
     assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
 
@@ -145,7 +155,9 @@ def test_whoever_watches_a_weight_hears_of_every_microbatch(watch: Any, split: b
     holds = watch(module.get_parameter("0.weight"), lambda *_: fired.update(["heard"]))
     with Additions() as additions:
         for microbatch in range(N):
-            output, _ = stage.forward(microbatch, torch.randn(5, WIDTH, requires_grad=True), None, split)
+            output, _ = stage.forward(
+                microbatch, torch.randn(5, WIDTH, requires_grad=True), None, split
+            )
             stage.backward(microbatch, (torch.randn_like(output),))
     del holds
     assert fired["heard"] == N
@@ -240,24 +252,33 @@ DIFFERENTIATING = {
 @pytest.mark.parametrize("make", DIFFERENTIATING.values(), ids=DIFFERENTIATING)
 def test_a_stage_that_differentiates_by_itself(make: Callable[[], nn.Module], split: bool) -> None:
     expected, of_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=False)
-    found, of_split_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=True, split=split)
+    found, of_split_inputs, _ = train(
+        made(make, torch.float64), (5, WIDTH), fuses=True, split=split
+    )
     assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
 
 
 @pytest.mark.usefixtures("_any_size")
 def test_a_stage_that_asks_for_the_gradient_of_a_weight() -> None:
-    test_a_stage_that_differentiates_by_itself(partial(Pushed, "the gradient of a weight"), split=False)
+    test_a_stage_that_differentiates_by_itself(
+        partial(Pushed, "the gradient of a weight"), split=False
+    )
 
 
 def test_with_recomputation_it_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"differentiates in its forward, and recompute=True .* leave recompute out"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"differentiates in its forward, and recompute=True .* leave recompute out",
+    ):
         train(made(Penalised), (5, WIDTH), fuses=True, recompute=True)
 
 
 class Layer(nn.Module):
     """One call of the function, with a weight and a bias of any shape."""
 
-    def __init__(self, weight: tuple[int, ...], bias: tuple[int, ...] | None, call: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, weight: tuple[int, ...], bias: tuple[int, ...] | None, call: Callable[..., Tensor]
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(weight))
         self.bias = None if bias is None else nn.Parameter(torch.randn(bias))
@@ -268,7 +289,11 @@ class Layer(nn.Module):
 
 
 def of_nested(layout: torch.layout, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.cat(F.linear(torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout), weight, bias).unbind())
+    return torch.cat(
+        F.linear(
+            torch.nested.as_nested_tensor([x[:2], x[2:]], layout=layout), weight, bias
+        ).unbind()
+    )
 
 
 def of_sparse(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -276,7 +301,9 @@ def of_sparse(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def jacobian(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    found = torch.autograd.functional.jacobian(lambda row: F.linear(row, weight, bias), x[:2], vectorize=True)
+    found = torch.autograd.functional.jacobian(
+        lambda row: F.linear(row, weight, bias), x[:2], vectorize=True
+    )
     return F.linear(x, weight, bias) + found.sum()
 
 
@@ -312,7 +339,9 @@ UNUSUAL = {
     "a row of biases": Layer(SQUARE, (1, WIDTH), F.linear),
     "a bias for each row": Layer(SQUARE, (5, WIDTH), F.linear),
     "one bias for all": Layer(SQUARE, (1,), F.linear),
-    "a weight of one dimension": Layer(BIAS, None, lambda x, weight, _: x + F.linear(x, weight)[:, None]),
+    "a weight of one dimension": Layer(
+        BIAS, None, lambda x, weight, _: x + F.linear(x, weight)[:, None]
+    ),
     "nested": Layer(SQUARE, BIAS, partial(of_nested, torch.strided)),
     "jagged": Layer(SQUARE, BIAS, partial(of_nested, torch.jagged)),
     "sparse": Layer(SQUARE, BIAS, of_sparse),
@@ -332,7 +361,9 @@ def test_layers_out_of_the_ordinary(name: str, split: bool) -> None:
         return deepcopy(UNUSUAL[name])
 
     expected, of_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=False)
-    found, of_split_inputs, _ = train(made(make, torch.float64), (5, WIDTH), fuses=True, split=split)
+    found, of_split_inputs, _ = train(
+        made(make, torch.float64), (5, WIDTH), fuses=True, split=split
+    )
     assert set(found) == set(expected)
     assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
 
@@ -348,7 +379,9 @@ class Doubling(TorchFunctionMode):
 def test_a_mode_of_somebody_else_is_obeyed_and_devices_are_none(split: bool) -> None:
     with Doubling():
         expected, of_inputs, _ = train(made(layers, torch.float64), (5, WIDTH), fuses=False)
-        found, of_split_inputs, added = train(made(layers, torch.float64), (5, WIDTH), fuses=True, split=split)
+        found, of_split_inputs, added = train(
+            made(layers, torch.float64), (5, WIDTH), fuses=True, split=split
+        )
     assert_equal_but_for_rounding((found, of_split_inputs), (expected, of_inputs), torch.float64)
     assert added == 0
     with torch.device("cpu"):
@@ -375,7 +408,10 @@ def test_a_backward_in_the_forward_that_makes_a_graph_is_right_or_refused() -> N
     expected, of_inputs, _ = train(made(LearnsToLearn, torch.float64), (5, WIDTH), fuses=False)
     found, of_fused_inputs, _ = train(made(LearnsToLearn, torch.float64), (5, WIDTH), fuses=True)
     assert_equal_but_for_rounding((found, of_fused_inputs), (expected, of_inputs), torch.float64)
-    with pytest.raises(RuntimeError, match=r"create_graph=True in its forward.*use a schedule that does not split it"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"create_graph=True in its forward.*use a schedule that does not split it",
+    ):
         train(made(LearnsToLearn), (5, WIDTH), fuses=True, split=True)
 
 
@@ -436,12 +472,16 @@ def test_a_first_stage_may_change_its_weights_between_two_forwards(split: bool) 
     outputs = [stage.forward(number, x, None, split)[0] for number, x in enumerate(inputs)]
     for number, output in enumerate(outputs):
         stage.backward(number, (torch.ones_like(output),))
-    assert_equal_but_for_rounding(module.weight.grad, sum(inputs).sum(0).expand(WIDTH, WIDTH), torch.float32)
+    assert_equal_but_for_rounding(
+        module.weight.grad, sum(inputs).sum(0).expand(WIDTH, WIDTH), torch.float32
+    )
 
 
 @pytest.mark.usefixtures("_any_size")
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
-@pytest.mark.parametrize("kind", [Tensor.to_sparse, Tensor.requires_grad_], ids=["sparse", "with a graph"])
+@pytest.mark.parametrize(
+    "kind", [Tensor.to_sparse, Tensor.requires_grad_], ids=["sparse", "with a graph"]
+)
 def test_sums_of_another_kind(kind: Callable[[Tensor], Tensor], split: bool) -> None:
     def start() -> nn.Module:
         layer = made(partial(nn.Linear, WIDTH, WIDTH))
@@ -457,7 +497,9 @@ def test_sums_of_another_kind(kind: Callable[[Tensor], Tensor], split: bool) -> 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_under_autocast_weights_have_the_gradients_of_ordinary_layers(split: bool) -> None:
     expected, _, _ = train(made(lambda: Autocast(layers(), True)), (5, WIDTH), fuses=False)
-    found, _, added = train(made(lambda: Autocast(layers(), True)), (5, WIDTH), fuses=True, split=split)
+    found, _, added = train(
+        made(lambda: Autocast(layers(), True)), (5, WIDTH), fuses=True, split=split
+    )
     assert added == 0
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -483,16 +525,24 @@ def step_twice(rank: int, name: str) -> dict[str, Tensor]:
     for seed in range(2):
         x, target = wide_batch(seed)
         pipeline.step(x, target=target)
-    return {f"{s}.{key}": gradient for s, stage in stages.items() for key, gradient in gradients(stage).items()}
+    return {
+        f"{s}.{key}": gradient
+        for s, stage in stages.items()
+        for key, gradient in gradients(stage).items()
+    }
 
 
 def wide_batch(seed: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(2, 8, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).unbind()
+    return torch.randn(
+        2, 8, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).unbind()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v"])
 def test_large_layers_on_ranks_equal_one_process(name: str) -> None:
-    found = {key: gradient for rank in on_ranks(2, step_twice, name) for key, gradient in rank.items()}
+    found = {
+        key: gradient for rank in on_ranks(2, step_twice, name) for key, gradient in rank.items()
+    }
     model = nn.Sequential(*(wide_stage(s) for s in range(build(name, 2, 4).n_stages)))
     for seed in range(2):
         x, target = wide_batch(seed)

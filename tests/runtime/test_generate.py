@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from course_pp.launch import on_ranks
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
-from course_pp.runtime import EmulatedCluster, EmulatedLink, Pipeline, Recorder, StepFailed, generate
+from course_pp.runtime import (
+    EmulatedCluster,
+    EmulatedLink,
+    Pipeline,
+    Recorder,
+    StepFailed,
+    generate,
+)
 from course_pp.schedule import Costs, Timeline, build, check, generation, simulate
 from tests.processes import no_process_left
 
@@ -25,7 +32,9 @@ LIMIT_S = 60.0
 
 def prompts_of(n: int, lengths: Sequence[int] = (3, 4, 5, 9)) -> list[list[int]]:
     rng = random.Random(0)
-    return [[rng.randrange(CONFIG.vocab_size) for _ in range(rng.choice(lengths))] for _ in range(n)]
+    return [
+        [rng.randrange(CONFIG.vocab_size) for _ in range(rng.choice(lengths))] for _ in range(n)
+    ]
 
 
 def sharpened(model: nn.Module) -> nn.Module:
@@ -53,10 +62,14 @@ def of_one_process(prompts: list[list[int]], n_tokens: int = N_TOKENS) -> list[l
 def stages_on(rank: int, placement: Sequence[int]) -> dict[int, nn.Module]:
     torch.manual_seed(0)
     n = len(placement)
-    return {s: sharpened(build_stage_module(CONFIG, s, n)) for s in range(n) if placement[s] == rank}
+    return {
+        s: sharpened(build_stage_module(CONFIG, s, n)) for s in range(n) if placement[s] == rank
+    }
 
 
-def generated(rank: int, placement: Sequence[int], prompts: list[list[int]], options: dict[str, Any]) -> Any:
+def generated(
+    rank: int, placement: Sequence[int], prompts: list[list[int]], options: dict[str, Any]
+) -> Any:
     return generate(stages_on(rank, placement), prompts, N_TOKENS, timeout_s=30, **options)
 
 
@@ -77,7 +90,9 @@ def test_tokens_are_those_of_the_whole_model(
     expected = of_one_process(prompts)
     assert len({*map(tuple, expected)}) > n_prompts / 2, "the texts hardly differ"
     with no_process_left():
-        for found in on_ranks(1 + max(placement), generated, placement, prompts, options, timeout_s=LIMIT_S):
+        for found in on_ranks(
+            1 + max(placement), generated, placement, prompts, options, timeout_s=LIMIT_S
+        ):
             assert found == expected
 
 
@@ -140,7 +155,14 @@ def test_the_cache_of_a_prompt_goes_when_the_prompt_is_done(stops: bool) -> None
 
 def emulated(rank: int, prompts: list[list[int]], cluster: EmulatedCluster) -> Timeline:
     recorder = Recorder()
-    generate(stages_on(rank, range(4)), prompts, N_TOKENS, cluster=cluster, recorder=recorder, timeout_s=30)
+    generate(
+        stages_on(rank, range(4)),
+        prompts,
+        N_TOKENS,
+        cluster=cluster,
+        recorder=recorder,
+        timeout_s=30,
+    )
     return recorder.timeline(name="generation")
 
 
@@ -150,7 +172,10 @@ def test_eight_prompts_use_the_ranks_three_times_as_well_as_one() -> None:
     for n in (1, 8):
         timeline = on_ranks(4, emulated, prompts_of(n), cluster, timeout_s=LIMIT_S)[0]
         predicted = cluster.predict(generation(4, n, N_TOKENS))
-        assert float(timeline.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6) or timeline.overruns
+        assert (
+            float(timeline.makespan) == pytest.approx(float(predicted.makespan), abs=1e-6)
+            or timeline.overruns
+        )
         assert timeline.feedback == n
         used[n] = predicted.utilisation if timeline.trouble else timeline.utilisation
     assert used[8] >= 3 * used[1]
@@ -164,7 +189,12 @@ def test_a_token_takes_the_link_from_the_last_rank_to_the_first() -> None:
 
 
 def refused(rank: int, given: list[dict[str, Any]]) -> str:
-    arguments = {"stages": stages_on(rank, (0, 1)), "prompts": [[1, 2]], "n_tokens": 2, **given[rank]}
+    arguments = {
+        "stages": stages_on(rank, (0, 1)),
+        "prompts": [[1, 2]],
+        "n_tokens": 2,
+        **given[rank],
+    }
     try:
         generate(timeout_s=20, **arguments)
     except (ValueError, StepFailed) as error:
@@ -186,19 +216,31 @@ BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
     "other prompts": ([{}, {"prompts": [[1, 3]]}], r"rank 1 was given prompts=[[1, 3]]"),
     "an empty prompt": ([{"prompts": [[1], []]}] * 2, "prompt 1 has no tokens: begin it with one"),
     "no tokens": ([{}, {"n_tokens": 0}], "generate: n_tokens is 0 (an int): give at least 1"),
-    "no cache": ([{}, NO_CACHE], "stage here is a Linear without new_cache(): pass cache=False, or a module whose"),
+    "no cache": (
+        [{}, NO_CACHE],
+        "stage here is a Linear without new_cache(): pass cache=False, or a module whose",
+    ),
     "values": (
         [{}, {"stages": Skipping(4, 4)}],
-        "stage here reads or writes 'mask' beyond its neighbours, which generate does not carry: pass it along",
+        (
+            "stage here reads or writes 'mask' beyond its neighbours, which generate does not"
+            " carry: pass it along"
+        ),
     ),
-    "twice": ([{}, {"stages": {0: None}}], "ranks 0 and 1 both hold stage 0: give it to one of them"),
+    "twice": (
+        [{}, {"stages": {0: None}}],
+        "ranks 0 and 1 both hold stage 0: give it to one of them",
+    ),
     "too long": (
         [{"n_tokens": 30}] * 2,
         "with what the cache holds the sequence has 25 tokens, more than max_seq_len=24",
     ),
     "no logits": (
         [{"cache": False}, {"cache": False, "stages": Headless()}],
-        "the last stage returned ['last_hidden_state'], no logits (batch, seq, vocabulary): give it the head",
+        (
+            "the last stage returned ['last_hidden_state'], no logits (batch, seq, vocabulary):"
+            " give it the head"
+        ),
     ),
     "choice": (
         [{"choose": lambda logits: torch.tensor([0, 0])}] * 2,
@@ -244,16 +286,26 @@ def test_the_order_of_generation_is_legal_and_as_busy_as_prompts_allow() -> None
 
 
 def test_what_is_no_generation_or_too_much_of_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="feeds tokens back to its first stage, which a Pipeline does not: call gener"):
+    with pytest.raises(
+        ValueError,
+        match="feeds tokens back to its first stage, which a Pipeline does not: call gener",
+    ):
         Pipeline(generation(1, 1, 2), nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"n_stages × n_groups × n_tokens is 8,000,000: a schedule names"):
+    with pytest.raises(
+        ValueError, match=r"n_stages × n_groups × n_tokens is 8,000,000: a schedule names"
+    ):
         generation(2, 1000, 1000, placement=[0, 1] * 4)
 
 
 def of_transformers() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = transformers.LlamaConfig(vocab_size=29, max_position_embeddings=64, **sizes)
     return sharpened(transformers.LlamaForCausalLM(config)).eval()
 
@@ -268,7 +320,14 @@ def test_a_model_of_transformers_that_was_cut_generates_what_it_does_whole() -> 
     prompts, model = prompts_of(5), of_transformers()
     expected = []
     for prompt in prompts:
-        options = {"max_new_tokens": N_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        expected.append(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
+        options = {
+            "max_new_tokens": N_TOKENS,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+        expected.append(
+            model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        )
     for found in on_ranks(2, generated_by_cut, prompts, timeout_s=LIMIT_S):
         assert found == expected

@@ -26,17 +26,29 @@ WIDTH = 4
 # What is received lies in the buffer of its message, which ends in a trailer.
 TRAILER = 512
 VALUE = ROWS * WIDTH * 8
-SCHEDULES = [("gpipe", 4), ("1f1b", 4), ("interleaved_1f1b", 4), ("zb_h1", 4), ("1f1b", 2), ("zb_h1", 3)]
+SCHEDULES = [
+    ("gpipe", 4),
+    ("1f1b", 4),
+    ("interleaved_1f1b", 4),
+    ("zb_h1", 4),
+    ("1f1b", 2),
+    ("zb_h1", 3),
+]
 
 
 def uneven(n: int, width: int = WIDTH) -> list[nn.Module]:
     """Stage s has s % 3 + 1 blocks, each of another size."""
     torch.manual_seed(0)
-    return [nn.Sequential(*(block(width, 3 * s + 2 * i + 5) for i in range(s % 3 + 1))).double() for s in range(n)]
+    return [
+        nn.Sequential(*(block(width, 3 * s + 2 * i + 5) for i in range(s % 3 + 1))).double()
+        for s in range(n)
+    ]
 
 
 def block(width: int, hidden: int) -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width))
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width)
+    )
 
 
 def batch(width: int = WIDTH, m: int = M) -> tuple[Tensor, Tensor]:
@@ -72,7 +84,9 @@ def peaks(rank: int, schedule: Schedule, width: int, recompute: bool) -> list[Ma
     stages = stages_for(schedule, width)
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     recorder = Recorder(memory=True)
-    pipeline = Pipeline(schedule, mine, F.mse_loss, recorder=recorder, recompute=recompute, timeout_s=20)
+    pipeline = Pipeline(
+        schedule, mine, F.mse_loss, recorder=recorder, recompute=recompute, timeout_s=20
+    )
     for _ in range(2):
         recorder.clear()
         assert recorder.meter is not None
@@ -87,8 +101,8 @@ def zeros(is_message: bool, requires_grad: bool = True) -> Tensor:
 
 
 def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
-    """One microbatch in one stage: bytes that ``F`` keeps but for what it reads beyond its neighbours, those of them
-    that ``I`` releases, and those that it queues.
+    """One microbatch in one stage: bytes that ``F`` keeps but for what it reads beyond its
+    neighbours, those of them that ``I`` releases, and those that it queues.
     """
     module, meter = stages_for(schedule)[stage], Meter()
     reads, writes = getattr(module, "reads", []), getattr(module, "writes", [])
@@ -96,9 +110,18 @@ def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
     target = zeros(False, False)
     meter.ignore([*module.parameters(), target, *([] if stage else [x])])
     worker = Stage(stage, module, torch.device("cpu"), False, meter, None, writes, writes)
-    (share, _), last = loss_shares(count_targets(F.mse_loss, [target] * M)), stage == schedule.n_stages - 1
+    (share, _), last = (
+        loss_shares(count_targets(F.mse_loss, [target] * M)),
+        stage == schedule.n_stages - 1,
+    )
     loss = (lambda output: share(0, output)) if last else None
-    worker.forward(0, x, loss, any(part.kind == "I" for part in schedule.parts), {name: zeros(False) for name in reads})
+    worker.forward(
+        0,
+        x,
+        loss,
+        any(part.kind == "I" for part in schedule.parts),
+        {name: zeros(False) for name in reads},
+    )
     kept = meter.kept["activation"] - len(reads) * VALUE
     of_output = None if last else (zeros(True, False),)
     worker.backward_input(0, of_output, [(zeros(True, False),)] * len(writes))
@@ -125,9 +148,13 @@ def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(
     name: str, n: int, edges: tuple[Edge, ...]
 ) -> None:
     schedule = build(name, n, M).with_edges(*edges)
-    kept, released, _ = zip(*(measured_alone(s, schedule) for s in range(schedule.n_stages)), strict=True)
+    kept, released, _ = zip(
+        *(measured_alone(s, schedule) for s in range(schedule.n_stages)), strict=True
+    )
     places, lanes = schedule.placement, lanes_of(schedule.edges)
-    values = [VALUE + (0 if places[lane.reader] == places[lane.writer] else TRAILER) for lane in lanes]
+    values = [
+        VALUE + (0 if places[lane.reader] == places[lane.writer] else TRAILER) for lane in lanes
+    ]
     costs = Costs(activation=kept, released_by_input_grad=released, edge_activation=values)
     predicted = simulate(schedule, costs)
     assert any(predicted.peak_values) == bool(edges)
@@ -138,8 +165,9 @@ def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(
 def test_what_a_stage_keeps_is_what_one_counts_by_hand() -> None:
     cell = ROWS * 8  # a column of a microbatch
     kept, released, queued = measured_alone(1, build("zb_h1", 4, M))
-    # Two blocks, 8 and 10 wide inside. Each keeps its input, its output of the norm with the mean and the reciprocal
-    # deviation of each row, and the output of tanh; the first one's input is a message.
+    # Two blocks, 8 and 10 wide inside. Each keeps its input, its output of the norm with the mean
+    # and the reciprocal deviation of each row, and the output of tanh; the first one's input is a
+    # message.
     received = WIDTH * cell + TRAILER
     assert kept == received + (WIDTH + 2 + 8) * cell + (WIDTH + WIDTH + 2 + 10) * cell
     # W needs the inputs of the linear layers: the outputs of the norms and of tanh.
@@ -149,7 +177,9 @@ def test_what_a_stage_keeps_is_what_one_counts_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_recomputing_keeps_the_inputs_alone_until_one_microbatch_is_computed_again(name: str) -> None:
+def test_recomputing_keeps_the_inputs_alone_until_one_microbatch_is_computed_again(
+    name: str,
+) -> None:
     n = 3
     schedule = build(name, n, M)
     found = on_ranks(n, peaks, schedule, WIDTH, True, timeout_s=30.0)[0]
@@ -188,13 +218,18 @@ def most_in_flight(of: RankPlan) -> int:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("m", [8, 16])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "gpipe"])
-def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been_taken(name: str, m: int) -> None:
+def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been_taken(
+    name: str, m: int
+) -> None:
     n, width = 3, 1024  # a message of 64 KiB: small ones are received further ahead
     schedule = build(name, n, m)
     message, report = ROWS * width * 8 + TRAILER, m * 8 + TRAILER
     found = on_ranks(n, peaks, schedule, width, False, timeout_s=50.0)[0]
     for peak, one in zip(found, plan_messages(schedule), strict=True):
-        assert peak["buffer"] <= (2 * len(one.incoming) + most_in_flight(one)) * message + 2 * n * report
+        assert (
+            peak["buffer"]
+            <= (2 * len(one.incoming) + most_in_flight(one)) * message + 2 * n * report
+        )
         if name != "gpipe":
             assert peak["buffer"] <= 4 * n * message  # whatever m is
 
@@ -221,13 +256,20 @@ def outputs_alive(rank: int, schedule: Schedule, recompute: bool) -> list[bool]:
     x, target = torch.randn(2, 2 * M, 3, WIDTH)
     for _ in range(2):
         take_step(pipeline, *for_rank(rank, schedule, x, target))
-    return [alive for stage, module in modules.items() if stage < schedule.n_stages - 1 for alive in module.alive]
+    return [
+        alive
+        for stage, module in modules.items()
+        if stage < schedule.n_stages - 1
+        for alive in module.alive
+    ]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("name", "n"), [("gpipe", 3), ("1f1b", 3), ("interleaved_1f1b", 2)])
-def test_an_output_is_freed_once_it_is_sent_long_before_its_backward(name: str, n: int, recompute: bool) -> None:
+def test_an_output_is_freed_once_it_is_sent_long_before_its_backward(
+    name: str, n: int, recompute: bool
+) -> None:
     schedule = build(name, n, M)
     for rank, alive in enumerate(on_ranks(n, outputs_alive, schedule, recompute, timeout_s=30.0)):
         stages = [stage for stage in stages_of(rank, schedule) if stage < schedule.n_stages - 1]
@@ -244,4 +286,9 @@ def test_a_value_stays_from_its_first_use_on_a_rank_to_its_last() -> None:
         most = max(most, held)
         held -= str(span.action).startswith(("3I", "3B"))
     assert v.peak_values == (most, 0)
-    assert simulate(build("1f1b", 4, M).forward_only().with_edges(*TO_ALL)).peak_values == (0, 1, 1, 2)
+    assert simulate(build("1f1b", 4, M).forward_only().with_edges(*TO_ALL)).peak_values == (
+        0,
+        1,
+        1,
+        2,
+    )

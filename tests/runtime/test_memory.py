@@ -38,19 +38,35 @@ def activations(meter: Meter) -> int:
     return meter.kept["activation"]
 
 
-def test_a_stage_keeps_the_input_and_the_activations_of_its_layers_until_after_its_backward() -> None:
+def test_a_stage_keeps_the_input_and_the_activations_of_its_layers_until_after_its_backward() -> (
+    None
+):
     meter, stage = Meter(), two_layers()
     meter.ignore(stage.parameters())
     with meter.saving(0, 0):
         output = stage(received())
-    assert meter.kept == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "version": 0, "total": OF_TWO_LAYERS}
+    assert meter.kept == {
+        "activation": OF_TWO_LAYERS,
+        "buffer": 0,
+        "queued": 0,
+        "version": 0,
+        "total": OF_TWO_LAYERS,
+    }
     output.sum().backward()
     assert not any(meter.kept.values())
     (memory,) = [meter.log().seen_from(0, 0)]
-    assert memory.peaks == {"activation": OF_TWO_LAYERS, "buffer": 0, "queued": 0, "version": 0, "total": OF_TWO_LAYERS}
+    assert memory.peaks == {
+        "activation": OF_TWO_LAYERS,
+        "buffer": 0,
+        "queued": 0,
+        "version": 0,
+        "total": OF_TWO_LAYERS,
+    }
 
 
-def test_parameters_and_a_batch_of_which_the_microbatch_is_a_view_count_unless_they_are_ignored() -> None:
+def test_parameters_and_a_batch_of_which_the_microbatch_is_a_view_count_unless_they_are_ignored() -> (
+    None
+):
     stage, batch = two_layers(), torch.randn(3 * ROWS, WIDTH, dtype=torch.float64)
     for ignored in (False, True):
         meter = Meter()
@@ -193,7 +209,9 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_autograd_does(changed: st
         output = (inner * weight).exp()
     with torch.no_grad():
         {"input": inner, "output": output, "ignored weight": weight}[changed].add_(1)
-    with pytest.raises(RuntimeError, match=r"shape \(2, 3\) that backward of microbatch 2 in stage 4 needs"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \(2, 3\) that backward of microbatch 2 in stage 4 needs"
+    ):
         output.sum().backward()
 
 
@@ -279,5 +297,7 @@ def test_every_rank_gets_the_memory_of_all_with_the_times_of_the_timeline() -> N
 
 
 def test_a_recorder_that_counts_no_memory_says_how_to_make_one_that_does() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0 counts no memory: make it with Recorder\(memory=True\)"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 counts no memory: make it with Recorder\(memory=True\)"
+    ):
         Recorder().memory()

@@ -29,7 +29,9 @@ def test_a_weight_in_two_ties_is_refused() -> None:
     schedule = build("interleaved_1f1b", 1, M, n_chunks=3)
     stages = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(3)}
     ties = [{0: "weight", 1: "weight"}, {1: "weight", 2: "weight"}]
-    with pytest.raises(ValueError, match="'weight' of stage 1 is in two ties: write one tie with all stages"):
+    with pytest.raises(
+        ValueError, match="'weight' of stage 1 is in two ties: write one tie with all stages"
+    ):
         Pipeline(schedule, stages, F.mse_loss, tied=ties)
     Pipeline(schedule, stages, F.mse_loss, tied=[{0: "weight", 1: "weight", 2: "weight"}])
 
@@ -45,9 +47,14 @@ def test_a_weight_in_two_ties_is_refused() -> None:
 )
 def test_a_tie_of_what_cannot_be_one_weight_is_refused(other: nn.Module, kind: str) -> None:
     stages = {0: nn.Linear(WIDTH, WIDTH), 1: other}
-    pattern = rf"\(3, 3\) torch.float32 trained in stage 0, but {kind} in stage 1: .*train or freeze it in all"
+    pattern = (
+        rf"\(3, 3\) torch.float32 trained in stage 0, but {kind} in stage 1: .*train or freeze it"
+        r" in all"
+    )
     with pytest.raises(ValueError, match=pattern):
-        Pipeline(build("interleaved_1f1b", 1, M), stages, F.mse_loss, tied=[{0: "weight", 1: "weight"}])
+        Pipeline(
+            build("interleaved_1f1b", 1, M), stages, F.mse_loss, tied=[{0: "weight", 1: "weight"}]
+        )
 
 
 class ChangesItsInput(nn.Module):
@@ -70,9 +77,17 @@ def test_a_stage_that_changes_its_input_in_place_is_recomputed_right() -> None:
 
 
 def test_a_stage_that_changes_what_it_received_in_place_is_named() -> None:
-    stages = {0: nn.Linear(WIDTH, WIDTH), 1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))}
-    run, batch = Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss), torch.ones(M, WIDTH)
-    with pytest.raises(RuntimeError, match=r"stage 1, microbatch 0, action 1F0: .*in-place operation"):
+    stages = {
+        0: nn.Linear(WIDTH, WIDTH),
+        1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+    }
+    run, batch = (
+        Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss),
+        torch.ones(M, WIDTH),
+    )
+    with pytest.raises(
+        RuntimeError, match=r"stage 1, microbatch 0, action 1F0: .*in-place operation"
+    ):
         run.step(batch, target=batch)
 
 
@@ -84,5 +99,8 @@ def test_an_interrupted_pipeline_cannot_go_on() -> None:
     batch, stopped = torch.ones(M, WIDTH), pipeline(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         stopped.step(batch, target=batch)
-    with pytest.raises(RuntimeError, match="its last step failed: rank 0, stage 0, microbatch 0, action 0F0: interrup"):
+    with pytest.raises(
+        RuntimeError,
+        match="its last step failed: rank 0, stage 0, microbatch 0, action 0F0: interrup",
+    ):
         stopped.step(batch, target=batch)

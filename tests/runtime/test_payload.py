@@ -38,7 +38,9 @@ Pair = namedtuple("Pair", ["first", "second"])
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool = False) -> Tensor:
     """Every dtype has a different value at each place."""
     values = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) - 1
-    tensor = values.to(torch.complex128).mul(1 - 2j).to(dtype) if dtype.is_complex else values.to(dtype)
+    tensor = (
+        values.to(torch.complex128).mul(1 - 2j).to(dtype) if dtype.is_complex else values.to(dtype)
+    )
     return tensor.requires_grad_(requires_grad and (dtype.is_floating_point or dtype.is_complex))
 
 
@@ -84,7 +86,14 @@ tensors = st.builds(
     st.lists(st.integers(0, 3), max_size=3).map(tuple),
     st.booleans(),
 )
-leaves = st.one_of(tensors, st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5))
+leaves = st.one_of(
+    tensors,
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=5),
+)
 values = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -160,7 +169,9 @@ def test_changing_one_part_in_place_leaves_the_graphs_of_the_others_in_order() -
     ],
 )
 def test_anything_else_is_refused_by_name_wherever_it_is(stranger: Any, name: str) -> None:
-    with pytest.raises(TypeError, match=f"a {name} cannot cross a stage boundary: return tensors, tuples"):
+    with pytest.raises(
+        TypeError, match=f"a {name} cannot cross a stage boundary: return tensors, tuples"
+    ):
         describe(stranger)
 
 
@@ -212,7 +223,11 @@ def test_values_have_equal_specs_if_they_are_read_alike() -> None:
 def test_flattening_and_mapping_go_through_tensors_in_one_order() -> None:
     value = {"b": (torch.zeros(1), [torch.ones(1)]), "a": torch.full((1,), 2.0), "n": 3}
     seen: list[float] = []
-    assert map_plain(lambda t: seen.append(t.item()), value) == {"b": (None, [None]), "a": None, "n": 3}
+    assert map_plain(lambda t: seen.append(t.item()), value) == {
+        "b": (None, [None]),
+        "a": None,
+        "n": 3,
+    }
     assert seen == [0, 1, 2]
     assert [t.item() for t in plain_tensors(value)] == seen
     assert [t.item() for t in flatten(value)[1]] == seen

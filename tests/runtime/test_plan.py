@@ -37,7 +37,8 @@ def known_schedules() -> Iterator[Schedule]:
 
 
 legal = st.integers(0, 10**6).map(random_schedule) | st.sampled_from(list(known_schedules()))
-# Ranks that exchange the gradients of shared weights. Pairs come in both orders, and of a rank with itself.
+# Ranks that exchange the gradients of shared weights. Pairs come in both orders, and of a rank with
+# itself.
 shares = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=4)
 any_order = st.randoms(use_true_random=False)
 
@@ -74,7 +75,9 @@ def test_both_ends_of_a_channel_have_the_same_messages_numbered_in_order(
     assert outgoing == incoming
     for (source, target), row in outgoing.items():
         assert source != target
-        assert [(m.source, m.target, m.number) for m in row] == [(source, target, i) for i in range(len(row))]
+        assert [(m.source, m.target, m.number) for m in row] == [
+            (source, target, i) for i in range(len(row))
+        ]
 
 
 @given(legal)
@@ -83,17 +86,25 @@ def test_what_another_rank_makes_is_received_once_for_the_action_that_needs_it_a
 ) -> None:
     plans = plans_for(schedule)
     made_by: dict[Content, int] = {
-        p: rank for rank, row in enumerate(schedule.actions) for a in row for part in a.parts for p in part.provides
+        p: rank
+        for rank, row in enumerate(schedule.actions)
+        for a in row
+        for part in a.parts
+        for p in part.provides
     }
     for this in plans:
         for step in this.steps:
             needs = [p for part in step.action.parts for p in part.needs(schedule.n_stages)]
             received = [message.content for message in step.receives]
             assert Counter(received) == Counter(p for p in needs if made_by[p] != this.rank)
-            assert {message.content for message in step.sends} <= {p for x in step.action.parts for p in x.provides}
+            assert {message.content for message in step.sends} <= {
+                p for x in step.action.parts for p in x.provides
+            }
             assert all(message.source == made_by[message.content] for message in step.receives)
     sent = [message for this in plans for step in this.steps for message in step.sends]
-    received_anywhere = [message for this in plans for step in this.steps for message in step.receives]
+    received_anywhere = [
+        message for this in plans for step in this.steps for message in step.receives
+    ]
     assert len(set(sent)) == len(sent)
     assert set(sent) == set(received_anywhere)
 
@@ -109,8 +120,8 @@ def test_by_order_alone_every_run_ends_and_what_counts_as_arrived_has_been_taken
 def play(plans: Sequence[RankPlan], rng: random.Random) -> None:
     """Go through a step, one operation of some rank at a time, and fail where none is possible.
 
-    A message leaves only when those before it in its channel have left, and is there only for a receiver that has
-    taken all before it; a sender never waits.
+    A message leaves only when those before it in its channel have left, and is there only for a
+    receiver that has taken all before it; a sender never waits.
     """
     rest = [list(operations(p))[::-1] for p in plans]
     ready: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
@@ -120,7 +131,8 @@ def play(plans: Sequence[RankPlan], rng: random.Random) -> None:
         able = [
             rank
             for rank, left in enumerate(rest)
-            if left and (left[-1][0] != "take" or gone[channel_of(left[-1][1])] > left[-1][1].number)
+            if left
+            and (left[-1][0] != "take" or gone[channel_of(left[-1][1])] > left[-1][1].number)
         ]
         assert able, f"all wait: {[left[-1] for left in rest if left]}"
         what, message = rest[rng.choice(able)].pop()
@@ -133,7 +145,9 @@ def play(plans: Sequence[RankPlan], rng: random.Random) -> None:
             assert message.number == taken[channel], f"{message} is taken out of turn"
             taken[channel] += 1
         else:
-            assert taken[channel] > message.number, f"{message} is said to have arrived, and has not been taken"
+            assert taken[channel] > message.number, (
+                f"{message} is said to have arrived, and has not been taken"
+            )
     assert taken == gone
 
 
@@ -174,12 +188,15 @@ def test_the_messages_a_rank_holds_open_do_not_grow_with_the_microbatches(
 
 
 @pytest.mark.parametrize("m", [8, 32])
-def test_with_all_forwards_first_nothing_comes_back_that_could_tell_what_has_arrived(m: int) -> None:
+def test_with_all_forwards_first_nothing_comes_back_that_could_tell_what_has_arrived(
+    m: int,
+) -> None:
     assert most_open(build("gpipe", 4, m)) == [m] * 4
 
 
 def test_a_message_that_is_ready_early_is_held_back_for_one_that_is_needed_first() -> None:
-    # Rank 0 makes microbatch 0 first; rank 1 needs 1 first, and can only say so in its place in the channel.
+    # Rank 0 makes microbatch 0 first; rank 1 needs 1 first, and can only say so in its place in the
+    # channel.
     crossed = parse("0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0")
     sender, receiver = plans_for(crossed)
     order = [message.content for message in sender.outgoing[1]]
@@ -191,7 +208,8 @@ def test_a_message_that_is_ready_early_is_held_back_for_one_that_is_needed_first
 class StrictWire:
     """Threads as ranks. Nothing is stored on the way: a send ends when it is received.
 
-    Without tags messages are told apart by their order alone, and one receive a channel may be posted at a time.
+    Without tags messages are told apart by their order alone, and one receive a channel may be
+    posted at a time.
     """
 
     device = torch.device("cpu")
@@ -201,10 +219,14 @@ class StrictWire:
         self.window = 32 if has_tags else 1
 
     def isend(self, buffer: Tensor, target: int, number: int) -> Any:
-        return self._exchange.begin("send", (self._rank, target), number if self._has_tags else None, buffer)
+        return self._exchange.begin(
+            "send", (self._rank, target), number if self._has_tags else None, buffer
+        )
 
     def irecv(self, buffer: Tensor, source: int, number: int) -> Any:
-        return self._exchange.begin("receive", (source, self._rank), number if self._has_tags else None, buffer)
+        return self._exchange.begin(
+            "receive", (source, self._rank), number if self._has_tags else None, buffer
+        )
 
 
 class Transfer:
@@ -226,12 +248,16 @@ class Exchange:
         self._changed = threading.Condition()
         self._open: defaultdict[Any, list[Transfer]] = defaultdict(list)
 
-    def begin(self, end: str, channel: tuple[int, int], tag: int | None, buffer: Tensor) -> Transfer:
+    def begin(
+        self, end: str, channel: tuple[int, int], tag: int | None, buffer: Tensor
+    ) -> Transfer:
         transfer = Transfer(buffer, self._changed)
         with self._changed:
             sends, receives = self._open["send", channel, tag], self._open["receive", channel, tag]
             (sends if end == "send" else receives).append(transfer)
-            assert tag is not None or len(receives) <= 1, "which of the receives is for the next message?"
+            assert tag is not None or len(receives) <= 1, (
+                "which of the receives is for the next message?"
+            )
             while sends and receives:
                 sent, received = sends.pop(0), receives.pop(0)
                 assert len(sent.buffer) == len(received.buffer), "gloo would end the process here"
@@ -269,14 +295,19 @@ def follow(this: RankPlan, wire: StrictWire, rng: random.Random) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("has_tags", [True, False], ids=["tags", "order alone"])
 @pytest.mark.parametrize("seed", range(30))
-def test_the_mailbox_needs_nothing_that_stores_messages_on_the_way(seed: int, has_tags: bool) -> None:
+def test_the_mailbox_needs_nothing_that_stores_messages_on_the_way(
+    seed: int, has_tags: bool
+) -> None:
     schedule = random_schedule(seed)
     plans = plans_for(schedule, [(0, schedule.n_ranks - 1)])
     exchange = Exchange()
     with ThreadPoolExecutor(schedule.n_ranks) as threads:
         ranks = [
             threads.submit(
-                follow, this, StrictWire(exchange, this.rank, has_tags), random.Random(f"{seed} {this.rank}")
+                follow,
+                this,
+                StrictWire(exchange, this.rank, has_tags),
+                random.Random(f"{seed} {this.rank}"),
             )
             for this in plans
         ]

@@ -63,7 +63,9 @@ class Several(nn.Module):
 
 
 def test_layers_may_return_several_tensors() -> None:
-    costs = profile_layers([Several(), Several()], (torch.ones(ROWS, 3, requires_grad=True), torch.ones(ROWS, 3)))
+    costs = profile_layers(
+        [Several(), Several()], (torch.ones(ROWS, 3, requires_grad=True), torch.ones(ROWS, 3))
+    )
     assert [cost.output_bytes for cost in costs] == [2 * 4 * ROWS * 3] * 2
 
 
@@ -82,8 +84,14 @@ def test_profiling_leaves_gradients_buffers_and_random_numbers_as_they_were() ->
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: profile_layers([nn.Linear(2, 2)], torch.zeros(1, 2), repeats=0), "repeats is 0.*at least 1"),
-        (lambda: torch.no_grad()(profile_layers)([nn.Linear(2, 2)], torch.zeros(1, 2)), "under no_grad"),
+        (
+            lambda: profile_layers([nn.Linear(2, 2)], torch.zeros(1, 2), repeats=0),
+            "repeats is 0.*at least 1",
+        ),
+        (
+            lambda: torch.no_grad()(profile_layers)([nn.Linear(2, 2)], torch.zeros(1, 2)),
+            "under no_grad",
+        ),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(make: Callable[[], Any], words: str) -> None:
@@ -99,4 +107,8 @@ def test_a_layer_that_fails_on_what_the_one_before_returned_is_named() -> None:
 
 def test_a_layer_may_change_its_input_in_place() -> None:
     layers = [nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1)]
-    assert [cost.weight_bytes for cost in profile_layers(layers, torch.ones(4, 2), repeats=1)] == [36, 0, 16]
+    assert [cost.weight_bytes for cost in profile_layers(layers, torch.ones(4, 2), repeats=1)] == [
+        36,
+        0,
+        16,
+    ]

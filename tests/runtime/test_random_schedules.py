@@ -12,7 +12,16 @@ from torch import nn
 
 from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
-from course_pp.schedule import Costs, Overlap, Schedule, check, from_torch_csv, optima, search, to_torch_csv
+from course_pp.schedule import (
+    Costs,
+    Overlap,
+    Schedule,
+    check,
+    from_torch_csv,
+    optima,
+    search,
+    to_torch_csv,
+)
 from tests.runtime.random_schedules import broken_schedule, first_ranks, random_schedule
 from tests.runtime.small import stages_of
 from tests.runtime.stepping import Done, Step, assert_equal_steps, in_one_process, stepped
@@ -29,17 +38,22 @@ def tiny_stages(n: int) -> list[nn.Module]:
 
 
 def steps_for(schedule: Schedule) -> list[Step]:
-    """One sample more than two a microbatch: they cannot all be of one size. The first step agrees on shapes, the
-    second finds them settled; their gradients add up."""
+    """One sample more than two a microbatch: they cannot all be of one size. The first step agrees
+    on shapes, the second finds them settled; their gradients add up.
+    """
     generator = torch.Generator().manual_seed(1)
     shape = 2 * schedule.n_microbatches + 1, WIDTH
     inputs, targets = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     return [Step(inputs, targets), Step(inputs, targets, keep_gradients=True)]
 
 
-def in_a_pipeline(rank: int, schedule: Schedule, group: dist.ProcessGroup | None, transport: str) -> list[Done]:
+def in_a_pipeline(
+    rank: int, schedule: Schedule, group: dist.ProcessGroup | None, transport: str
+) -> list[Done]:
     options = {"group": group, "transport": transport, "timeout_s": 30}
-    return stepped(rank, schedule, partial(tiny_stages, schedule.n_stages), steps_for(schedule), **options)
+    return stepped(
+        rank, schedule, partial(tiny_stages, schedule.n_stages), steps_for(schedule), **options
+    )
 
 
 def transport_of(seed: int) -> str:
@@ -50,13 +64,15 @@ def run_all_on_rank(rank: int, seeds: range) -> dict[int, list[Done]]:
     """Every schedule on as many of the ranks as it has; what each leaves on this rank, by seed."""
     groups = first_ranks(rank)
     results = {}
-    # The large ones first: without tags each makes groups on its own ranks, and torch's names for groups count how many
-    # a rank has made.
+    # The large ones first: without tags each makes groups on its own ranks, and torch's names for
+    # groups count how many a rank has made.
     for seed in sorted(seeds, key=lambda seed: -random_schedule(seed).n_ranks):
         schedule = random_schedule(seed)
         if rank < schedule.n_ranks:
             try:
-                results[seed] = in_a_pipeline(rank, schedule, groups.get(schedule.n_ranks), transport_of(seed))
+                results[seed] = in_a_pipeline(
+                    rank, schedule, groups.get(schedule.n_ranks), transport_of(seed)
+                )
             except Exception as error:
                 error.add_note(f"in random_schedule({seed})")
                 raise
@@ -87,7 +103,9 @@ KINDS: dict[str, Callable[[Schedule], bool]] = {
     "has replicas": lambda s: any(len(ranks) > 1 for ranks in s.placement),
     "has an idle rank": lambda s: any(not row for row in s.actions),
     "sends to itself": lambda s: any(one == other for one, other in pairwise(s.placement)),
-    "skips ranks": lambda s: any(abs(one[0] - other[0]) > 1 for one, other in pairwise(s.placement)),
+    "skips ranks": lambda s: any(
+        abs(one[0] - other[0]) > 1 for one, other in pairwise(s.placement)
+    ),
 }
 
 

@@ -43,22 +43,38 @@ def trained(rank: int, cases: Sequence[Case], dp: int) -> list[tuple[Trained, li
 
 def train_case(case: Case, mesh: DeviceMesh) -> tuple[Trained, list[Tensor] | None]:
     """What training leaves, and before it the outputs of this rank's first batch, by microbatch, where they are."""
-    (rank, replica), dp, schedule = mesh.get_coordinate(), mesh["data"].size(), build(case.schedule, 2, M)
+    (rank, replica), dp, schedule = (
+        mesh.get_coordinate(),
+        mesh["data"].size(),
+        build(case.schedule, 2, M),
+    )
     whole = packed.model(tied=dp == 1)  # here weights that are sharded cannot be tied
     mine = {stage: whole.cut(schedule.n_stages)[stage] for stage in stages_of(rank, schedule)}
     for module in mine.values() if dp > 1 else ():
         fully_shard(module, mesh=mesh["data"])
-    tied = [{0: "parts.embed.weight", schedule.n_stages - 1: "parts.head.weight"}] if dp == 1 else []
-    options = {"group": mesh.get_group("pp"), "tied": tied, "recompute": case.recompute, "timeout_s": 20}
+    tied = (
+        [{0: "parts.embed.weight", schedule.n_stages - 1: "parts.head.weight"}] if dp == 1 else []
+    )
+    options = {
+        "group": mesh.get_group("pp"),
+        "tied": tied,
+        "recompute": case.recompute,
+        "timeout_s": 20,
+    }
     pipeline = Pipeline(schedule, mine, CrossEntropy(), **options)
 
     def given(i: int) -> dict[str, Any]:
-        return packed.given(STEPS[i][replica::dp][:M], 0 in mine, schedule.n_stages - 1 in mine, case.masked)
+        return packed.given(
+            STEPS[i][replica::dp][:M], 0 in mine, schedule.n_stages - 1 in mine, case.masked
+        )
 
     lists = given(0)
     outputs = pipeline.evaluate(arg_mbs=lists.get("arg_mbs"), kwarg_mbs=lists["kwarg_mbs"])
     held = list(mine.values())
-    return train(held, len(STEPS), lambda i: pipeline.step(**given(i)), sharded_adamw(held)), outputs
+    return (
+        train(held, len(STEPS), lambda i: pipeline.step(**given(i)), sharded_adamw(held)),
+        outputs,
+    )
 
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
@@ -70,8 +86,12 @@ ON_2_RANKS = [
 ON_4_RANKS = [Case(name) for name in SCHEDULES]
 
 
-@pytest.mark.parametrize(("cases", "dp"), [(ON_2_RANKS, 1), (ON_4_RANKS, 2)], ids=["pp", "with FSDP2"])
-def test_packed_documents_are_as_good_as_alone(cases: Sequence[Case], dp: int, subtests: Any) -> None:
+@pytest.mark.parametrize(
+    ("cases", "dp"), [(ON_2_RANKS, 1), (ON_4_RANKS, 2)], ids=["pp", "with FSDP2"]
+)
+def test_packed_documents_are_as_good_as_alone(
+    cases: Sequence[Case], dp: int, subtests: Any
+) -> None:
     data, whole = packed.of_ranks(dp), packed.model(tied=dp == 1)
     with torch.no_grad():
         expected = [whole(rows.tokens, rows.offsets) for rows in data[0]]
@@ -98,9 +118,14 @@ class Keyed(nn.Module):
     def __init__(self, stage: int) -> None:
         super().__init__()
         self.stage, self.linear = stage, nn.Linear(WIDTH, WIDTH)
-        self.writes, self.reads = (("skip",) if stage == 0 else ()), (("skip",) if stage == 2 else ())
+        self.writes, self.reads = (
+            (("skip",) if stage == 0 else ()),
+            (("skip",) if stage == 2 else ()),
+        )
 
-    def forward(self, x: Tensor, mask: Tensor, lengths: Any, table: Any, scale: float, skip: Any = 0.0) -> Any:
+    def forward(
+        self, x: Tensor, mask: Tensor, lengths: Any, table: Any, scale: float, skip: Any = 0.0
+    ) -> Any:
         weight = mask * lengths.lengths[:, None] * scale + table.values.sum()
         x = torch.tanh(self.linear(x)) * weight + skip
         return (x, {"skip": x.sin()}) if self.writes else x
@@ -132,11 +157,15 @@ def keyed_batch() -> tuple[Tensor, Tensor, dict[str, Any]]:
 SPEC: dict[str, Any] = {"lengths": "rows", "table": "same"}
 
 
-def keyed_step(rank: int, schedule: Schedule, recompute: bool) -> tuple[float, Any, dict[str, Tensor | None]]:
+def keyed_step(
+    rank: int, schedule: Schedule, recompute: bool
+) -> tuple[float, Any, dict[str, Tensor | None]]:
     stages, (x, y, kwargs) = keyed_stages(schedule.n_stages), keyed_batch()
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     recorder = Recorder(memory=True)
-    pipeline = Pipeline(schedule, mine, F.mse_loss, recompute=recompute, recorder=recorder, timeout_s=20)
+    pipeline = Pipeline(
+        schedule, mine, F.mse_loss, recompute=recompute, recorder=recorder, timeout_s=20
+    )
     inputs, target = for_rank(rank, schedule, x, y)
     loss = pipeline.step(inputs, target=target, kwargs_chunk_spec=SPEC, **kwargs).item()
     evaluated = pipeline.eval(inputs, target=target, kwargs_chunk_spec=SPEC, **kwargs)
@@ -147,7 +176,9 @@ def keyed_step(rank: int, schedule: Schedule, recompute: bool) -> tuple[float, A
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "n"), [("1f1b", 3), ("zb_v", 2), ("chimera", 2)])
-def test_keyword_arguments_of_a_whole_batch_are_cut_as_they_are_said_to_be(name: str, n: int, recompute: bool) -> None:
+def test_keyword_arguments_of_a_whole_batch_are_cut_as_they_are_said_to_be(
+    name: str, n: int, recompute: bool
+) -> None:
     schedule = build(name, n, M)
     stages, (x, y, kwargs) = keyed_stages(schedule.n_stages), keyed_batch()
     h, read = x, {}
@@ -171,7 +202,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.is_last, self.linear = is_last, nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None, *, microbatch: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, scale: Tensor | None = None, *, microbatch: Tensor | None = None
+    ) -> Any:
         if microbatch is not None:
             return self.linear(x) * microbatch
         return self.linear(x) * scale if self.is_last else (self.linear(x) * scale, scale)
@@ -185,7 +218,12 @@ def updated(rank: int, recompute: bool) -> list[list[Tensor]]:
         torch.manual_seed(rank)
         stage = Scaled(is_last=rank == 1).double()
         optimizers = {rank: torch.optim.SGD(stage.parameters(), lr=0.1)}
-        options = {"optimizers": optimizers, "versions": "stash", "recompute": recompute, "timeout_s": 20}
+        options = {
+            "optimizers": optimizers,
+            "versions": "stash",
+            "recompute": recompute,
+            "timeout_s": 20,
+        }
         pipeline = Pipeline(build("pipedream", 2, M), stage, F.mse_loss, **options)
         if by_keyword:
             pipeline.step(x, target=y, microbatch=kwargs["mask"])
@@ -210,11 +248,20 @@ def test_a_recorded_step_takes_lists_and_counts_no_memory_that_is_the_callers() 
         recorder, given = Recorder(memory=True), {"target_mbs": parts[1]}
         pairs = list(zip(parts[0], parts[2], strict=True))
         if how == "by keyword":
-            given |= {"arg_mbs": [(x,) for x, _ in pairs], "kwarg_mbs": [{"microbatch": mask} for _, mask in pairs]}
+            given |= {
+                "arg_mbs": [(x,) for x, _ in pairs],
+                "kwarg_mbs": [{"microbatch": mask} for _, mask in pairs],
+            }
         else:
-            given |= {"arg_mbs": [({"x": x, "microbatch": m},) if how == "as a dict" else (x, m) for x, m in pairs]}
+            given |= {
+                "arg_mbs": [
+                    ({"x": x, "microbatch": m},) if how == "as a dict" else (x, m) for x, m in pairs
+                ]
+            }
         stage = Scaled(is_last=True).double()
-        loss, _ = run_step(build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given)
+        loss, _ = run_step(
+            build("1f1b", 1, M), stage, None, None, F.mse_loss, recorder=recorder, **given
+        )
         found.append((loss.item(), recorder.memory()[0].peaks))
     assert found[0] == found[1] == found[2]
 
@@ -227,19 +274,36 @@ KEYS = cut_keywords(KEYED, SPEC, ROWS, M)
 TARGETS = list(Y.tensor_split(M))
 WHOLE = {"inputs": X, "target": Y, "kwargs_chunk_spec": SPEC, **KEYED}
 MADE = {"arg_mbs": READY, "kwarg_mbs": KEYS, "target_mbs": TARGETS}
-SHORT = {**KEYED, "mask": KEYED["mask"][:M], "lengths": Lengths(torch.ones(M)), "kwargs_chunk_spec": SPEC}
+SHORT = {
+    **KEYED,
+    "mask": KEYED["mask"][:M],
+    "lengths": Lengths(torch.ones(M)),
+    "kwargs_chunk_spec": SPEC,
+}
 BIAS = {"bias": torch.ones(M, 2, 2)}
 
 REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
-    "another length": ([{**MADE, "kwarg_mbs": KEYS[1:]}, MADE], "kwarg_mbs has 3 entries, but the schedule has 4"),
+    "another length": (
+        [{**MADE, "kwarg_mbs": KEYS[1:]}, MADE],
+        "kwarg_mbs has 3 entries, but the schedule has 4",
+    ),
     "whole beside ready": (
         [MADE, {**MADE, "target": Y}],
         "target is of a whole batch, and arg_mbs, kwarg_mbs, target",
     ),
-    "whole on one rank": ([MADE, WHOLE], "one rank was given a whole batch, another ready-made microbatches"),
-    "ready where nothing is needed": ([WHOLE, {"kwarg_mbs": KEYS}, WHOLE], "one rank was given a whole batch"),
+    "whole on one rank": (
+        [MADE, WHOLE],
+        "one rank was given a whole batch, another ready-made microbatches",
+    ),
+    "ready where nothing is needed": (
+        [WHOLE, {"kwarg_mbs": KEYS}, WHOLE],
+        "one rank was given a whole batch",
+    ),
     "keywords alone": ([{"kwarg_mbs": KEYS}, MADE], "arg_mbs is missing on a rank that needs it"),
-    "no tuple": ([{**MADE, "arg_mbs": TARGETS}, MADE], "arg_mbs[0] is a Tensor: give the tuple of the first stage's"),
+    "no tuple": (
+        [{**MADE, "arg_mbs": TARGETS}, MADE],
+        "arg_mbs[0] is a Tensor: give the tuple of the first stage's",
+    ),
     "offsets": (
         [{**WHOLE, "cu": torch.arange(ROWS)}, WHOLE],
         "keyword argument cu is a tensor of shape (10,), a number",
@@ -252,7 +316,10 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         [{**BIAS, **WHOLE}, WHOLE],
         "keyword argument bias is a tensor of shape (4, 2, 2), whose first dimensi",
     ),
-    "no rows of a batch unseen": ([WHOLE, SHORT, WHOLE], "one rank has cut tensors of 10 rows, another of 4: give all"),
+    "no rows of a batch unseen": (
+        [WHOLE, SHORT, WHOLE],
+        "one rank has cut tensors of 10 rows, another of 4: give all",
+    ),
     "an object": (
         [{**WHOLE, "kwargs_chunk_spec": {"lengths": "rows"}}, WHOLE],
         "keyword argument table is of class Table: say",
@@ -265,13 +332,22 @@ REFUSED: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         [WHOLE, {}, WHOLE],
         "missing 4 required positional arguments: 'mask', 'lengths', 'table'",
     ),
-    "a keyword of no stage": ([{**WHOLE, "labels": 1}, WHOLE], "got an unexpected keyword argument 'labels'"),
+    "a keyword of no stage": (
+        [{**WHOLE, "labels": 1}, WHOLE],
+        "got an unexpected keyword argument 'labels'",
+    ),
     "a value of another stage": (
         [WHOLE, WHOLE, {**WHOLE, "skip": 1}],
         "got multiple values for keyword argument 'skip'",
     ),
-    "the old word for the target": ([WHOLE, WHOLE, {"targets": Y, **KEYED, "kwargs_chunk_spec": SPEC}], "give target="),
-    "the target by position": ([{**WHOLE, "inputs": (X, Y)}, WHOLE], "got multiple values for argument 'mask'"),
+    "the old word for the target": (
+        [WHOLE, WHOLE, {"targets": Y, **KEYED, "kwargs_chunk_spec": SPEC}],
+        "give target=",
+    ),
+    "the target by position": (
+        [{**WHOLE, "inputs": (X, Y)}, WHOLE],
+        "got multiple values for argument 'mask'",
+    ),
     "no target": ([WHOLE, WHOLE, {**WHOLE, "target": None}], "target is missing"),
     "the input again": ([{**WHOLE, "x": 1}, WHOLE], "got multiple values for argument 'x'"),
 }

@@ -32,9 +32,14 @@ def record_torch(rank: int, name: str) -> Timeline:
     indices = stages_of(rank, n_ranks)
     n_stages = n_ranks * len(indices)
     torch.manual_seed(0)
-    stages = [LocalNeighboursStage(nn.Linear(WIDTH, WIDTH), index, n_stages, torch.device("cpu")) for index in indices]
+    stages = [
+        LocalNeighboursStage(nn.Linear(WIDTH, WIDTH), index, n_stages, torch.device("cpu"))
+        for index in indices
+    ]
     several = len(stages) > 1
-    schedule = make(stages if several else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    schedule = make(
+        stages if several else stages[0], N_MICROBATCHES, loss_fn=nn.functional.mse_loss
+    )
     batch = torch.randn(2 * N_MICROBATCHES, WIDTH)
 
     def step() -> None:
@@ -67,11 +72,16 @@ def test_a_run_of_torch_is_recorded_action_by_action_each_after_what_it_needs(na
             for microbatch in range(N_MICROBATCHES)
         }
         done_in_full = {a for a in done if a.kind != "B"} | {
-            Action(a.stage, kind, a.microbatch) for a in done if a.kind == "B" for kind in kinds.strip("F")
+            Action(a.stage, kind, a.microbatch)
+            for a in done
+            if a.kind == "B"
+            for kind in kinds.strip("F")
         }
         assert done_in_full == must
         assert len(done) == len(set(done))
-    ready = {product: s.end for s in first.spans for part in s.action.parts for product in part.provides}
+    ready = {
+        product: s.end for s in first.spans for part in s.action.parts for product in part.provides
+    }
     for span in first.spans:
         for part in span.action.parts:
             assert all(ready[product] <= span.start for product in part.needs(first.n_stages))
@@ -145,7 +155,10 @@ def test_a_span_and_a_receive_are_refused_within_each_other() -> None:
         recorder.span(Action(0, "F", 1)),
     ):
         pass
-    with recorder.receiving(gradient), pytest.raises(RuntimeError, match=f"{name} is still being recorded"):
+    with (
+        recorder.receiving(gradient),
+        pytest.raises(RuntimeError, match=f"{name} is still being recorded"),
+    ):
         recorder.timeline()
 
 
@@ -187,7 +200,11 @@ class OwnStage:
         return f"output {fwd_chunk_id}"
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: object = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> str:
         return f"gradient {bwd_chunk_id} {full_backward} {last_backward}"
 
@@ -199,7 +216,10 @@ def test_an_attached_stage_does_what_it_did_and_is_recorded() -> None:
     stage, recorder = OwnStage(), Recorder()
     with recorder.attach(stage):
         assert stage.forward_one_chunk(0, "input") == "output 0"
-        assert stage.backward_one_chunk(0, None, full_backward=False, last_backward=True) == "gradient 0 False True"
+        assert (
+            stage.backward_one_chunk(0, None, full_backward=False, last_backward=True)
+            == "gradient 0 False True"
+        )
         assert stage.backward_weight_one_chunk(0, last_backward=True) == "weights 0 True"
         assert stage.backward_one_chunk(1) == "gradient 1 True False"
     assert stage.forward_one_chunk(2) == "output 2"

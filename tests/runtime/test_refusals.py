@@ -14,7 +14,17 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline
 from course_pp.schedule import Schedule, build
 from tests.processes import no_process_left
-from tests.runtime.failing import LIMIT_S, WIDTH, Caught, Fragile, M, Where, assert_all_say, batch, caught
+from tests.runtime.failing import (
+    LIMIT_S,
+    WIDTH,
+    Caught,
+    Fragile,
+    M,
+    Where,
+    assert_all_say,
+    batch,
+    caught,
+)
 from tests.runtime.small import parse
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,13 +38,21 @@ def _nothing_left() -> Iterator[None]:
 
 BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
     # What a step is given instead, on which rank it is missed, and how that rank says it.
-    "no inputs": ({"inputs": None}, 0, "inputs is None on a rank that needs it: give a batch, or 4 microbat"),
+    "no inputs": (
+        {"inputs": None},
+        0,
+        "inputs is None on a rank that needs it: give a batch, or 4 microbat",
+    ),
     "a list": (
         {"inputs": [torch.ones(1, WIDTH)] * 4},
         0,
         "inputs is a list: give a batch in one piece, or 4 ready-made",
     ),
-    "a batch too small": ({"targets": torch.ones(3, WIDTH)}, 2, "targets has tensors of 3 samples, to be cut into 4"),
+    "a batch too small": (
+        {"targets": torch.ones(3, WIDTH)},
+        2,
+        "targets has tensors of 3 samples, to be cut into 4",
+    ),
     "an array": ({"inputs": object()}, 0, "inputs: a object cannot"),
     "a microbatch without samples": (
         {
@@ -46,7 +64,11 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], int, str]] = {
         2,
         "the targets of microbatch 1 have no samples",
     ),
-    "a mean over nothing": ({"divisor": 0}, -1, "divisor is 0: give the number of tokens that the mean is over"),
+    "a mean over nothing": (
+        {"divisor": 0},
+        -1,
+        "divisor is 0: give the number of tokens that the mean is over",
+    ),
 }
 
 
@@ -62,7 +84,9 @@ def bad_step(rank: int, schedule: Schedule, given: Mapping[str, Any]) -> tuple[C
 def test_a_step_with_bad_arguments_says_so_on_the_rank_and_is_over_on_the_others(
     given: Mapping[str, Any], guilty: int, says: str
 ) -> None:
-    for rank, (first, second) in enumerate(on_ranks(3, bad_step, build("1f1b", 3, M), given, timeout_s=LIMIT_S)):
+    for rank, (first, second) in enumerate(
+        on_ranks(3, bad_step, build("1f1b", 3, M), given, timeout_s=LIMIT_S)
+    ):
         if guilty in (rank, -1):
             assert first.kind in ("ValueError", "TypeError")
             assert first.text.startswith(says), first.text
@@ -72,7 +96,9 @@ def test_a_step_with_bad_arguments_says_so_on_the_rank_and_is_over_on_the_others
             assert says[:60] in first.origin
         assert first.seconds < 10
         assert second.kind == "RuntimeError"
-        assert second.text.startswith("this pipeline cannot go on, build another one; its last step failed: rank ")
+        assert second.text.startswith(
+            "this pipeline cannot go on, build another one; its last step failed: rank "
+        )
 
 
 def not_scalar(output: Tensor, target: Tensor) -> Tensor:
@@ -88,16 +114,25 @@ def with_loss(rank: int, schedule: Schedule, loss_fn: Any) -> Caught:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "returned"), [(not_scalar, r"shape (2, 4)"), (no_tensor, "float")], ids=["per element", "a float"]
+    ("loss_fn", "returned"),
+    [(not_scalar, r"shape (2, 4)"), (no_tensor, "float")],
+    ids=["per element", "a float"],
 )
-def test_a_loss_that_is_no_scalar_tensor_is_an_error_of_the_last_stage(loss_fn: Any, returned: str) -> None:
+def test_a_loss_that_is_no_scalar_tensor_is_an_error_of_the_last_stage(
+    loss_fn: Any, returned: str
+) -> None:
     schedule = build("1f1b", 2, M)
     found = on_ranks(2, with_loss, schedule, loss_fn, timeout_s=LIMIT_S)
-    what = f"ValueError: loss_fn returned {returned}: return a scalar tensor, the mean over the microbatch"
+    what = (
+        f"ValueError: loss_fn returned {returned}: return a scalar tensor, the mean over the"
+        " microbatch"
+    )
     assert_all_say(found, schedule, Where("1F0"), what)
 
 
-def refused(rank: int, arguments: Sequence[tuple[Schedule, Any, Mapping[str, Any]]]) -> tuple[str, float]:
+def refused(
+    rank: int, arguments: Sequence[tuple[Schedule, Any, Mapping[str, Any]]]
+) -> tuple[str, float]:
     """What the constructor says to each rank's own arguments, and for how long it thinks."""
     schedule, stages, options = arguments[rank]
     started = time.monotonic()
@@ -120,8 +155,14 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
         r"3 ranks.* on a group of 2 ranks: build it with n_ranks=2",
     ),
     "an illegal schedule": ([(STUCK, LAYER, {})] * 2, r"cannot run: .*0B0"),
-    "updates": ([(UPDATING, LAYER, {})] * 2, r"updates weights within the step \(U\): pass optimizers"),
-    "no time": ([(GOOD, LAYER, {"timeout_s": 0})] * 2, r"timeout_s is 0 \(an int\): give seconds above 0"),
+    "updates": (
+        [(UPDATING, LAYER, {})] * 2,
+        r"updates weights within the step \(U\): pass optimizers",
+    ),
+    "no time": (
+        [(GOOD, LAYER, {"timeout_s": 0})] * 2,
+        r"timeout_s is 0 \(an int\): give seconds above 0",
+    ),
     "a number as loss on one rank": (
         [(GOOD, LAYER, {}), (GOOD, LAYER, {"loss_fn": 3})],
         r"rank 1: .*loss_fn is 3: pass a function",
@@ -130,10 +171,16 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
         [(GOOD, LAYER, {"transport": "mpi"})] * 2,
         r"transport 'mpi' cannot carry tensors on cpu",
     ),
-    "NCCL without it": ([(GOOD, LAYER, {"transport": "nccl"})] * 2, r"transport 'nccl' cannot carry tensors on cpu"),
+    "NCCL without it": (
+        [(GOOD, LAYER, {"transport": "nccl"})] * 2,
+        r"transport 'nccl' cannot carry tensors on cpu",
+    ),
     "stages of another rank": (
         [(GOOD, {1: LAYER}, {}), (GOOD, {0: LAYER}, {})],
-        r"rank 0: given stages \[1\], but the schedule places stages \[0\] here: pass \{stage: module\}",
+        (
+            r"rank 0: given stages \[1\], but the schedule places stages \[0\] here: pass \{stage:"
+            r" module\}"
+        ),
     ),
     "one module for two stages": (
         [(build("zb_v", 2, M), LAYER, {})] * 2,
@@ -161,11 +208,17 @@ BAD_PIPELINES: dict[str, tuple[list[tuple[Schedule, Any, Mapping[str, Any]]], st
     ),
     "replicas of different shapes": (
         [(REPLICATED, LAYER, {}), (REPLICATED, nn.Linear(WIDTH, 2), {})],
-        rf"rank 1 has 'weight' of stage 0 as \(2, {WIDTH}\) torch.float32 trained of value \w+, another replica as",
+        (
+            rf"rank 1 has 'weight' of stage 0 as \(2, {WIDTH}\) torch.float32 trained of value \w+,"
+            r" another replica as"
+        ),
     ),
     "replicas that start apart": (
         [(REPLICATED, LAYER, {}), (REPLICATED, nn.Linear(WIDTH, WIDTH), {})],
-        r"rank 1 has 'weight' of stage 0 as .* of value .*, another replica as .*: give all replicas of a stage the",
+        (
+            r"rank 1 has 'weight' of stage 0 as .* of value .*, another replica as .*: give all"
+            r" replicas of a stage the"
+        ),
     ),
     "ties on one rank": (
         [(GOOD, LAYER, {"tied": [{0: "weight", 1: "weight"}]}), (GOOD, LAYER, {})],

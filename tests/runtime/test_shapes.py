@@ -17,7 +17,15 @@ from course_pp.schedule import Product, Schedule, build
 from tests.grids import crossed
 from tests.processes import no_process_left
 from tests.runtime.small import for_rank, stages_of, take_step
-from tests.runtime.stepping import Done, Stages, Step, assert_equal_steps, gradients, in_one_process, run_steps
+from tests.runtime.stepping import (
+    Done,
+    Stages,
+    Step,
+    assert_equal_steps,
+    gradients,
+    in_one_process,
+    run_steps,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,7 +55,9 @@ def as_dict(h: Tensor) -> Any:
     return {"skip": h.sin(), "x": h}
 
 
-def blocks(n: int, form: Callable[[Tensor], Any] = as_tensor, dtype: torch.dtype = torch.float64) -> Stages:
+def blocks(
+    n: int, form: Callable[[Tensor], Any] = as_tensor, dtype: torch.dtype = torch.float64
+) -> Stages:
     torch.manual_seed(0)
     stages = [Block().to(dtype) for _ in range(n)]
     set_form(form, stages)
@@ -60,17 +70,26 @@ def set_form(form: Callable[[Tensor], Any], stages: Stages) -> None:
         stage.form = form  # type: ignore[union-attr]
 
 
-def batch(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, **circumstances: Any) -> Step:
+def batch(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, **circumstances: Any
+) -> Step:
     """One shape is that of the batch, several are those of its microbatches."""
     torch.manual_seed(sum(map(sum, shapes)))
-    inputs, targets = ([torch.randn(*shape, WIDTH, dtype=dtype) for shape in shapes] for _ in range(2))
-    return Step(*((inputs, targets) if len(shapes) > 1 else (inputs[0], targets[0])), **circumstances)
+    inputs, targets = (
+        [torch.randn(*shape, WIDTH, dtype=dtype) for shape in shapes] for _ in range(2)
+    )
+    return Step(
+        *((inputs, targets) if len(shapes) > 1 else (inputs[0], targets[0])), **circumstances
+    )
 
 
 def crossing(schedule: Schedule) -> int:
     """Products that one rank makes and another needs."""
     return sum(
-        isinstance(m.content, Product) for p in plan_messages(schedule) for row in p.outgoing.values() for m in row
+        isinstance(m.content, Product)
+        for p in plan_messages(schedule)
+        for row in p.outgoing.values()
+        for m in row
     )
 
 
@@ -86,7 +105,10 @@ def messages(found: Sequence[Sequence[Done]], step: int) -> int:
 @pytest.mark.parametrize(
     ("schedule", "transport"),
     crossed(
-        [pytest.param(build("1f1b", 3, M), id="1f1b on 3"), pytest.param(build("zb_v", 2, M), id="zb_v on 2")],
+        [
+            pytest.param(build("1f1b", 3, M), id="1f1b on 3"),
+            pytest.param(build("zb_v", 2, M), id="zb_v on 2"),
+        ],
         TRANSPORTS,
     ),
 )
@@ -111,7 +133,11 @@ CHANGES = {
     "a larger batch, then a smaller": [batch((2 * M, 3)), batch((5 * M, 3)), batch((M, 3))],
     "a longer sequence": [batch((2 * M, 3)), batch((2 * M, 5)), batch((2 * M, 1))],
     "another number of dimensions": [batch((2 * M,)), batch((2 * M, 5)), batch((2 * M, 2, 3))],
-    "microbatches of different lengths": [batch((2 * M, 3)), batch(*LENGTHS), batch(*reversed(LENGTHS))],
+    "microbatches of different lengths": [
+        batch((2 * M, 3)),
+        batch(*LENGTHS),
+        batch(*reversed(LENGTHS)),
+    ],
     "no samples in a microbatch": [batch((2 * M, 3)), batch((3, 3), (0, 3), (1, 3), (4, 3))],
 }
 
@@ -119,9 +145,15 @@ CHANGES = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "steps", "transport"),
-    crossed(["1f1b", "zb_h1"], [pytest.param(steps, id=what) for what, steps in CHANGES.items()], TRANSPORTS),
+    crossed(
+        ["1f1b", "zb_h1"],
+        [pytest.param(steps, id=what) for what, steps in CHANGES.items()],
+        TRANSPORTS,
+    ),
 )
-def test_another_shape_is_agreed_on_again_and_is_then_free(name: str, steps: list[Step], transport: str) -> None:
+def test_another_shape_is_agreed_on_again_and_is_then_free(
+    name: str, steps: list[Step], transport: str
+) -> None:
     schedule = build(name, 3, M)
     make = partial(blocks, schedule.n_stages)
     twice = [step for step in steps for _ in range(2)]
@@ -156,7 +188,8 @@ def test_a_batch_that_does_not_divide_is_cut_as_evenly_as_can_be_and_weighted_by
     assert_equal_steps(found, in_one_process(M, make, [step]))
     # The losses of the microbatches, weighted, make that of the batch in one piece.
     assert_equal_steps(
-        [[Done([sum(rank[0].losses)], rank[0].gradients)] for rank in found], in_one_process(1, make, [step])
+        [[Done([sum(rank[0].losses)], rank[0].gradients)] for rank in found],
+        in_one_process(1, make, [step]),
     )
 
 
@@ -190,7 +223,9 @@ def half_as_large(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "transport"), crossed(["1f1b", "zb_h1"], TRANSPORTS))
-def test_what_crosses_may_change_from_tensor_to_dict_to_tuple_between_steps(name: str, transport: str) -> None:
+def test_what_crosses_may_change_from_tensor_to_dict_to_tuple_between_steps(
+    name: str, transport: str
+) -> None:
     schedule = build(name, 3, M)
     make = partial(blocks, 3)
     as_tuple = lambda h: (h, 2 * h)  # noqa: E731
@@ -232,7 +267,9 @@ class Middle(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, h: Tensor, tokens: Tensor, mask: Tensor, count: Tensor, nested: Any, **rest: Any) -> Any:
+    def forward(
+        self, h: Tensor, tokens: Tensor, mask: Tensor, count: Tensor, nested: Any, **rest: Any
+    ) -> Any:
         assert h.requires_grad
         assert rest["unused"].requires_grad
         assert not rest["detached"].requires_grad
@@ -259,15 +296,19 @@ class Last(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, h: Tensor, tokens: Tensor, mask: Tensor, count: Tensor, nested: Any) -> Tensor:
-        (sine, (next_tokens, deep)) = nested
+    def forward(
+        self, h: Tensor, tokens: Tensor, mask: Tensor, count: Tensor, nested: Any
+    ) -> Tensor:
+        sine, (next_tokens, deep) = nested
         h = self.layer(h).masked_fill(mask[..., None], 0) * count + tokens[..., None]
         return h + sine * deep["deep"] + next_tokens[..., None]
 
 
 def all_kinds(n: int) -> Stages:
     torch.manual_seed(0)
-    return [stage.double() for stage in (First(), *(Idle() for _ in range(n - 3)), Middle(), Last())]
+    return [
+        stage.double() for stage in (First(), *(Idle() for _ in range(n - 3)), Middle(), Last())
+    ]
 
 
 def token_batch(n: int, length: int) -> Step:
@@ -333,13 +374,21 @@ def test_the_outputs_of_hugging_face_models_cross_and_reach_the_loss_as_they_are
     assert_equal_steps(found, in_one_process(M, make, steps, loss_of_model_output))
 
 
-def alternating(rank: int, schedules: Sequence[Schedule], steps: Sequence[Step], transport: str) -> list[list[Done]]:
+def alternating(
+    rank: int, schedules: Sequence[Schedule], steps: Sequence[Step], transport: str
+) -> list[list[Done]]:
     """Two pipelines with two models of their own, in turns."""
     pipelines = []
     for seed, schedule in enumerate(schedules):
         stages = blocks(schedule.n_stages, (as_tensor, as_dict)[seed])
         mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
-        pipelines.append((schedule, mine, Pipeline(schedule, mine, F.mse_loss, transport=transport, timeout_s=20)))
+        pipelines.append(
+            (
+                schedule,
+                mine,
+                Pipeline(schedule, mine, F.mse_loss, transport=transport, timeout_s=20),
+            )
+        )
     done: list[list[Done]] = [[], []]
     for step in steps:
         for number, (schedule, mine, pipeline) in enumerate(pipelines):

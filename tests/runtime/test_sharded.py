@@ -27,10 +27,11 @@ GROUPS = {"both": 3, "root": 1, "blocks": 3}
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after forward.
+    """Ranks, what FSDP2 wraps (``"root"``, ``"blocks"`` or ``"both"``), and whether it frees after
+    forward.
 
-    If the last stage is ``bare``, it has no weights that would tell who the other data ranks are. If the first is
-    ``frozen``, no backward reaches it.
+    If the last stage is ``bare``, it has no weights that would tell who the other data ranks are.
+    If the first is ``frozen``, no backward reaches it.
     """
 
     schedule: str
@@ -65,7 +66,9 @@ class Block(nn.Module):
 
 def make_stages(n: int, bare: bool = False, frozen: bool = False) -> list[nn.Module]:
     torch.manual_seed(0)
-    stages = [nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n - bare)]
+    stages = [
+        nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), Block()).double() for _ in range(n - bare)
+    ]
     stages[0].requires_grad_(not frozen)
     return [*stages, nn.Sequential(nn.Softplus())] if bare else stages
 
@@ -118,7 +121,9 @@ def whole_gradients(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
 
 def own_gradients(modules: Mapping[int, nn.Module]) -> dict[str, Any]:
     """Return this rank's shard of the gradient of each parameter that is trained."""
-    named = [(f"{stage}.{name}", p) for stage, m in modules.items() for name, p in m.named_parameters()]
+    named = [
+        (f"{stage}.{name}", p) for stage, m in modules.items() for name, p in m.named_parameters()
+    ]
     return {name: parameter.grad for name, parameter in named if parameter.requires_grad}
 
 
@@ -159,13 +164,19 @@ def assert_equals_one_process(layouts: Sequence[Layout]) -> None:
             gradients, reductions = row[number]
             if layout.shard > 1 and layout.replicate == 1:
                 n_stages = len({name.partition(".")[0] for name in gradients})
-                assert reductions == GROUPS[layout.wrapped] * n_stages, f"{layout}, rank {rank}: reductions"
+                assert reductions == GROUPS[layout.wrapped] * n_stages, (
+                    f"{layout}, rank {rank}: reductions"
+                )
             for name, gradient in gradients.items():
                 difference = (gradient - expected[name]).abs().max() / expected[name].abs().max()
-                assert difference <= layout.tolerance, f"{layout}, rank {rank}: {name} differs by {difference:.1e}"
+                assert difference <= layout.tolerance, (
+                    f"{layout}, rank {rank}: {name} differs by {difference:.1e}"
+                )
 
 
-MIXED = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64)
+MIXED = MixedPrecisionPolicy(
+    param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
+)
 ON_4_RANKS = [
     *(Layout(name) for name in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")),
     Layout("zb_h1", wrapped="root", resharded=False),
@@ -191,7 +202,9 @@ ON_3_RANKS = [
         pytest.param(ON_3_RANKS, id="3 ranks"),
     ],
 )
-def test_gradients_are_those_of_one_process_and_each_group_is_reduced_once(layouts: Sequence[Layout]) -> None:
+def test_gradients_are_those_of_one_process_and_each_group_is_reduced_once(
+    layouts: Sequence[Layout],
+) -> None:
     assert_equals_one_process(layouts)
 
 
@@ -203,7 +216,9 @@ def unequal(replica: int) -> tuple[Tensor, Tensor]:
     return x[:, None], labels[:, None]
 
 
-def with_unequal_tokens(rank: int, layout: Layout, divisor: float | None) -> tuple[float, dict[str, Tensor]]:
+def with_unequal_tokens(
+    rank: int, layout: Layout, divisor: float | None
+) -> tuple[float, dict[str, Tensor]]:
     pipe, schedule, modules, mesh = pipeline_of(layout, CrossEntropy())
     arguments = for_rank(mesh.get_local_rank("pp"), schedule, *unequal(replica_of(mesh)))
     loss = take_step(pipe, *arguments, divisor=divisor)
@@ -227,7 +242,9 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
     loss = F.cross_entropy(nn.Sequential(*stages)(x).flatten(0, 1), labels.flatten())
     loss.backward()
     n_counted = float((labels != -100).sum()) if told else None
-    for found, gradients in on_ranks(layout.pp * layout.data, with_unequal_tokens, layout, n_counted, timeout_s=60.0):
+    for found, gradients in on_ranks(
+        layout.pp * layout.data, with_unequal_tokens, layout, n_counted, timeout_s=60.0
+    ):
         assert found == pytest.approx(loss.item(), rel=1e-12)
         for name, gradient in gradients.items():
             expected = nn.ModuleList(stages).get_parameter(name).grad
@@ -301,12 +318,16 @@ def refused_on_one_data_rank(rank: int, bare: bool) -> list[str]:
         pp_rank, replica = mesh.get_local_rank("pp"), replica_of(mesh)
         x, y = batch_of(0, replica)
         given = for_rank(pp_rank, schedule, x, y)
-        call = partial(pipe.evaluate, given[0]) if name == "on" else partial(take_step, pipe, *given)
+        call = (
+            partial(pipe.evaluate, given[0]) if name == "on" else partial(take_step, pipe, *given)
+        )
         if (pp_rank, replica) == (guilty, 1):
             call = partial(wrong, pipe, x, y)
         with pytest.raises((ValueError, StepFailed)) as refusal:
             call()
-        said.append(getattr(refusal.value, "what", str(refusal.value)).rpartition("ValueError: ")[2])
+        said.append(
+            getattr(refusal.value, "what", str(refusal.value)).rpartition("ValueError: ")[2]
+        )
     return said
 
 

@@ -85,7 +85,9 @@ def test_ranks_may_be_in_unlike_numbers_of_groups() -> None:
 
 
 def test_without_tags_they_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"are in 2, 1 process groups.*put all of them into as many groups"):
+    with pytest.raises(
+        ValueError, match=r"are in 2, 1 process groups.*put all of them into as many groups"
+    ):
         on_ranks(2, after_a_group_of_its_own, small_batches(CONFIG), "gloo without tags")
 
 
@@ -98,4 +100,6 @@ def where_a_group_has_ended(rank: int, data: Any) -> Trained:
 
 def test_a_pipeline_after_one_whose_group_has_ended() -> None:
     data = small_batches(CONFIG)
-    assert_equals_one_process(on_ranks(2, where_a_group_has_ended, data), in_one_process(CONFIG, data), CONFIG)
+    assert_equals_one_process(
+        on_ranks(2, where_a_group_has_ended, data), in_one_process(CONFIG, data), CONFIG
+    )

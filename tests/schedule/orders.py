@@ -25,10 +25,15 @@ def torch_rows(name: str, p: int, m: int, v: int) -> list[list[str]]:
     else:
         rows = list(cls._get_pipeline_order(itself).values())
     # Reducing gradients among data-parallel ranks is no part of the order.
-    return [["" if a is None else str(a) for a in row if "REDUCE_GRAD" not in str(a)] for row in rows]
+    return [
+        ["" if a is None else str(a) for a in row if "REDUCE_GRAD" not in str(a)] for row in rows
+    ]
 
 
 def torch_accepts(rows: list[list[str]], n_stages: int, n_microbatches: int) -> dict[int, int]:
     """Which rank torch takes each stage to be on, from the cells of a CSV; AssertionError if it refuses them."""
-    actions = {rank: [torch_schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    actions = {
+        rank: [torch_schedules._Action.from_str(cell) for cell in row]
+        for rank, row in enumerate(rows)
+    }
     return torch_schedules._validate_schedule(actions, len(rows), n_stages, n_microbatches)

@@ -18,7 +18,8 @@ class Planted:
     """A pipeline with faults, in seconds.
 
     Attributes:
-        links: for two ranks, the lower first, the time of a message; ``usual_transfer`` for the others.
+        links: for two ranks, the lower first, the time of a message; ``usual_transfer`` for the
+            others.
         launch: mean time before each action; it varies by ``launch_spread`` of it to either side.
         jitter: standard deviation of an action's time over its mean.
     """
@@ -46,8 +47,13 @@ class Planted:
             spread = self.launch_spread * varied
             launch = self.launch * ("launch" in causes)
             gaps.append([launch * luck.uniform(1 - spread, 1 + spread) for _ in row])
-            lengths.append([time * slowdown * (luck.gauss(1, self.jitter) if varied else 1) for time in row])
-        together = [[gap + time for gap, time in zip(*both, strict=True)] for both in zip(gaps, lengths, strict=True)]
+            lengths.append(
+                [time * slowdown * (luck.gauss(1, self.jitter) if varied else 1) for time in row]
+            )
+        together = [
+            [gap + time for gap, time in zip(*both, strict=True)]
+            for both in zip(gaps, lengths, strict=True)
+        ]
         transfers = self._transfers() if "transfer" in causes else 0
         tl = simulate(schedule, Costs(latency=transfers), together)
         spans = [
@@ -79,8 +85,14 @@ class Planted:
         return [[float(time) for time in row] for row in durations_of(self.schedule, self.costs)]
 
     def _balanced_work(self) -> list[list[float]]:
-        mean = {kind: sum(times) / len(times) for kind, times in self.costs.durations(self.schedule.n_stages).items()}
-        return [[sum(mean[part.kind] for part in action.parts) for action in row] for row in self.schedule.actions]
+        mean = {
+            kind: sum(times) / len(times)
+            for kind, times in self.costs.durations(self.schedule.n_stages).items()
+        }
+        return [
+            [sum(mean[part.kind] for part in action.parts) for action in row]
+            for row in self.schedule.actions
+        ]
 
     def _transfers(self) -> list[float]:
         ranks = [placed[0] for placed in self.schedule.placement]

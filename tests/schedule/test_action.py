@@ -26,20 +26,26 @@ def test_torch_reads_what_we_print() -> None:
         assert str(_Action.from_str(str(ours))) == text
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "-1F0", "2F0.5", "2f0", "2F0 3F0", "2SEND_F0", "²F0"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "-1F0", "2F0.5", "2f0", "2F0 3F0", "2SEND_F0", "²F0"]
+)
 def test_anything_else_is_refused_with_its_text_and_a_way_to_write_it(text: str) -> None:
     with pytest.raises(ValueError, match=r"2F0|use one of") as error:
         Action.parse(text)
     assert repr(text) in str(error.value) or "X" in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", [(-1, "F", 0), (0, "F", -1), (0.0, "F", 0), (True, "F", 0), (0, "", 0)])
+@pytest.mark.parametrize(
+    "arguments", [(-1, "F", 0), (0, "F", -1), (0.0, "F", 0), (True, "F", 0), (0, "", 0)]
+)
 def test_impossible_actions_are_refused(arguments: tuple) -> None:
     with pytest.raises(ValueError, match=r"counted from 0|unknown kind"):
         Action(*arguments)
 
 
-@pytest.mark.parametrize("text", ["(0F1)OVERLAP_F_B", "(0F1;7B0)", "0F1;7B0", "(7B0;0F1)OVERLAP_F_B"])
+@pytest.mark.parametrize(
+    "text", ["(0F1)OVERLAP_F_B", "(0F1;7B0)", "0F1;7B0", "(7B0;0F1)OVERLAP_F_B"]
+)
 def test_only_a_forward_and_a_backward_overlap(text: str) -> None:
     with pytest.raises(ValueError, match="overlap"):
         Overlap.parse(text)
@@ -50,13 +56,21 @@ def test_only_a_forward_and_a_backward_overlap(text: str) -> None:
     [
         ("0F5", []),
         ("1F5", ["the activation of microbatch 5 from stage 0"]),
-        ("1B5", ["the activation of microbatch 5 from stage 1", "the gradient of microbatch 5 from stage 2"]),
+        (
+            "1B5",
+            [
+                "the activation of microbatch 5 from stage 1",
+                "the gradient of microbatch 5 from stage 2",
+            ],
+        ),
         ("2I5", ["the activation of microbatch 5 from stage 2"]),
         ("1W5", ["the gradient of microbatch 5 from stage 1"]),
         ("1U5", ["the weight gradient of microbatch 5 from stage 1"]),
     ],
 )
-def test_an_action_knows_what_it_needs_in_a_pipeline_of_three_stages(text: str, needs: list[str]) -> None:
+def test_an_action_knows_what_it_needs_in_a_pipeline_of_three_stages(
+    text: str, needs: list[str]
+) -> None:
     assert [str(product) for product in Action.parse(text).needs(3)] == needs
 
 

@@ -44,14 +44,21 @@ def test_every_name_is_tested() -> None:
 
 def sizes(name: str) -> list[tuple[int, int, int | None]]:
     """Ranks, microbatches, chunks: all small ones."""
-    chunked = {"interleaved_1f1b": (1, 2, 3), "looped_bfs": (1, 2, 3), "hanayo": (2, 3, 4), "zb_h1": (1, 2, 3)}
+    chunked = {
+        "interleaved_1f1b": (1, 2, 3),
+        "looped_bfs": (1, 2, 3),
+        "hanayo": (2, 3, 4),
+        "zb_h1": (1, 2, 3),
+    }
     chunks = chunked.get(name, (None,))
     return [(p, m, v) for p in range(1, 6) for m in range(1, 14) for v in chunks]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_size_a_schedule_allows_can_run_and_every_other_is_refused_with_one_that_works(name: str) -> None:
+def test_every_size_a_schedule_allows_can_run_and_every_other_is_refused_with_one_that_works(
+    name: str,
+) -> None:
     built, refusals = 0, []
     for size in sizes(name):
         try:
@@ -66,13 +73,23 @@ def test_every_size_a_schedule_allows_can_run_and_every_other_is_refused_with_on
     assert all("give" in refusal for refusal in refusals)
 
 
-@folded("replicas, n_microbatches", product([(1,), (2, 1), (1, 3), (2, 3, 1), (3, 3, 2), (1, 2, 4)], [1, 2, 7, 12]))
-def test_pipedream_runs_with_replicated_stages(replicas: tuple[int, ...], n_microbatches: int) -> None:
+@folded(
+    "replicas, n_microbatches",
+    product([(1,), (2, 1), (1, 3), (2, 3, 1), (3, 3, 2), (1, 2, 4)], [1, 2, 7, 12]),
+)
+def test_pipedream_runs_with_replicated_stages(
+    replicas: tuple[int, ...], n_microbatches: int
+) -> None:
     schedule = build("pipedream", sum(replicas), n_microbatches, replicas=replicas)
     assert check(schedule) == []
     assert [len(ranks) for ranks in schedule.placement] == list(replicas)
     for part in schedule.parts:
-        assert part in schedule.actions[schedule.placement[part.stage][part.microbatch % replicas[part.stage]]]
+        assert (
+            part
+            in schedule.actions[
+                schedule.placement[part.stage][part.microbatch % replicas[part.stage]]
+            ]
+        )
 
 
 def torch_order(name: str, p: int, m: int, v: int) -> list[list[str]]:
@@ -88,8 +105,9 @@ def our_order(schedule: Schedule) -> list[list[str]]:
 def test_one_stage_a_rank_is_ordered_as_in_torch(name: str, p: int, m: int) -> None:
     ours, theirs = our_order(build(name, p, m)), torch_order(name, p, m, 1)
     if name == "1F1B":
-        # The exception: torch 2.11 to 2.13 list the last rank's forwards of 1F1B from microbatch 1 on (the run itself
-        # is right), so that microbatch 0 is missing and microbatch m does not exist.
+        # The exception: torch 2.11 to 2.13 list the last rank's forwards of 1F1B from microbatch 1
+        # on (the run itself is right), so that microbatch 0 is missing and microbatch m does not
+        # exist.
         assert theirs[-1][::2] == [f"{p - 1}F{i + 1}" for i in range(m)]
         ours, theirs = ours[:-1], theirs[:-1]
     assert ours == theirs
@@ -119,7 +137,9 @@ def test_a_placement_is_known_before_there_are_microbatches(name: str, p: int) -
         assert find(name).placement(p, chunks) == build(name, p, 2 * p, chunks).placement
 
 
-@pytest.mark.parametrize("name", ["interleaved_zb", "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "name", ["interleaved_zb", "InterleavedZeroBubble", "ScheduleInterleavedZeroBubble"]
+)
 @folded("p, m", [(1, 4), (3, 6), (4, 10)])
 def test_interleaved_zero_bubble_is_zb_h1_with_two_stages_a_rank(name: str, p: int, m: int) -> None:
     assert build(name, p, m) == build("zb_h1", p, m, 2)
@@ -130,7 +150,11 @@ def test_interleaved_zero_bubble_is_zb_h1_with_two_stages_a_rank(name: str, p: i
 def test_every_schedule_class_of_torch_has_an_alias() -> None:
     from torch.distributed import pipelining
 
-    assert build("interleaved1f1b", 2, 4) == build("INTERLEAVED_1F1B", 2, 4) == build("Interleaved1F1B", 2, 4)
+    assert (
+        build("interleaved1f1b", 2, 4)
+        == build("INTERLEAVED_1F1B", 2, 4)
+        == build("Interleaved1F1B", 2, 4)
+    )
     for name in dir(pipelining):
         if name.startswith("Schedule"):
             assert build(name, 2, 4).name in names()
@@ -139,7 +163,10 @@ def test_every_schedule_class_of_torch_has_an_alias() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f2b", 4, 8), r"unknown schedule '1f2b': use one of naive, gpipe, .*1f1b, .* or torch's"),
+        (
+            ("1f2b", 4, 8),
+            r"unknown schedule '1f2b': use one of naive, gpipe, .*1f1b, .* or torch's",
+        ),
         (("1f1b", 0, 8), r"n_ranks is 0: 1f1b needs an integer of at least 1"),
         (("1f1b", 4, -1), r"n_microbatches is -1"),
         (("1f1b", 4.0, 8), r"n_ranks is 4\.0"),
@@ -148,11 +175,20 @@ def test_every_schedule_class_of_torch_has_an_alias() -> None:
             ("1f1b", 4, 8, 2),
             r"n_chunks is 2: 1f1b has 1 a rank; .* take one of interleaved_1f1b, .*, hanayo, zb_h1",
         ),
-        (("hanayo", 4, 8, 3), r"n_chunks is 3: hanayo goes down the ranks and up again, .* give 2 or 4"),
+        (
+            ("hanayo", 4, 8, 3),
+            r"n_chunks is 3: hanayo goes down the ranks and up again, .* give 2 or 4",
+        ),
         (("hanayo", 4, 8, 1), r"give 2$"),
-        (("chimera", 3, 6), r"chimera holds every stage on two ranks, .* so 3 ranks leave one alone: .* 2 or 4"),
+        (
+            ("chimera", 3, 6),
+            r"chimera holds every stage on two ranks, .* so 3 ranks leave one alone: .* 2 or 4",
+        ),
         (("dualpipe", 1, 6), r"1 ranks leave one alone: give an even number, such as 2$"),
-        (("dualpipe", 4, 6), r"but there are 6: give an even number of at least 8, such as 8 or 10"),
+        (
+            ("dualpipe", 4, 6),
+            r"but there are 6: give an even number of at least 8, such as 8 or 10",
+        ),
         (("dualpipe", 4, 11), r"such as 10 or 12"),
         (("zb_v", 4, 8, 3), r"n_chunks is 3: zb_v has 2 a rank"),
         (("interleaved_1f1b", 4, 9), r"9 microbatches on 4 ranks make 2 rounds .* such as 8 or 10"),
@@ -162,7 +198,9 @@ def test_every_schedule_class_of_torch_has_an_alias() -> None:
         (("dualpipe_v", 4, 1), r"give at least 8 microbatches$"),
     ],
 )
-def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(arguments: tuple, message: str) -> None:
+def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(
+    arguments: tuple, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build(*arguments)
 
@@ -170,13 +208,22 @@ def test_what_a_schedule_does_not_allow_is_refused_with_the_nearest_that_works(a
 @pytest.mark.parametrize(
     ("name", "option", "message"),
     [
-        ("1f1b", {"costs": Costs(2, 3, 1)}, "costs given for 1f1b: only .* such as zb_h1 or zb_v, .*leave costs out"),
+        (
+            "1f1b",
+            {"costs": Costs(2, 3, 1)},
+            "costs given for 1f1b: only .* such as zb_h1 or zb_v, .*leave costs out",
+        ),
         ("dualpipe_v", {"costs": Costs(2, 3, 1)}, "costs given for dualpipe_v: only"),
         ("1f1b", {"replicas": (2, 1)}, "only pipedream"),
-        *(("pipedream", {"replicas": shares}, "2 in all") for shares in ((), (3,), (1, 2), (0, 2), (3, -1))),
+        *(
+            ("pipedream", {"replicas": shares}, "2 in all")
+            for shares in ((), (3,), (1, 2), (0, 2), (3, -1))
+        ),
     ],
 )
-def test_an_option_that_the_schedule_cannot_take_is_refused(name: str, option: dict, message: str) -> None:
+def test_an_option_that_the_schedule_cannot_take_is_refused(
+    name: str, option: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, 2, 4, **option)
 
@@ -186,16 +233,24 @@ def test_the_sizes_named_in_a_refusal_work(m: int) -> None:
     try:
         build("interleaved_1f1b", 4, m)
     except ValueError as error:
-        below, above = map(int, re.findall(r"such as (\d+) or (\d+), or choose round_size", str(error))[0])
+        below, above = map(
+            int, re.findall(r"such as (\d+) or (\d+), or choose round_size", str(error))[0]
+        )
         chosen = eval(str(error).rpartition("round_size: ")[2])
         assert below < m < above
-        assert all(check(each) == [] for each in (chosen, *(build("interleaved_1f1b", 4, m) for m in (below, above))))
+        assert all(
+            check(each) == []
+            for each in (chosen, *(build("interleaved_1f1b", 4, m) for m in (below, above)))
+        )
 
 
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (((0,), (2,)), r"stage 1 is placed on rank 2, which does not exist: give a rank from 0 to 1"),
+        (
+            ((0,), (2,)),
+            r"stage 1 is placed on rank 2, which does not exist: give a rank from 0 to 1",
+        ),
         (((0,), (-1,)), r"rank -1, which does not exist"),
         (((0,), ()), r"stage 1 is placed on \(\): give it one rank"),
         (((0, 0), (1,)), r"several different ones"),

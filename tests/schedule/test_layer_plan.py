@@ -22,12 +22,20 @@ def exhaustive(layers: list[LayerCost], levels: list[ClusterLevel]) -> float:
 
     def one_stage(stage: list[LayerCost], m: int) -> float:
         work = exhaustive(stage, inner) if inner else sum(layer.time for layer in stage)
-        return max(work, 2 * (m - 1) * sum(layer.weight_bytes for layer in stage) / outer.bandwidth) / m
+        return (
+            max(work, 2 * (m - 1) * sum(layer.weight_bytes for layer in stage) / outer.bandwidth)
+            / m
+        )
 
     def slowest(sizes: tuple[int, ...], shares: tuple[int, ...]) -> float:
         ends = list(accumulate(sizes))
-        times = [one_stage(layers[end - size : end], m) for end, size, m in zip(ends, sizes, shares, strict=True)]
-        return max(*times, *(2 * layers[end - 1].output_bytes / outer.bandwidth for end in ends[:-1]), 0)
+        times = [
+            one_stage(layers[end - size : end], m)
+            for end, size, m in zip(ends, sizes, shares, strict=True)
+        ]
+        return max(
+            *times, *(2 * layers[end - 1].output_bytes / outer.bandwidth for end in ends[:-1]), 0
+        )
 
     return min(
         slowest(sizes, shares)
@@ -38,7 +46,10 @@ def exhaustive(layers: list[LayerCost], levels: list[ClusterLevel]) -> float:
 
 
 def random_layers(rng: random.Random, n: int) -> list[LayerCost]:
-    return [LayerCost(rng.choice([0.5, 1, 1, 2, 5]), rng.choice([0, 1, 3]), rng.choice([0, 1, 8])) for _ in range(n)]
+    return [
+        LayerCost(rng.choice([0.5, 1, 1, 2, 5]), rng.choice([0, 1, 3]), rng.choice([0, 1, 8]))
+        for _ in range(n)
+    ]
 
 
 @pytest.mark.parametrize("n_levels", [1, 2])
@@ -46,7 +57,10 @@ def test_the_plan_is_the_best_of_all_on_100_random_models(n_levels: int) -> None
     rng = random.Random(n_levels)
     for _ in range(100):
         layers = random_layers(rng, rng.randint(1, 6 // n_levels))
-        levels = [ClusterLevel(rng.randint(1, 5 - n_levels), rng.choice([0.5, 2.0, 10.0])) for _ in range(n_levels)]
+        levels = [
+            ClusterLevel(rng.randint(1, 5 - n_levels), rng.choice([0.5, 2.0, 10.0]))
+            for _ in range(n_levels)
+        ]
         found = partition(layers, levels)
         ends = [stage.end for stage in found.stages]
         assert found.slowest == pytest.approx(exhaustive(layers, levels))
@@ -59,23 +73,32 @@ def test_nodes_with_slow_links_between_them_hold_whole_stages() -> None:
     layers = [LayerCost(1, output_bytes=1, weight_bytes=100)] * 4
     found = partition(layers, [ClusterLevel(2, 1e9), ClusterLevel(2, 1.0)])
     assert found.replicas == (2, 2)
-    assert found.slowest == 2  # the one boundary between nodes; to exchange weights over it would take 200
+    # the one boundary between nodes; to exchange weights over it would take 200
+    assert found.slowest == 2
 
 
 def test_unequal_layers_are_planned_better_than_evenly() -> None:
-    layers = [LayerCost(time, weight_bytes=weight) for time, weight in ((1, 9), (1, 9), (1, 9), (5, 1))]
+    layers = [
+        LayerCost(time, weight_bytes=weight) for time, weight in ((1, 9), (1, 9), (1, 9), (5, 1))
+    ]
     found = partition(layers, [ClusterLevel(3, 1.0)])
     assert found.replicas == (1, 2)
     assert found.slowest == 3
 
 
-def planned(replicas: tuple[int, ...], work: tuple[float, ...], messages: tuple[float, ...] | None = None) -> Partition:
+def planned(
+    replicas: tuple[int, ...], work: tuple[float, ...], messages: tuple[float, ...] | None = None
+) -> Partition:
     stages = tuple(PlannedStage(number, number + 1, ranks) for number, ranks in enumerate(replicas))
     slowest = max(time / ranks for time, ranks in zip(work, replicas, strict=True))
-    return Partition(stages, slowest, work, (0.0,) * (len(work) - 1) if messages is None else messages)
+    return Partition(
+        stages, slowest, work, (0.0,) * (len(work) - 1) if messages is None else messages
+    )
 
 
-def test_no_plan_is_faster_than_its_slowest_part_and_one_without_replicas_or_messages_is_as_fast() -> None:
+def test_no_plan_is_faster_than_its_slowest_part_and_one_without_replicas_or_messages_is_as_fast() -> (
+    None
+):
     rng, paces = random.Random(2), []
     for _ in range(50):
         # Half of the layers have too many weights to be worth replicas.

@@ -8,8 +8,13 @@ from tests.schedule.sizes import built
 
 def schedule(*rows: str, placement: tuple[tuple[int, ...], ...] | None = None) -> Schedule:
     """One row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
-    read = [[Overlap.parse(a) if a.startswith("(") else Action.parse(a) for a in row.split()] for row in rows]
-    return Schedule("mine", placement or tuple((rank,) for rank in range(len(rows))), tuple(map(tuple, read)))
+    read = [
+        [Overlap.parse(a) if a.startswith("(") else Action.parse(a) for a in row.split()]
+        for row in rows
+    ]
+    return Schedule(
+        "mine", placement or tuple((rank,) for rank in range(len(rows))), tuple(map(tuple, read))
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,12 +56,17 @@ def test_what_can_run_is_accepted(rows: tuple[str, ...]) -> None:
         (("0F0 0U0 0B0",), "rank 0 has 0U0 before 0B0, which it needs"),
         (
             ("(0F0;0B0)OVERLAP_F_B",),
-            "rank 0 runs (0F0;0B0)OVERLAP_F_B as one, but its backward needs its forward to be done",
+            (
+                "rank 0 runs (0F0;0B0)OVERLAP_F_B as one, but its backward needs its forward to be"
+                " done"
+            ),
         ),
         (
             ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
-            "deadlock, ranks 0 → 1 → 0 wait in a circle: rank 0 cannot start 0B0 until rank 1 has done 1B0; "
-            "rank 1 cannot start 1F1 until rank 0 has done 0F1",
+            (
+                "deadlock, ranks 0 → 1 → 0 wait in a circle: rank 0 cannot start 0B0 until rank 1"
+                " has done 1B0; rank 1 cannot start 1F1 until rank 0 has done 0F1"
+            ),
         ),
     ],
 )
@@ -93,7 +103,13 @@ def test_a_removed_repeated_or_misplaced_action_is_always_found(name: str) -> No
         assert check(Schedule("less", legal.placement, tuple(map(tuple, rows)))) or update_only
         rows[(rank + 1) % legal.n_ranks].append(removed)
         assert check(Schedule("elsewhere", legal.placement, tuple(map(tuple, rows))))
-        assert check(Schedule("twice", legal.placement, (legal.actions[0] + legal.actions[0][:1], *legal.actions[1:])))
+        assert check(
+            Schedule(
+                "twice",
+                legal.placement,
+                (legal.actions[0] + legal.actions[0][:1], *legal.actions[1:]),
+            )
+        )
 
 
 @pytest.mark.parametrize("name", names())
@@ -103,7 +119,8 @@ def test_a_shuffled_order_runs_exactly_if_check_accepts_it(name: str) -> None:
     verdicts = set()
     for attempt in range(60):
         rows = [list(row) for row in legal.actions]
-        for _ in range(rng.randrange(1, 3 + attempt // 10)):  # where one swap does no harm, several may
+        # where one swap does no harm, several may
+        for _ in range(rng.randrange(1, 3 + attempt // 10)):
             row = rng.choice(rows)
             index = rng.randrange(len(row) - 1)
             row[index], row[index + 1] = row[index + 1], row[index]
@@ -119,7 +136,11 @@ def runs(order: Schedule) -> bool:
     while moved:
         moved = False
         for row in rest:
-            needs = [product for part in row[0].parts for product in part.needs(order.n_stages)] if row else [None]
+            needs = (
+                [product for part in row[0].parts for product in part.needs(order.n_stages)]
+                if row
+                else [None]
+            )
             if made.issuperset(needs):
                 made.update(product for part in row.pop(0).parts for product in part.provides)
                 moved = True

@@ -54,8 +54,12 @@ def least_of_all_words(problem: Problem) -> Time:
             if len(word) == m * len(letters):
                 yield word
             for i, letter in enumerate(letters):
-                if counts[i] < (counts[i - 1] if i else m) and problem.row_fits(rank, [*word, letter]):
-                    yield from grown([*word, letter], (*counts[:i], counts[i] + 1, *counts[i + 1 :]))
+                if counts[i] < (counts[i - 1] if i else m) and problem.row_fits(
+                    rank, [*word, letter]
+                ):
+                    yield from grown(
+                        [*word, letter], (*counts[:i], counts[i] + 1, *counts[i + 1 :])
+                    )
 
         return grown([], (0,) * len(letters))
 
@@ -90,9 +94,13 @@ def test_it_agrees_with_every_order_of_every_microbatch(
 
 @pytest.mark.parametrize(
     ("p", "m", "cap", "seed"),
-    crossed([(2, 3, 1), (2, 3, 2), (2, 3, 3), (3, 2, 1), (3, 2, 2), (4, 2, 1), (4, 2, 2)], range(6)),
+    crossed(
+        [(2, 3, 1), (2, 3, 2), (2, 3, 3), (3, 2, 1), (3, 2, 2), (4, 2, 1), (4, 2, 2)], range(6)
+    ),
 )
-def test_it_agrees_with_every_order_of_a_small_pipeline(p: int, m: int, cap: int, seed: int) -> None:
+def test_it_agrees_with_every_order_of_a_small_pipeline(
+    p: int, m: int, cap: int, seed: int
+) -> None:
     costs = drawn(seed, p)
     found = optimum(p, m, costs, cap, seconds=30)
     (question,) = questions(p, m, costs, cap, 1, "loop", True)
@@ -159,7 +167,9 @@ def test_an_interrupt_ends_it_and_not_the_process() -> None:
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ImportError, match=r"optimum needs OR-Tools: pip install ortools, or use search"):
+    with pytest.raises(
+        ImportError, match=r"optimum needs OR-Tools: pip install ortools, or use search"
+    ):
         optimum(2, 2)
 
 
@@ -171,6 +181,8 @@ def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
         ({"costs": Costs(Fraction(1, 10**9 + 7), Fraction(1, 10**9 + 9))}, "so many digits"),
     ],
 )
-def test_what_cannot_be_solved_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
+def test_what_cannot_be_solved_is_refused_by_name(
+    arguments: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         optimum(**{"n_ranks": 2, "n_microbatches": 2, **arguments})

@@ -27,7 +27,13 @@ def schedules(draw: st.DrawFn) -> Schedule:
         replicas = draw(st.lists(st.integers(1, 3), min_size=p, max_size=p))
         return build(name, sum(replicas), m, replicas=replicas)
     chunked = name in ("interleaved_1f1b", "looped_bfs", "zb_h1")
-    v = draw(st.integers(1, 3)) if chunked else 2 * draw(st.integers(1, 2)) if name == "hanayo" else None
+    v = (
+        draw(st.integers(1, 3))
+        if chunked
+        else 2 * draw(st.integers(1, 2))
+        if name == "hanayo"
+        else None
+    )
     return build(name, p, m * p if chunked else m, v)
 
 
@@ -49,7 +55,9 @@ def costs_for(draw: st.DrawFn, schedule: Schedule) -> Costs:
         update=draw(times),
         overlapped=draw(st.none() | times),
         activation=activation,
-        released_by_input_grad=[kept * draw(st.sampled_from([0, Fraction(1, 2), 1])) for kept in activation],
+        released_by_input_grad=[
+            kept * draw(st.sampled_from([0, Fraction(1, 2), 1])) for kept in activation
+        ],
         weights=draw(times),
     )
 
@@ -72,9 +80,15 @@ def test_every_schedule_runs_and_keeps_every_promise(case: tuple[Schedule, Costs
     assert_each_action_starts_as_early_as_it_can(tl)
     assert_work_is_conserved(schedule, costs, tl)
     assert_every_idle_moment_has_a_cause(tl)
-    assert tl.makespan >= bound(schedule.n_ranks, schedule.n_microbatches, costs, placement=schedule.placement)
     assert tl.makespan >= bound(
-        schedule.n_ranks, schedule.n_microbatches, costs, tl.peak_memory(costs), placement=schedule.placement
+        schedule.n_ranks, schedule.n_microbatches, costs, placement=schedule.placement
+    )
+    assert tl.makespan >= bound(
+        schedule.n_ranks,
+        schedule.n_microbatches,
+        costs,
+        tl.peak_memory(costs),
+        placement=schedule.placement,
     )
 
 
@@ -94,7 +108,13 @@ def test_no_schedule_beats_the_bound_in_floats_either_and_its_own_memory_is_enou
     schedule, exact = case
     costs = Costs(**{field.name: floats(getattr(exact, field.name)) for field in fields(exact)})
     tl = simulate(schedule, costs)
-    least = bound(schedule.n_ranks, schedule.n_microbatches, costs, tl.peak_memory(costs), placement=schedule.placement)
+    least = bound(
+        schedule.n_ranks,
+        schedule.n_microbatches,
+        costs,
+        tl.peak_memory(costs),
+        placement=schedule.placement,
+    )
     assert tl.makespan >= least * (1 - 1e-9)
 
 
@@ -102,8 +122,15 @@ def assert_each_rank_keeps_its_order(schedule: Schedule, tl: Timeline) -> None:
     assert tuple(tuple(span.action for span in row) for row in tl.by_rank) == schedule.actions
 
 
-def assert_nothing_starts_before_its_inputs_arrive(schedule: Schedule, costs: Costs, tl: Timeline) -> None:
-    made = {product: span for span in tl.spans for part in span.action.parts for product in part.provides}
+def assert_nothing_starts_before_its_inputs_arrive(
+    schedule: Schedule, costs: Costs, tl: Timeline
+) -> None:
+    made = {
+        product: span
+        for span in tl.spans
+        for part in span.action.parts
+        for product in part.provides
+    }
     transfers = costs.transfers(schedule.n_stages)
     for span in tl.spans:
         for part in span.action.parts:
@@ -127,7 +154,9 @@ def assert_work_is_conserved(schedule: Schedule, costs: Costs, tl: Timeline) -> 
     kinds = costs.durations(schedule.n_stages)
     for row, busy in zip(schedule.actions, tl.busy, strict=True):
         pairs = sum(len(action.parts) == 2 for action in row) if costs.overlapped is not None else 0
-        apart = [part for action in row if not pairs or len(action.parts) == 1 for part in action.parts]
+        apart = [
+            part for action in row if not pairs or len(action.parts) == 1 for part in action.parts
+        ]
         alone = sum(kinds[part.kind][part.stage] for part in apart)
         assert busy == alone + pairs * (costs.overlapped or 0)
 
@@ -137,5 +166,8 @@ def assert_every_idle_moment_has_a_cause(tl: Timeline) -> None:
     for gap in tl.idle_gaps:
         idle[gap.rank] += gap.duration
         assert gap.cause.startswith(f"rank {gap.rank} waits from ")
-        assert any(word in gap.cause for word in ("for the", "because its work is done", "because it has no work"))
+        assert any(
+            word in gap.cause
+            for word in ("for the", "because its work is done", "because it has no work")
+        )
     assert all(work + rest == tl.makespan for work, rest in zip(tl.busy, idle, strict=True))

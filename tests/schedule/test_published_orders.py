@@ -8,12 +8,18 @@ import pytest
 from course_pp.schedule import Action, Costs, Schedule, Timeline, build, check, simulate
 from tests.grids import thinned
 
-# Zero Bubble, profiled times of F, I, W and of a message for models of 1.5B, 6.2B, 14.6B and 28.3B, in microseconds:
-# the settings of 8 to 32 ranks in the authors' generator (v_schedule.py of their space on Hugging Face).
-MEASURED = ((18522, 18086, 9337, 601), (29718, 29444, 19927, 527), (11347, 11248, 8132, 377), (10419, 10207, 7715, 408))
+# Zero Bubble, profiled times of F, I, W and of a message for models of 1.5B, 6.2B, 14.6B and 28.3B,
+# in microseconds: the settings of 8 to 32 ranks in the authors' generator (v_schedule.py of their
+# space on Hugging Face).
+MEASURED = (
+    (18522, 18086, 9337, 601),
+    (29718, 29444, 19927, 527),
+    (11347, 11248, 8132, 377),
+    (10419, 10207, 7715, 408),
+)
 
-# Of the authors' own generator: activations held; the bubble at f = b = w = 1; and for each of MEASURED the bubble at
-# m = 2p, and what the next microbatch and each further two add to it.
+# Of the authors' own generator: activations held; the bubble at f = b = w = 1; and for each of
+# MEASURED the bubble at m = 2p, and what the next microbatch and each further two add to it.
 THEIRS = {
     ("v_half", 2): (4, 1, (32951, 0, 0), (43999, 0, 0), (17677, 0, 0), (16599, 0, 0)),
     ("v_half", 3): (4, 5, (127707, 0, 0), (184793, 0, 0), (71460, 0, 0), (65495, 0, 0)),
@@ -22,12 +28,54 @@ THEIRS = {
     ("v_half", 6): (8, 11, (286291, 0, 0), (411983, 0, 0), (159645, 0, 0), (146349, 0, 0)),
     ("v_half", 7): (8, 17, (401795, 0, 0), (594233, 0, 0), (230644, 0, 0), (211915, 0, 0)),
     ("v_half", 8): (10, 17, (423335, 0, 0), (616703, 0, 0), (239237, 0, 0), (219559, 0, 0)),
-    ("v_min", 2): (4, 3, (123691, 19136, 38272), (161591, 20362, 40724), (59821, 7085, 14170), (53205, 6012, 12024)),
-    ("v_min", 3): (4, 5, (209707, 21646, 43292), (270267, 22238, 44476), (102001, 8136, 16272), (92659, 7464, 14928)),
-    ("v_min", 4): (4, 11, (365121, 21646, 43292), (494569, 22238, 44476), (188023, 8136, 16272), (171277, 7464, 14928)),
-    ("v_min", 5): (6, 15, (485235, 21646, 43292), (660531, 22238, 44476), (251747, 8136, 16272), (229905, 7464, 14928)),
-    ("v_min", 6): (6, 17, (569837, 22848, 44494), (768617, 23292, 45530), (294087, 8890, 17026), (268903, 8280, 15744)),
-    ("v_min", 7): (6, 23, (726453, 21646, 44494), (993973, 22470, 45530), (380863, 8593, 17026), (348337, 7644, 15744)),
+    ("v_min", 2): (
+        4,
+        3,
+        (123691, 19136, 38272),
+        (161591, 20362, 40724),
+        (59821, 7085, 14170),
+        (53205, 6012, 12024),
+    ),
+    ("v_min", 3): (
+        4,
+        5,
+        (209707, 21646, 43292),
+        (270267, 22238, 44476),
+        (102001, 8136, 16272),
+        (92659, 7464, 14928),
+    ),
+    ("v_min", 4): (
+        4,
+        11,
+        (365121, 21646, 43292),
+        (494569, 22238, 44476),
+        (188023, 8136, 16272),
+        (171277, 7464, 14928),
+    ),
+    ("v_min", 5): (
+        6,
+        15,
+        (485235, 21646, 43292),
+        (660531, 22238, 44476),
+        (251747, 8136, 16272),
+        (229905, 7464, 14928),
+    ),
+    ("v_min", 6): (
+        6,
+        17,
+        (569837, 22848, 44494),
+        (768617, 23292, 45530),
+        (294087, 8890, 17026),
+        (268903, 8280, 15744),
+    ),
+    ("v_min", 7): (
+        6,
+        23,
+        (726453, 21646, 44494),
+        (993973, 22470, 45530),
+        (380863, 8593, 17026),
+        (348337, 7644, 15744),
+    ),
     ("v_min", 8): (
         8,
         27,
@@ -66,7 +114,9 @@ def bubble(schedule: Schedule, costs: Costs) -> tuple[Timeline, float]:
 
 @thinned
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
-def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(name: str, every: int) -> None:
+def test_controllable_memory_is_never_longer_nor_higher_than_the_authors_generator(
+    name: str, every: int
+) -> None:
     for p in range(2, 9):
         most, unit, *measured = THEIRS[name, p]
         for m in range(2 * p, 4 * p + 1, every):
@@ -87,7 +137,10 @@ def test_built_for_unequal_times_a_v_is_never_longer_than_the_authors_nor_higher
 ) -> None:
     costs = Costs(*times)
     for p, theirs in enumerate(UNEQUAL[name, times], 2):
-        schedule, as_named = build(name, p, 2 * p, costs=costs), simulate(build(name, p, 2 * p), costs)
+        schedule, as_named = (
+            build(name, p, 2 * p, costs=costs),
+            simulate(build(name, p, 2 * p), costs),
+        )
         tl = simulate(schedule, costs)
         assert check(schedule) == []
         assert tl.makespan <= min(theirs, as_named.makespan)
@@ -96,12 +149,21 @@ def test_built_for_unequal_times_a_v_is_never_longer_than_the_authors_nor_higher
 
 def megatron(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
     """What Megatron-LM has ``rank`` do with a microbatch group size of ``n`` per virtual pipeline stage."""
-    table = [(chunk, i) for first in range(0, m, n) for chunk in range(v) for i in range(first, min(first + n, m))]
+    table = [
+        (chunk, i)
+        for first in range(0, m, n)
+        for chunk in range(v)
+        for i in range(first, min(first + n, m))
+    ]
     forwards = [f"{chunk * p + rank}F{i}" for chunk, i in table]
     backwards = [f"{(v - 1 - chunk) * p + rank}B{i}" for chunk, i in table]
     ahead = min((v - 1) * n + 2 * (p - 1 - rank), m * v)
     pairs = zip(forwards[ahead:], backwards, strict=False)
-    return [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[m * v - ahead :]]
+    return [
+        *forwards[:ahead],
+        *(action for pair in pairs for action in pair),
+        *backwards[m * v - ahead :],
+    ]
 
 
 def rounds_of_megatron() -> Iterator[tuple[int, int, int, int]]:
@@ -117,7 +179,9 @@ def test_every_round_size_gives_the_order_of_megatron(every: int) -> None:
     sizes = list(rounds_of_megatron())
     assert len(sizes) > 200
     for p, m, v, n in sizes[::every]:
-        ours = [list(map(str, row)) for row in build("interleaved_1f1b", p, m, v, round_size=n).actions]
+        ours = [
+            list(map(str, row)) for row in build("interleaved_1f1b", p, m, v, round_size=n).actions
+        ]
         assert ours == [megatron(rank, p, m, v, n) for rank in range(p)], (p, m, v, n)
 
 
@@ -135,30 +199,47 @@ def test_every_round_size_that_is_not_refused_runs_and_the_refusals_name_sizes_t
             assert check(schedule) == [], (p, m, v, n)
 
 
-def test_a_round_of_all_microbatches_takes_the_forwards_breadth_first_and_the_backwards_from_the_oldest() -> None:
+def test_a_round_of_all_microbatches_takes_the_forwards_breadth_first_and_the_backwards_from_the_oldest() -> (
+    None
+):
     for p, m, v in ((2, 4, 2), (4, 8, 2), (4, 10, 3)):
-        ours, breadth_first = build("interleaved_1f1b", p, m, v, round_size=m), build("looped_bfs", p, m, v)
+        ours, breadth_first = (
+            build("interleaved_1f1b", p, m, v, round_size=m),
+            build("looped_bfs", p, m, v),
+        )
         for row, other in zip(ours.actions, breadth_first.actions, strict=True):
             assert [a for a in row if a.kind == "F"] == [a for a in other if a.kind == "F"]
             backwards = [a.microbatch for a in row if a.kind == "B"]
             assert backwards == [*range(m)] * v
             assert [a.microbatch for a in other if a.kind == "B"] == [*reversed(range(m))] * v
         # It begins backwards while forwards of the last chunk are left, and so holds less than m v.
-        assert max(simulate(ours).peak_activations) <= m * v == max(simulate(breadth_first).peak_activations)
+        assert (
+            max(simulate(ours).peak_activations)
+            <= m * v
+            == max(simulate(breadth_first).peak_activations)
+        )
         assert simulate(ours).peak_activations[-1] == (v - 1) * m + 1
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("interleaved_1f1b", 4, 8, 2, 0), "round_size is 0: interleaved_1f1b needs an integer of at least 1"),
+        (
+            ("interleaved_1f1b", 4, 8, 2, 0),
+            "round_size is 0: interleaved_1f1b needs an integer of at least 1",
+        ),
         (("interleaved_1f1b", 4, 8, 2, 9), "round_size is 9 of 8 microbatches: .* give 8$"),
         (("interleaved_1f1b", 4, 8, 2, 2), "round_size is 2 of 8 .* need 6, .*: give 4$"),
-        (("interleaved_1f1b", 4, 9, 2, 4), "round_size is 4 of 9 .* the last included, .*: give 3 or 5$"),
+        (
+            ("interleaved_1f1b", 4, 9, 2, 4),
+            "round_size is 4 of 9 .* the last included, .*: give 3 or 5$",
+        ),
         (("looped_bfs", 4, 8, 2, 4), "round_size 4 given for looped_bfs: only interleaved_1f1b"),
     ],
 )
-def test_a_round_size_that_cannot_be_is_refused_with_the_nearest_that_can(given: tuple, message: str) -> None:
+def test_a_round_size_that_cannot_be_is_refused_with_the_nearest_that_can(
+    given: tuple, message: str
+) -> None:
     name, p, m, v, n = given
     with pytest.raises(ValueError, match=message):
         build(name, p, m, v, round_size=n)
@@ -210,7 +291,9 @@ def test_dualpipe_has_the_order_of_deepseeks_published_code(every: int) -> None:
     for p, m in sizes[::every]:
         schedule = build("dualpipe", p, m)
         for rank in (0, p // 2 - 1, p // 2, p - 1) if m > 3 * p else range(p):
-            assert list(map(str, schedule.actions[rank])) == spelled(deepseek(rank, p, m), rank, p), (p, m, rank)
+            assert list(map(str, schedule.actions[rank])) == spelled(
+                deepseek(rank, p, m), rank, p
+            ), (p, m, rank)
 
 
 @thinned
@@ -228,7 +311,8 @@ def test_chimera_and_hanayo_idle_as_long_as_their_authors_say(every: int) -> Non
         for waves in (1, 2, 3):
             assert bubble(build("hanayo", p, p, 2 * waves), Costs(1, 1, 1))[1] == 4 * (p - 1)
         lost = bubble(build("chimera", 2 * p, 2 * p), Costs(1, 1, 1))[1]
-        assert lost == 2 * (2 * p - 2)  # hence (p - 2) / (3m / 2 + p - 2) of the step, for p = m ranks
+        # hence (p - 2) / (3m / 2 + p - 2) of the step, for p = m ranks
+        assert lost == 2 * (2 * p - 2)
 
 
 def test_both_copies_of_a_stage_do_the_same_work_in_opposite_directions() -> None:
@@ -247,7 +331,9 @@ def test_waves_turn_on_a_rank() -> None:
 
 
 @thinned
-def test_eager_1f1b_is_as_fast_as_gpipe_where_two_messages_take_no_longer_than_forward_and_backward(every: int) -> None:
+def test_eager_1f1b_is_as_fast_as_gpipe_where_two_messages_take_no_longer_than_forward_and_backward(
+    every: int,
+) -> None:
     for p, m, latency in [*product(range(1, 8), range(1, 31), (0, 1, 3))][::every]:
         costs = Costs(2, 2, 2, latency)
         eager, gpipe = (simulate(build(name, p, m), costs) for name in ("1f1b_eager", "gpipe"))

@@ -10,7 +10,9 @@ from course_pp.schedule.problem import Problem
 from course_pp.schedule.searching.search import questions
 
 
-def test_under_the_memory_of_1f1b_it_is_as_fast_as_zb_h1_and_with_nearly_twice_no_rank_waits() -> None:
+def test_under_the_memory_of_1f1b_it_is_as_fast_as_zb_h1_and_with_nearly_twice_no_rank_waits() -> (
+    None
+):
     found = search(4, 8, memory_limit=4)
     assert max(found.timeline.peak_activations) <= 4
     assert found.timeline.makespan <= simulate(build("zb_h1", 4, 8)).makespan
@@ -24,12 +26,15 @@ def test_what_it_found_is_legal_and_takes_as_long_as_it_says() -> None:
     found = search(3, 5, costs, memory_limit=[3, 2, 2], seconds=1)
     assert check(found.schedule) == []
     assert simulate(found.schedule, costs) == found.timeline
-    assert all(held <= cap for held, cap in zip(found.timeline.peak_activations, [3, 2, 2], strict=True))
+    assert all(
+        held <= cap for held, cap in zip(found.timeline.peak_activations, [3, 2, 2], strict=True)
+    )
     assert found.timeline.makespan == found.bound * (1 + found.gap)
 
 
 @pytest.mark.parametrize(
-    "name", ["naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2", "zb_v", "hanayo", "looped_bfs"]
+    "name",
+    ["naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2", "zb_v", "hanayo", "looped_bfs"],
 )
 def test_the_fast_simulator_agrees_with_the_exact_one(name: str) -> None:
     schedule = build(name, 4, 8)
@@ -58,7 +63,8 @@ def test_it_stopped_at_the_bound_only_if_no_placement_can_hold_anything_better()
     assert found.stopped in ("patience", "time")
 
 
-# Ranks, microbatches, cap and placement, with the least makespan that `optimum` proved, at one unit for F, I and W.
+# Ranks, microbatches, cap and placement, with the least makespan that `optimum` proved, at one unit
+# for F, I and W.
 _PROVEN: dict[tuple[int, int, int, Literal["loop", "v"]], int] = {
     (3, 4, 3, "v"): 36,
     (3, 4, 2, "v"): 43,
@@ -81,7 +87,9 @@ _PROVEN: dict[tuple[int, int, int, Literal["loop", "v"]], int] = {
 }
 
 
-def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optimum_and_close_below() -> None:
+def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optimum_and_close_below() -> (
+    None
+):
     gaps = []
     for (p, m, cap, placement), optimum in _PROVEN.items():
         (question,) = questions(p, m, Costs(1, 1, 1), cap, 2, placement, True)
@@ -92,7 +100,12 @@ def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optim
 
 
 @pytest.mark.parametrize(
-    "case", [each if i == 0 else pytest.param(each, marks=pytest.mark.full) for i, each in enumerate(_PROVEN)], ids=str
+    "case",
+    [
+        each if i == 0 else pytest.param(each, marks=pytest.mark.full)
+        for i, each in enumerate(_PROVEN)
+    ],
+    ids=str,
 )
 @pytest.mark.slow
 def test_with_little_room_two_stages_a_rank_come_within_a_twentieth_of_the_optimum(
@@ -136,7 +149,9 @@ def test_the_same_seed_finds_the_same_schedule() -> None:
         ({"costs": Costs((1, 1, 1))}, "forward has 3 values for 2 stages"),
     ],
 )
-def test_what_cannot_be_searched_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
+def test_what_cannot_be_searched_is_refused_by_name(
+    arguments: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         search(**{"n_ranks": 2, "n_microbatches": 2, **arguments})
 
@@ -161,10 +176,16 @@ def drawn(seed: int) -> tuple[int, int, Costs, list[int], int]:
 
 
 @pytest.mark.parametrize(
-    "seed", [seed if seed in (1, 2, 3, 6, 8, 13) else pytest.param(seed, marks=pytest.mark.full) for seed in range(300)]
+    "seed",
+    [
+        seed if seed in (1, 2, 3, 6, 8, 13) else pytest.param(seed, marks=pytest.mark.full)
+        for seed in range(300)
+    ],
 )
 @pytest.mark.slow
-def test_it_is_at_least_as_good_as_every_name_that_fits_and_as_the_published_heuristic(seed: int) -> None:
+def test_it_is_at_least_as_good_as_every_name_that_fits_and_as_the_published_heuristic(
+    seed: int,
+) -> None:
     p, m, costs, caps, n_chunks = drawn(seed)
     found = search(p, m, costs, caps, n_chunks, seconds=SECONDS)
     assert check(found.schedule) == []
@@ -179,7 +200,10 @@ def least_of_others(p: int, m: int, costs: Costs, caps: list[int], n_chunks: int
     others = []
     for question in questions(p, m, costs, caps, n_chunks, None, split=True):
         others += [simulate(each, costs).makespan for each in question.named()]
-        orders = (question.problem.schedule_of("heuristic", each) for each in zero_bubble_heuristic(question.problem))
+        orders = (
+            question.problem.schedule_of("heuristic", each)
+            for each in zero_bubble_heuristic(question.problem)
+        )
         others += [simulate(each, costs).makespan for each in orders]
     return min(others)
 
@@ -187,7 +211,10 @@ def least_of_others(p: int, m: int, costs: Costs, caps: list[int], n_chunks: int
 def test_the_heuristic_makes_zb_h2_where_all_takes_equally_long() -> None:
     """Figure 3 of the paper: with room for 2p - 1 microbatches, no rank waits between its first and last action."""
     (question,) = questions(4, 8, Costs(), 7, 1, None, split=True)
-    orders = [question.problem.schedule_of("heuristic", each) for each in zero_bubble_heuristic(question.problem)]
+    orders = [
+        question.problem.schedule_of("heuristic", each)
+        for each in zero_bubble_heuristic(question.problem)
+    ]
     assert all(check(order) == [] for order in orders)
     assert min(simulate(order).span_bubble_fraction for order in orders) == 0
 
@@ -201,7 +228,9 @@ def test_the_heuristic_answers_its_open_questions_in_eight_ways() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 6, 7, 9, 10, 20])
-def test_without_time_to_improve_it_is_still_as_good_as_every_name_and_the_heuristic(seed: int) -> None:
+def test_without_time_to_improve_it_is_still_as_good_as_every_name_and_the_heuristic(
+    seed: int,
+) -> None:
     p, m, costs, caps, n_chunks = drawn(seed)
     found = search(p, m, costs, caps, n_chunks, seconds=1e-9)
     assert found.timeline.makespan <= least_of_others(p, m, costs, caps, n_chunks) * (1 + 1e-9)
@@ -209,6 +238,8 @@ def test_without_time_to_improve_it_is_still_as_good_as_every_name_and_the_heuri
 
 @pytest.mark.parametrize("n_chunks", [1, 2])
 def test_it_ends_when_its_time_is_over(n_chunks: int) -> None:
-    found = search(8, 16, Costs((1.0, 2.0) * 4 * n_chunks, latency=0.3), 8 * n_chunks, n_chunks, seconds=0.05)
+    found = search(
+        8, 16, Costs((1.0, 2.0) * 4 * n_chunks, latency=0.3), 8 * n_chunks, n_chunks, seconds=0.05
+    )
     assert found.stopped == "time"
     assert check(found.schedule) == []

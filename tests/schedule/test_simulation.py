@@ -16,7 +16,9 @@ def test_latency_is_charged_once_a_message_and_occupies_nobody() -> None:
 
 
 def test_two_stages_on_one_rank_send_nothing() -> None:
-    slow, fast = (simulate(build("zb_v", 1, 3), Costs(1, 1, 1, latency=latency)) for latency in (100, 0))
+    slow, fast = (
+        simulate(build("zb_v", 1, 3), Costs(1, 1, 1, latency=latency)) for latency in (100, 0)
+    )
     assert slow.makespan == fast.makespan == 18
 
 
@@ -36,7 +38,13 @@ def test_stages_may_cost_differently() -> None:
 
 def test_recomputation_lengthens_the_half_that_needs_the_activation() -> None:
     times = Costs(1, 2, 3, recompute=1).durations(1)
-    assert {kind: time for kind, (time,) in times.items()} == {"F": 1, "I": 3, "W": 3, "B": 6, "U": 0}
+    assert {kind: time for kind, (time,) in times.items()} == {
+        "F": 1,
+        "I": 3,
+        "W": 3,
+        "B": 6,
+        "U": 0,
+    }
     assert simulate(build("pipedream", 1, 3), Costs(1, 1, 1, update=2)).makespan == 3 * 5
 
 
@@ -49,7 +57,9 @@ def test_an_overlapped_pair_takes_its_own_time_or_that_of_its_parts() -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_fractions_stay_exact(name: str) -> None:
-    third = simulate(built(name, 3, 6), Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), Fraction(1, 21)))
+    third = simulate(
+        built(name, 3, 6), Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3), Fraction(1, 21))
+    )
     whole = simulate(built(name, 3, 6), Costs(7, 7, 7, 1))
     assert third.makespan == Fraction(whole.makespan, 21)
     assert simulate(built(name, 3, 6)) == simulate(built(name, 3, 6), Costs(1, 1, 1))
@@ -57,7 +67,17 @@ def test_fractions_stay_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["forward", "input_grad", "weight_grad", "latency", "recompute", "overlapped", "update", "activation"]
+    "name",
+    [
+        "forward",
+        "input_grad",
+        "weight_grad",
+        "latency",
+        "recompute",
+        "overlapped",
+        "update",
+        "activation",
+    ],
 )
 @folded("value", [-1, math.nan, math.inf, "1", True, [1, -1], None])
 def test_impossible_costs_are_refused_by_name(name: str, value: object) -> None:
@@ -77,7 +97,10 @@ def test_costs_that_contradict_one_another_are_refused() -> None:
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        (Costs(forward=[1, 2, 3]), "forward has 3 values for 4 stages: give one number, or one for each"),
+        (
+            Costs(forward=[1, 2, 3]),
+            "forward has 3 values for 4 stages: give one number, or one for each",
+        ),
         (Costs(latency=[1] * 4), "latency has 4 values for 3 boundaries"),
         (Costs(message_bytes=[1], bandwidth=1), "message_bytes has 1 values for 3 boundaries"),
         (Costs(overlapped=[1]), "overlapped has 1 values for 4 stages"),

@@ -8,8 +8,9 @@ from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 from tests.grids import thinned
 from tests.schedule.sizes import TWO_COPIES
 
-# f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick; the simulator only
-# adds and compares, so what holds for integers holds for their fractions (tested below).
+# f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick;
+# the simulator only adds and compares, so what holds for integers holds for their fractions (tested
+# below).
 RATIOS = [
     (2, 2, 2),
     (4, 4, 2),
@@ -42,7 +43,9 @@ def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], in
 @thinned
 @pytest.mark.parametrize("name", FORMED)
 @pytest.mark.slow
-def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(name: str, every: int) -> None:
+def test_the_closed_form_equals_the_simulation_exactly_wherever_it_holds(
+    name: str, every: int
+) -> None:
     points, enough = 0, ENOUGH[name] // every
     for p, m, v, ratio, latency in grid(name):
         costs = Costs(*ratio, latency)
@@ -82,8 +85,14 @@ def test_the_form_of_interleaved_1f1b_holds_for_every_round_size_of_at_least_p(e
 
 @pytest.mark.parametrize("name", FORMED)
 def test_fractions_are_predicted_exactly_too(name: str) -> None:
-    for p, m in ((2, 4), (2, 6), (4, 12)) if name in TWO_COPIES else ((1, 3), (2, 6), (3, 6), (4, 12)):
-        costs = Costs(Fraction(1, 3), Fraction(1, 3), Fraction(1, 3) if name in ("v_half", "v_min") else Fraction(2, 7))
+    for p, m in (
+        ((2, 4), (2, 6), (4, 12)) if name in TWO_COPIES else ((1, 3), (2, 6), (3, 6), (4, 12))
+    ):
+        costs = Costs(
+            Fraction(1, 3),
+            Fraction(1, 3),
+            Fraction(1, 3) if name in ("v_half", "v_min") else Fraction(2, 7),
+        )
         form, tl = theory.predict(name, p, m, costs), simulate(build(name, p, m), costs)
         assert_equal(form, tl, (p, m))
         assert tl.bubble_fraction == form.bubble_fraction
@@ -98,7 +107,9 @@ def assert_equal(form: theory.ClosedForm, tl: Timeline, where: object) -> None:
     assert max(row[-1].end - row[0].start for row in tl.by_rank) == form.longest_span, where
 
 
-THIRDS = Costs(*([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7], [1, 1, 1], [5, 1])))
+THIRDS = Costs(
+    *([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7], [1, 1, 1], [5, 1]))
+)
 
 
 @pytest.mark.parametrize(
@@ -110,19 +121,27 @@ THIRDS = Costs(*([Fraction(t, 3) for t in row] for row in ([1, 4, 2], [2, 1, 7],
             for p, m in ((1, 2), (2, 4), (3, 8), (4, 8), (5, 20))
             for pair in (34, 30, 22, 40)
         ),
-        *(("pipedream", p, m, Costs(1, 1, 1, update=Fraction(1, 5))) for p, m in ((1, 1), (2, 5), (4, 3), (4, 12))),
+        *(
+            ("pipedream", p, m, Costs(1, 1, 1, update=Fraction(1, 5)))
+            for p, m in ((1, 1), (2, 5), (4, 3), (4, 12))
+        ),
         ("1f1b", 4, 8, Costs(1, 1, 1, recompute=1)),
     ],
 )
-def test_a_form_holds_for_stages_pairs_and_updates_of_their_own_times(name: str, p: int, m: int, costs: Costs) -> None:
+def test_a_form_holds_for_stages_pairs_and_updates_of_their_own_times(
+    name: str, p: int, m: int, costs: Costs
+) -> None:
     assert_equal(theory.predict(name, p, m, costs), simulate(build(name, p, m), costs), (p, m))
 
 
 def test_published_numbers_for_four_ranks_and_eight_microbatches() -> None:
     unit = Costs(1, 1, 1)
-    assert theory.predict("gpipe", 4, 8, unit).bubble_fraction == Fraction(3, 11)  # GPipe: (p-1) / (m+p-1)
-    assert theory.predict("1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 8)  # Megatron: (p-1) / m
-    assert theory.predict("interleaved_1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 16)  # (p-1) / (v m)
+    # GPipe: (p-1) / (m+p-1)
+    assert theory.predict("gpipe", 4, 8, unit).bubble_fraction == Fraction(3, 11)
+    # Megatron: (p-1) / m
+    assert theory.predict("1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 8)
+    # (p-1) / (v m)
+    assert theory.predict("interleaved_1f1b", 4, 8, unit).bubble_overhead == Fraction(3, 16)
     assert theory.predict("zb_h1", 4, 8, unit).longest_span == 24 + 3  # a third of 1F1B's 9
     assert theory.predict("zb_h2", 4, 8, unit).span_bubble_fraction == 0
     assert theory.predict("zb_v", 4, 8, unit).span_bubble_fraction == 0
@@ -140,13 +159,27 @@ def test_published_numbers_for_four_ranks_and_eight_microbatches() -> None:
         ("zb_h2", 4, 6, None, Costs(), "m is at least 2p - 1"),
         ("zb_v", 4, 8, None, Costs(1, 2, 1), "f = b"),
         ("dualpipe_v", 4, 8, None, Costs(overlapped=1.5), "at least as long as either part"),
-        ("dualpipe_v", 2, 8, None, Costs(overlapped=[3, 3, 3, 4]), "all overlapped pairs cost the same"),
+        (
+            "dualpipe_v",
+            2,
+            8,
+            None,
+            Costs(overlapped=[3, 3, 3, 4]),
+            "all overlapped pairs cost the same",
+        ),
         ("v_half", 4, 8, None, Costs(1, 2, 1), "f = b = w and there is no latency"),
         ("v_min", 4, 7, None, Costs(), "m is at least 2p"),
         ("hanayo", 4, 9, None, Costs(), "m is a multiple of p"),
         ("chimera", 4, 8, None, Costs(latency=1), "there is no latency"),
         ("dualpipe", 2, 8, None, Costs(latency=1), "there is no latency"),
-        ("pipedream", 4, 8, None, Costs(latency=1, update=1), "no latency, or updates take no time"),
+        (
+            "pipedream",
+            4,
+            8,
+            None,
+            Costs(latency=1, update=1),
+            "no latency, or updates take no time",
+        ),
         ("zb_v", 4, 0, None, Costs(), "at least 1"),
     ],
 )
@@ -155,7 +188,9 @@ def test_where_no_form_holds_the_condition_is_named(name, p, m, v, costs, condit
         theory.predict(name, p, m, costs, v)
 
 
-def test_a_schedule_without_a_form_is_refused_with_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_without_a_form_is_refused_with_those_that_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert len(FORMED) >= 16
     monkeypatch.delitem(theory._FORMS, "gpipe")
     with pytest.raises(theory.NoClosedForm, match=r"gpipe.*naive, 1f1b"):

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from course_pp.schedule import Action, Schedule, build, check, from_torch_csv, names, simulate, to_torch_csv
+from course_pp.schedule import (
+    Action,
+    Schedule,
+    build,
+    check,
+    from_torch_csv,
+    names,
+    simulate,
+    to_torch_csv,
+)
 from tests.grids import folded
 from tests.schedule.orders import torch_accepts, torch_rows
 from tests.schedule.sizes import TWO_COPIES
@@ -25,13 +34,17 @@ def test_what_is_written_is_read_back(name: str, p: int, m: int) -> None:
 def test_torch_reads_what_we_write(name: str) -> None:
     schedule = build(name, 3, 6)
     rows = list(csv.reader(StringIO(to_torch_csv(schedule))))
-    assert torch_accepts(rows, schedule.n_stages, 6) == {s: ranks[0] for s, ranks in enumerate(schedule.placement)}
+    assert torch_accepts(rows, schedule.n_stages, 6) == {
+        s: ranks[0] for s, ranks in enumerate(schedule.placement)
+    }
 
 
 @pytest.mark.parametrize(
     "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
-def test_we_read_what_torch_writes_idle_slots_and_rows_of_different_length_included(name: str) -> None:
+def test_we_read_what_torch_writes_idle_slots_and_rows_of_different_length_included(
+    name: str,
+) -> None:
     dump = StringIO()
     csv.writer(dump).writerows(torch_rows(name, 4, 8, 2))
     ours = build(name, 4, 8, 2)
@@ -56,12 +69,17 @@ def test_a_rank_without_actions_is_a_blank_line(idle: int) -> None:
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", " ; "])
-def test_cells_may_be_separated_as_a_spreadsheet_does_where_the_comma_is_for_decimals(separator: str) -> None:
+def test_cells_may_be_separated_as_a_spreadsheet_does_where_the_comma_is_for_decimals(
+    separator: str,
+) -> None:
     text = "\ufeff" + to_torch_csv(build("1f1b", 2, 3)).replace("\n", "\r\n")
     assert from_torch_csv(text.replace(",", separator)).actions == build("1f1b", 2, 3).actions
     pairs = build("dualpipe_v", 1, 2)  # the semicolon of a pair separates no cells
     assert (
-        from_torch_csv(separator.strip(" ").join(f'"{action}"' for action in pairs.actions[0])).actions == pairs.actions
+        from_torch_csv(
+            separator.strip(" ").join(f'"{action}"' for action in pairs.actions[0])
+        ).actions
+        == pairs.actions
     )
     if ";" not in separator:
         assert from_torch_csv(to_torch_csv(pairs).replace(",", separator)).actions == pairs.actions
@@ -75,9 +93,18 @@ def test_replicas_are_read_off_the_rows_in_the_order_in_which_they_take_microbat
     ("text", "message"),
     [
         ("", "no actions: give one row a rank"),
-        ("0F0,0X0\n", r"row 1, column 2 of the CSV text: unknown kind of action 'X': use one of F \(forward\)"),
+        (
+            "0F0,0X0\n",
+            (
+                r"row 1, column 2 of the CSV text: unknown kind of action 'X': use one of F"
+                r" \(forward\)"
+            ),
+        ),
         ('0F0,"0B0\n1F0,1B0\n', r"row 1, column 2 of the CSV text: cannot read '0B01F0,1B0"),
-        ("0F0,0B0\n1F0,what\n", r"row 2, column 2 of the CSV text: cannot read 'what' as an action"),
+        (
+            "0F0,0B0\n1F0,what\n",
+            r"row 2, column 2 of the CSV text: cannot read 'what' as an action",
+        ),
         ("0F0,0B0\n2F0,2B0\n", "no rank has stage 1, yet there is stage 2"),
         (
             "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
@@ -100,7 +127,13 @@ def test_a_broken_csv_is_refused_with_the_place_and_the_rule(text: str, message:
         ([1, 0], "rank 0 has 0F0, which belongs to rank 1 by the placement"),
         ([0], "rank 1 has 1F0, but the stages are 0 to 0"),
         ([0, 1, 1], "2F0 is missing from rank 1"),
-        ([0.0, 1], r"placement is \[0.0, 1\] \(a list\): pass a sequence of integers or sequences of integers"),
+        (
+            [0.0, 1],
+            (
+                r"placement is \[0.0, 1\] \(a list\): pass a sequence of integers or sequences of"
+                r" integers"
+            ),
+        ),
         ([], "0 stages: give at least one of each"),
     ],
 )

@@ -35,11 +35,18 @@ def flaws(figure: ChartFigure) -> list[str]:
     for text, size, extent in words:
         if size < LEAST_POINTS:
             found.append(f"{text!r} has letters of {size} points")
-        if not (sheet.x0 <= extent.x0 and extent.x1 <= sheet.x1 and sheet.y0 <= extent.y0 and extent.y1 <= sheet.y1):
+        if not (
+            sheet.x0 <= extent.x0
+            and extent.x1 <= sheet.x1
+            and sheet.y0 <= extent.y0
+            and extent.y1 <= sheet.y1
+        ):
             found.append(f"{text!r} leaves the sheet")
         if _leaves_its_box(extent, boxes):
             found.append(f"{text!r} leaves its box")
-    return found + [f"{words[one][0]!r} and {words[other][0]!r} overlap" for one, other in _overlaps(words)]
+    return found + [
+        f"{words[one][0]!r} and {words[other][0]!r} overlap" for one, other in _overlaps(words)
+    ]
 
 
 def _edges(extents: Iterable[Bbox]) -> Edges:
@@ -80,7 +87,12 @@ def _beyond(axis: Axis) -> Iterator[Text]:
 
 def _words(figure: ChartFigure) -> Iterator[tuple[str, float, Bbox]]:
     """Text, size and extent, in pixels, of all words."""
-    hidden = {label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for label in _beyond(axis)}
+    hidden = {
+        label
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for label in _beyond(axis)
+    }
     for text in figure.findobj(Text):
         if text not in hidden and text.get_visible() and text.get_text().strip():
             extent = Text.get_window_extent(text)
@@ -92,4 +104,8 @@ def _words(figure: ChartFigure) -> Iterator[tuple[str, float, Bbox]]:
                 middle_x, middle_y = axes.transData.transform((x, y))
                 wide = chart.text_width(text, size) * figure.dpi / 72
                 high = 0.8 * size * figure.dpi / 72
-                yield text, size, Bbox.from_bounds(middle_x - wide / 2, middle_y - high / 2, wide, high)
+                yield (
+                    text,
+                    size,
+                    Bbox.from_bounds(middle_x - wide / 2, middle_y - high / 2, wide, high),
+                )

@@ -26,12 +26,16 @@ def rank_names(figure: ChartFigure) -> list[tuple[str, float]]:
 def notes(figure: ChartFigure) -> list[str]:
     """What the right margin says of each rank."""
     return [
-        text for text, _, x, _ in sorted(_placed(figure), key=lambda each: each[3]) if x > figure.axes[0].get_xlim()[1]
+        text
+        for text, _, x, _ in sorted(_placed(figure), key=lambda each: each[3])
+        if x > figure.axes[0].get_xlim()[1]
     ]
 
 
 def _placed(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
-    return [each for axes in figure.axes for artist in axes.findobj(Labels) for each in artist.placed]
+    return [
+        each for axes in figure.axes for artist in axes.findobj(Labels) for each in artist.placed
+    ]
 
 
 def title(figure: ChartFigure) -> str:

@@ -53,13 +53,17 @@ def test_placing_undoing_and_redoing_by_methods() -> None:
 
 def test_an_illegal_action_is_refused_with_its_reason_and_places_nothing() -> None:
     board = show.board(3)
-    with pytest.raises(ValueError, match="0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first"):
+    with pytest.raises(
+        ValueError, match="0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first"
+    ):
         board.place("0F0 0B0")
     assert board.moves == []
     assert board.why_not("1F0").startswith("1F0 needs the activation")
     assert board.why_not("0F0") == ""
     board.place("0F1")
-    with pytest.raises(ValueError, match="1f1b does not finish this board: rank 0 has 0F1 where 1f1b has 0F0; undo"):
+    with pytest.raises(
+        ValueError, match="1f1b does not finish this board: rank 0 has 0F1 where 1f1b has 0F0; undo"
+    ):
         board.fill("1f1b")
     with pytest.raises(ValueError, match="unknown policy 'x': use one of forward first"):
         board.fill("x")
@@ -97,12 +101,17 @@ def test_another_level_opens_on_the_same_board_where_it_was_left() -> None:
 
 def test_who_cannot_finish_a_board_says_why_and_places_nothing() -> None:
     board = show.board(3)
-    with pytest.raises(ValueError, match="gpipe does not finish this board: with 0F2, rank 0 would hold 3 activations"):
+    with pytest.raises(
+        ValueError,
+        match="gpipe does not finish this board: with 0F2, rank 0 would hold 3 activations",
+    ):
         board.fill("gpipe")
     assert board.moves == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"NAME": 3}', '{"NAME": ["0B0"]}', '{"NAME": ["x"]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"NAME": 3}', '{"NAME": ["0B0"]}', '{"NAME": ["x"]}']
+)
 def test_a_kept_board_that_cannot_be_read_begins_anew(content: str) -> None:
     show.board(3).place("0F0")
     name = next(iter(json.loads(kept_in().read_text())))
@@ -113,7 +122,9 @@ def test_a_kept_board_that_cannot_be_read_begins_anew(content: str) -> None:
     assert show.board(3).moves == ["0F0"]
 
 
-def test_where_nothing_can_be_kept_the_board_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_kept_the_board_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("COURSE_PP_PROGRESS", str(tmp_path / "file" / "progress.json"))
     board = show.board(3)
@@ -123,7 +134,8 @@ def test_where_nothing_can_be_kept_the_board_says_so(tmp_path: Path, monkeypatch
 
 def test_boards_of_several_kernels_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"board {i}" for i in range(40)]
-    monkeypatch.setattr("course_pp.base.files._LOCK_LIMIT_S", 60.0)  # a busy machine may keep the lock's holder waiting
+    # a busy machine may keep the lock's holder waiting
+    monkeypatch.setattr("course_pp.base.files._LOCK_LIMIT_S", 60.0)
     with ThreadPoolExecutor(8) as kernels:
         assert set(kernels.map(lambda name: keep(name, ["0F0"]), names)) == {""}
     assert sorted(json.loads(kept_in().read_text())) == sorted(names)
@@ -144,7 +156,9 @@ def test_moves_from_the_browser_are_checked() -> None:
 
 
 @pytest.mark.parametrize("how", ["measured", "simulated"])
-def test_the_button_runs_the_board_and_tells_what_went_wrong(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_button_runs_the_board_and_tells_what_went_wrong(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compared(schedules: Any) -> tuple[float, ...]:
         return (1e-3,)
 
@@ -163,7 +177,8 @@ def test_the_button_runs_the_board_and_tells_what_went_wrong(how: str, monkeypat
 
     filled = show.board(1)
     filled.fill()
-    board._handle_custom_msg({"do": "run", "moves": filled.moves}, [])  # the moves themselves come later
+    # the moves themselves come later
+    board._handle_custom_msg({"do": "run", "moves": filled.moves}, [])
     assert board.moves == filled.moves
     assert board.ran["verdict"] == "gradients differ by 1e-03"
     assert board.ran["said"].startswith(f"Ran on 2 ranks: {how} 6.00, drawn 6; gradients differ")

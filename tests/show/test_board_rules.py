@@ -36,7 +36,9 @@ def why_not(position: Position, action: str, at: float | None = None) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: str(level.number))
-def test_a_level_is_solved_to_par_by_the_order_it_teaches_and_nothing_can_beat_par(level: Level) -> None:
+def test_a_level_is_solved_to_par_by_the_order_it_teaches_and_nothing_can_beat_par(
+    level: Level,
+) -> None:
     position = Position(level.game)
     own = references(level.game.placement, level.n_microbatches, level.split, level.reference)
     fill(position, level.reference.name, own)
@@ -53,7 +55,9 @@ def test_the_levels_are_twelve_and_the_last_has_no_name() -> None:
     fitting = []
     for name in references(last.game.placement, last.n_microbatches, last.split):
         tl = simulate(build(name, last.n_ranks, last.n_microbatches), last.costs)
-        if all(held <= cap for held, cap in zip(tl.peak_activations, last.memory_limit, strict=True)):
+        if all(
+            held <= cap for held, cap in zip(tl.peak_activations, last.memory_limit, strict=True)
+        ):
             fitting.append((tl.makespan, name))
     assert min(fitting) == (28, "1f1b")
 
@@ -67,7 +71,10 @@ def test_whatever_is_drawn_can_run_at_the_times_the_board_shows(seed: int) -> No
     position = Position(game_of(placement, 3, costs, 4, split))
     moves = []
     for _ in range(40):
-        rank, at = random.randrange(position.game.n_ranks), random.choice([None, None, random.randrange(20)])
+        rank, at = (
+            random.randrange(position.game.n_ranks),
+            random.choice([None, None, random.randrange(20)]),
+        )
         options = position.legal(rank, at)
         if random.random() < 0.05 and position.rows[rank]:
             action = random.choice(position.rows[rank]).action
@@ -88,14 +95,38 @@ def test_whatever_is_drawn_can_run_at_the_times_the_board_shows(seed: int) -> No
 @pytest.mark.parametrize(
     ("moves", "kind", "action", "at", "why"),
     [
-        ("", {}, "1F0", None, "1F0 needs the activation of microbatch 0 from stage 0: place 0F0 first"),
+        (
+            "",
+            {},
+            "1F0",
+            None,
+            "1F0 needs the activation of microbatch 0 from stage 0: place 0F0 first",
+        ),
         ("0F0 1F0", {"split": True}, "0B0", None, "from stage 1: place 1I0 or 1B0 first"),
-        ("0F0", {"split": True}, "0W0", None, "0W0 needs its own input gradient: place 0I0 or 0B0 first"),
-        ("0F0 0F1", {"memory_limit": 2}, "0F2", None, "would hold 3 activations and its cap is 2: place a B first"),
+        (
+            "0F0",
+            {"split": True},
+            "0W0",
+            None,
+            "0W0 needs its own input gradient: place 0I0 or 0B0 first",
+        ),
+        (
+            "0F0 0F1",
+            {"memory_limit": 2},
+            "0F2",
+            None,
+            "would hold 3 activations and its cap is 2: place a B first",
+        ),
         ("0F0 1F0 1B0 0B0 0F1 0F2", {"memory_limit": 2}, "1F1", None, ""),
         # A gap may raise a later peak.
         ("0F0 1F0 1B0 0B0 0F1", {"memory_limit": 1}, "0F2", 1, "its cap is 1: place a B first"),
-        ("0F0 1F0 1B0 0B0", {}, "0F1", 4.5, "rank 0 is busy with 0B0 from 4 to 6: choose a time when it is free"),
+        (
+            "0F0 1F0 1B0 0B0",
+            {},
+            "0F1",
+            4.5,
+            "rank 0 is busy with 0B0 from 4 to 6: choose a time when it is free",
+        ),
         (
             *("0F0 1F0 1B0 0F1@1 0B0", {}, "1F1", 0),
             "1F1 takes 1 and cannot start before 2 here, but 1F0 starts at 1: choose a longer gap",
@@ -196,6 +227,8 @@ def test_where_no_row_can_be_continued_no_gap_can_be_filled_either() -> None:
         for gap in position.timeline.idle_gaps:
             gaps += 1
             assert set(position.legal(gap.rank, float(gap.start))) <= set(position.legal(gap.rank))
-        stuck += position.left > 0 and not any(position.legal(rank) for rank in range(board["game"].n_ranks))
+        stuck += position.left > 0 and not any(
+            position.legal(rank) for rank in range(board["game"].n_ranks)
+        )
     assert gaps > 100
     assert stuck

@@ -11,17 +11,25 @@ from tests.show.reading import labels, title
 
 def arrows(figure: ChartFigure) -> list[bool]:
     """For each arrow whether it is solid."""
-    return [a.get_linestyle() == "-" for a in figure.axes[0].patches if type(a).__name__ == "FancyArrowPatch"]
+    return [
+        a.get_linestyle() == "-"
+        for a in figure.axes[0].patches
+        if type(a).__name__ == "FancyArrowPatch"
+    ]
 
 
 def test_the_chain_leads_back_to_the_first_forward() -> None:
     figure = show.dependencies(naive(3), "0B0")
     assert (
         title(figure)
-        == "0B0 starts at 7.0, after 5 actions in a row; last for the gradient of microbatch 0 from stage 1"
+        == "0B0 starts at 7.0, after 5 actions in a row; last for the gradient of microbatch 0 from"
+        " stage 1"
     )
     assert "The chain: 0F0 → 1F0 → 2F0 → 2B0 → 1B0 → 0B0." in figure.alt_text
-    assert "It also needs the activation of microbatch 0 from stage 0, which is ready before." in figure.alt_text
+    assert (
+        "It also needs the activation of microbatch 0 from stage 0, which is ready before."
+        in figure.alt_text
+    )
     assert sorted(text for text, *_ in labels(figure)) == ["B0", "B0", "B0", "F0", "F0", "F0"]
     assert sorted(arrows(figure)) == [False, True, True, True, True]
 
@@ -31,7 +39,9 @@ def test_the_input_that_was_ready_before_is_lit_and_labelled() -> None:
     assert written.count("F3") == 4  # on rank 0, where the dashed arrow begins, too
 
 
-@pytest.mark.parametrize(("n_ranks", "action"), [(1, "0B7"), (2, "0B3"), (2, "1B3"), (8, "0B3"), (8, "3B3")])
+@pytest.mark.parametrize(
+    ("n_ranks", "action"), [(1, "0B7"), (2, "0B3"), (2, "1B3"), (8, "0B3"), (8, "3B3")]
+)
 def test_no_arrow_leaves_the_frame(n_ranks: int, action: str) -> None:
     figure = show.dependencies(simulate(build("gpipe", n_ranks, 8)), action)
     figure.draw_without_rendering()
@@ -45,14 +55,20 @@ def test_no_arrow_leaves_the_frame(n_ranks: int, action: str) -> None:
 
 @pytest.mark.parametrize(("action", "cause"), [("1F1", "1F0"), ("0B1", "0B0")])
 def test_each_message_takes_the_time_of_its_own_boundary(action: str, cause: str) -> None:
-    # Over the slow boundary the message would arrive after the rank was free, and be the cause instead.
-    tl = simulate(build("gpipe", 3, 2), Costs(forward=(1, 3, 1), input_grad=(2, 1, 1), latency=(1, 4)))
+    # Over the slow boundary the message would arrive after the rank was free, and be the cause
+    # instead.
+    tl = simulate(
+        build("gpipe", 3, 2), Costs(forward=(1, 3, 1), input_grad=(2, 1, 1), latency=(1, 4))
+    )
     assert f" → {cause} → {action}." in show.dependencies(tl, action).alt_text
 
 
 def test_a_busy_rank_is_a_cause_too() -> None:
     figure = show.dependencies(gpipe(2, 3), Action(0, "F", 2))
-    assert title(figure) == "0F2 starts at 2.0, after 2 actions in a row; last for rank 0, busy with 0F1"
+    assert (
+        title(figure)
+        == "0F2 starts at 2.0, after 2 actions in a row; last for rank 0, busy with 0F1"
+    )
 
 
 def test_the_first_action_waits_for_nothing() -> None:

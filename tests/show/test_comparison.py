@@ -15,13 +15,17 @@ from tests.show.reading import texts, title
 
 def measured(tl: Timeline, seconds: float) -> Timeline:
     """The same timeline, as if ranks had run it and a unit of cost had taken so many seconds."""
-    spans = tuple(Span(s.rank, s.action, float(s.start) * seconds, float(s.end) * seconds) for s in tl.spans)
+    spans = tuple(
+        Span(s.rank, s.action, float(s.start) * seconds, float(s.end) * seconds) for s in tl.spans
+    )
     return Timeline(tl.n_ranks, spans, unit="s", measured=True)
 
 
 def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
     figure = show.compare(gpipe(4, 8), replace(gpipe(4, 8, latency=1), measured=True))
-    assert title(figure) == "Measured is 18.2 % longer than predicted: bubble 38.5 % instead of 27.3 %"
+    assert (
+        title(figure) == "Measured is 18.2 % longer than predicted: bubble 38.5 % instead of 27.3 %"
+    )
     assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
 
 
@@ -30,10 +34,16 @@ def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
     [
         (gpipe(4, 8), simulate(build("1f1b", 4, 8)), "is as long as first: bubble 27.3 % for both"),
         (gpipe(1, 1), gpipe(1, 3), "is 3 times as long as first: bubble 0 % for both"),
-        (gpipe(4, 8), simulate(build("zb_h1", 4, 8)), "is 18.2 % shorter than first: bubble 11.1 % instead of 27.3 %"),
+        (
+            gpipe(4, 8),
+            simulate(build("zb_h1", 4, 8)),
+            "is 18.2 % shorter than first: bubble 11.1 % instead of 27.3 %",
+        ),
     ],
 )
-def test_the_title_gives_a_bubble_that_both_have_once(first: Timeline, second: Timeline, words: str) -> None:
+def test_the_title_gives_a_bubble_that_both_have_once(
+    first: Timeline, second: Timeline, words: str
+) -> None:
     assert title(show.compare(first, second, names=("first", "second"))) == f"Second {words}"
 
 
@@ -57,12 +67,18 @@ def test_names_stand_beside_their_rank_and_not_over_it(names: tuple[str, str]) -
         if text.startswith("rank")
     ]
     assert len(ranks) == 4
-    assert max(ranks) < min(text.get_window_extent().x0 for text in axes.texts if text.get_text() in names)
+    assert max(ranks) < min(
+        text.get_window_extent().x0 for text in axes.texts if text.get_text() in names
+    )
 
 
 def test_no_end_runs_through_a_label() -> None:
     axes = show.compare(simulate(build("1f1b", 4, 8)), simulate(build("zb_h1", 4, 8))).axes[0]
-    boxes = [artist for artist in axes.findobj(PathPatch) if artist.get_facecolor() == to_rgba(chart.VERMILION)]
+    boxes = [
+        artist
+        for artist in axes.findobj(PathPatch)
+        if artist.get_facecolor() == to_rgba(chart.VERMILION)
+    ]
     ends = [line for line in axes.get_lines() if len(set(line.get_xdata())) == 1]
     assert len(ends) == 2
     assert max(line.get_zorder() for line in ends) < min(box.get_zorder() for box in boxes)

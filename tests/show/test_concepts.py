@@ -30,7 +30,9 @@ from tests.show.layout import flaws
 from tests.show.reading import texts, title
 
 CONFIG = ModelConfig(dim=384, n_layers=12, n_heads=6, vocab_size=512)
-LARGE = ModelConfig(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28_672, vocab_size=128_256)
+LARGE = ModelConfig(
+    dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28_672, vocab_size=128_256
+)
 
 
 def cut(config: ModelConfig, n_stages: int) -> show.ChartFigure:
@@ -39,10 +41,14 @@ def cut(config: ModelConfig, n_stages: int) -> show.ChartFigure:
 
 def carried(n_cuts: int, begins: tuple[int, ...] | None = None) -> Any:
     """A model of 24 modules whose third is read by its last but one as well."""
-    begins = tuple(24 * (i + 1) // (n_cuts + 1) for i in range(n_cuts)) if begins is None else begins
+    begins = (
+        tuple(24 * (i + 1) // (n_cuts + 1) for i in range(n_cuts)) if begins is None else begins
+    )
     values = [SimpleNamespace(made=begin - 1, read=(begin,), n_bytes=4096) for begin in begins]
     values += [SimpleNamespace(made=2, read=(3, 22), n_bytes=8192)] if begins else []
-    return SimpleNamespace(calls=tuple(f"model.blocks.{i}" for i in range(24)), begins=begins, values=values)
+    return SimpleNamespace(
+        calls=tuple(f"model.blocks.{i}" for i in range(24)), begins=begins, values=values
+    )
 
 
 FIGURES = {
@@ -54,35 +60,63 @@ FIGURES = {
     **{f"cut in {p}": lambda p=p: cut(CONFIG, p) for p in (1, 2, 4, 8)},
     **{f"large cut in {p}": lambda p=p: cut(LARGE, p) for p in (2, 8)},
     **{f"tensor cut over {n}": lambda n=n: show.tensor_cut(n) for n in (2, 4, 8)},
-    **{f"{a}, {b}": lambda a=a, b=b: show.tensor_cut(2, (a, b)) for a in ("column", "row") for b in ("column", "row")},
+    **{
+        f"{a}, {b}": lambda a=a, b=b: show.tensor_cut(2, (a, b))
+        for a in ("column", "row")
+        for b in ("column", "row")
+    },
     "2 × 2": lambda: show.mesh({"pp": 2, "tp": 2}, gpus_per_node=2),
     "2 × 8": lambda: show.mesh({"pp": 2, "tp": 8}),
     "8 × 2, sums across": lambda: show.mesh({"tp": 8, "pp": 2}, rank=3),
-    "4 × 2 × 2 × 4": lambda: show.mesh(DistributedConfig(pp=4, dp_replicate=2, dp_shard=2, tp=4), rank=5),
+    "4 × 2 × 2 × 4": lambda: show.mesh(
+        DistributedConfig(pp=4, dp_replicate=2, dp_shard=2, tp=4), rank=5
+    ),
     "one node": lambda: show.mesh({"tp": 4}),
     "fsdp": lambda: show.fsdp_step(),
     "fsdp, a number": lambda: show.fsdp_step((True, 2, False), n_layers=4),
-    **{f"fsdp, 1f1b of {m}": lambda m=m: show.fsdp_step(schedule=build("1f1b", 2, m), n_shards=2) for m in (2, 8)},
+    **{
+        f"fsdp, 1f1b of {m}": lambda m=m: show.fsdp_step(schedule=build("1f1b", 2, m), n_shards=2)
+        for m in (2, 8)
+    },
     **{
         f"{name} placed on {p}": lambda name=name, p=p: show.placement(build(name, p, 2 * p))
         for name in ("1f1b", "interleaved_1f1b", "zb_v")
         for p in (2, 4, 8, 16)
     },
     "replicas": lambda: show.placement(build("pipedream", 4, 8, replicas=(2, 1, 1))),
-    **{f"{p} stages, {m}": lambda p=p, m=m: show.autograd(p, m) for p, m in ((1, 1), (2, 3), (4, 4), (8, 8))},
     **{
-        f"{name} of {p} and {m} on the way": lambda name=name, p=p, m=m: show.microbatches(build(name, p, m))
-        for name, p, m in (("naive", 4, 1), ("gpipe", 2, 4), ("1f1b", 8, 16), ("gpipe", 8, 64), ("dualpipe_v", 4, 8))
+        f"{p} stages, {m}": lambda p=p, m=m: show.autograd(p, m)
+        for p, m in ((1, 1), (2, 3), (4, 4), (8, 8))
+    },
+    **{
+        f"{name} of {p} and {m} on the way": lambda name=name, p=p, m=m: show.microbatches(
+            build(name, p, m)
+        )
+        for name, p, m in (
+            ("naive", 4, 1),
+            ("gpipe", 2, 4),
+            ("1f1b", 8, 16),
+            ("gpipe", 8, 64),
+            ("dualpipe_v", 4, 8),
+        )
     },
     "measured, on the way": lambda: show.microbatches(naive(2, 0.2, 0.4, unit="s")),
     **{f"carried over {n} cuts": lambda n=n: show.carried(carried(n)) for n in (0, 1, 3, 7)},
     "carried side by side": lambda: show.carried(carried(3, begins=(10, 11, 12))),
     **{
-        f"{n} tokens to {e} experts": lambda n=n, e=e: show.routing([(i % e, i * i % e) for i in range(n)], e)
+        f"{n} tokens to {e} experts": lambda n=n, e=e: show.routing(
+            [(i % e, i * i % e) for i in range(n)], e
+        )
         for n, e in ((1, 1), (13, 8), (16, 12))
     },
-    **{f"loads of {e}": lambda e=e: show.loads({"a layer": range(e), "another": [10_000] * e}) for e in (1, 8, 16)},
-    **{f"exchange of {n}": lambda n=n: show.exchange([[i * j for j in range(n)] for i in range(n)]) for n in (1, 4, 8)},
+    **{
+        f"loads of {e}": lambda e=e: show.loads({"a layer": range(e), "another": [10_000] * e})
+        for e in (1, 8, 16)
+    },
+    **{
+        f"exchange of {n}": lambda n=n: show.exchange([[i * j for j in range(n)] for i in range(n)])
+        for n in (1, 4, 8)
+    },
     "course map": lambda: show.course_map(),
     "course map here": lambda: show.course_map(here="03"),
 }
@@ -109,11 +143,16 @@ def test_what_a_cut_carries_is_told_and_added_up() -> None:
 
 
 def test_an_arrow_leads_to_each_reader_and_says_how_many_tensors_it_is() -> None:
-    # The second module's result goes to the third, to the fifth and into the model's result; the fourth makes three.
-    values = [SimpleNamespace(made=1, read=(2, 4, 5), n_bytes=1)] + 3 * [SimpleNamespace(made=3, read=(4,), n_bytes=1)]
+    # The second module's result goes to the third, to the fifth and into the model's result; the
+    # fourth makes three.
+    values = [SimpleNamespace(made=1, read=(2, 4, 5), n_bytes=1)] + 3 * [
+        SimpleNamespace(made=3, read=(4,), n_bytes=1)
+    ]
     figure = show.carried(SimpleNamespace(calls=tuple("abcde"), begins=(2, 4), values=values))
     arrows = [each for each in figure.axes[0].get_children() if isinstance(each, FancyArrowPatch)]
-    heads = [arrow for arrow in arrows if isinstance(arrow.get_arrowstyle(), ArrowStyle.CurveFilledB)]
+    heads = [
+        arrow for arrow in arrows if isinstance(arrow.get_arrowstyle(), ArrowStyle.CurveFilledB)
+    ]
     assert (len(heads), texts(figure).count("×3")) == (4, 1)
     assert "made by b (for c, e and the result) and d (3 tensors)" in figure.alt_text
 
@@ -134,7 +173,10 @@ def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
 
 def test_experts_are_told_by_who_is_fullest() -> None:
     routed = show.routing([(0, 2), (2, 1), (2, 0)], 4, words=["a", "b", "c"])
-    assert title(routed) == "3 tokens, 2 choices each: expert 2 gets 3, the mean is 1.5, and nobody chose expert 3"
+    assert (
+        title(routed)
+        == "3 tokens, 2 choices each: expert 2 gets 3, the mean is 1.5, and nobody chose expert 3"
+    )
     assert "b to 2 and 1" in routed.alt_text
     loaded = show.loads({"even": [4, 4], "uneven": [6, 2]})
     assert title(loaded) == "uneven: the fullest expert has 1.5 times the mean"
@@ -146,7 +188,10 @@ def test_experts_are_told_by_who_is_fullest() -> None:
 
 def test_a_message_tells_its_bytes_and_who_learns_nothing() -> None:
     figure = show.message(torch.ones(3, dtype=torch.float64), n_ranks=3, sender=2, receiver=0)
-    assert title(figure) == "24 B go from the memory of rank 2 to that of rank 0; rank 1 learns nothing"
+    assert (
+        title(figure)
+        == "24 B go from the memory of rank 2 to that of rank 0; rank 1 learns nothing"
+    )
     assert {"x before", "x after", "no x"} <= set(texts(figure))
 
 
@@ -168,13 +213,18 @@ def test_a_ring_ends_with_every_sum_everywhere_and_never_adds_a_part_twice(n_ran
 
 
 def test_a_ring_tells_what_each_rank_sends() -> None:
-    assert title(show.ring(4, n_bytes=2**20)).endswith("each rank sends 1.5 MiB for a tensor of 1 MiB")
+    assert title(show.ring(4, n_bytes=2**20)).endswith(
+        "each rank sends 1.5 MiB for a tensor of 1 MiB"
+    )
 
 
 def test_a_cut_tells_the_bytes_that_cross_and_those_that_stay() -> None:
     figure = cut(CONFIG, 4)
     weights = show.format_bytes(4 * CONFIG.n_parameters)
-    assert title(figure) == f"12 layers in 4 stages: 384 KiB go over each cut and back, {weights} of weights stay"
+    assert (
+        title(figure)
+        == f"12 layers in 4 stages: 384 KiB go over each cut and back, {weights} of weights stay"
+    )
     assert "stage 3 holds layers 9 to 11, norm and head" in figure.alt_text
 
 
@@ -187,9 +237,18 @@ def test_a_model_of_ones_own_needs_sizes_only() -> None:
     ("plan", "exchanges"),
     [
         (("column", "row"), "one exchange in forward, all-reduce of 32 KiB"),
-        (("column", "column"), "two exchanges in forward, all-gather of 128 KiB and all-gather of 32 KiB"),
-        (("row", "row"), "two exchanges in forward, all-reduce of 128 KiB and all-reduce of 32 KiB"),
-        (("row", "column"), "two exchanges in forward, all-reduce of 128 KiB and all-gather of 32 KiB"),
+        (
+            ("column", "column"),
+            "two exchanges in forward, all-gather of 128 KiB and all-gather of 32 KiB",
+        ),
+        (
+            ("row", "row"),
+            "two exchanges in forward, all-reduce of 128 KiB and all-reduce of 32 KiB",
+        ),
+        (
+            ("row", "column"),
+            "two exchanges in forward, all-reduce of 128 KiB and all-gather of 32 KiB",
+        ),
     ],
 )
 def test_only_column_then_row_needs_one_exchange(plan: tuple[Any, Any], exchanges: str) -> None:
@@ -198,12 +257,16 @@ def test_only_column_then_row_needs_one_exchange(plan: tuple[Any, Any], exchange
 
 def test_a_mesh_knows_whose_groups_leave_their_node() -> None:
     inside = {each.name: each for each in dimensions_of({"pp": 2, "dp": 1, "tp": 8}, 8)}
-    assert {name: (each.stride, each.crosses) for name, each in inside.items()} == {"pp": (8, 8), "tp": (1, 0)}
+    assert {name: (each.stride, each.crosses) for name, each in inside.items()} == {
+        "pp": (8, 8),
+        "tp": (1, 0),
+    }
     assert inside["pp"].groups[3] == (3, 11)
     across = {each.name: each.crosses for each in dimensions_of({"tp": 8, "pp": 2}, 8)}
     assert across == {"tp": 2, "pp": 0}
-    assert title(show.mesh({"pp": 2, "tp": 8})) == (
-        "16 ranks, 8 a node: tp stays inside a node, pp crosses the slow links"
+    assert (
+        title(show.mesh({"pp": 2, "tp": 8}))
+        == "16 ranks, 8 a node: tp stays inside a node, pp crosses the slow links"
     )
 
 
@@ -230,7 +293,9 @@ FLOAT32 = default_mp_policy(torch.float32)
 def test_fsdp_holds_and_gathers_what_the_package_predicts(policy: bool | int) -> None:
     moments = sharded_step(6, policy, 4, [Action(0, "F", 0), Action(0, "B", 0)], pipeline=False)
     layout = DistributedConfig(dp_shard=4)
-    (peak, *_) = predict_unsharded_bytes(MODEL, layout, reshard_after_forward=policy, mp_policy=FLOAT32)
+    peak, *_ = predict_unsharded_bytes(
+        MODEL, layout, reshard_after_forward=policy, mp_policy=FLOAT32
+    )
     ends = MODEL.n_embedding_parameters + MODEL.n_head_parameters
     assert 4 * (ends + most_held(moments) * MODEL.n_layer_parameters) == peak
     assert {gathers_of(moments, layer) for layer in range(6)} == {1 if policy is False else 2}
@@ -261,14 +326,25 @@ def test_fsdp_in_a_pipeline_gathers_what_the_package_predicts(policy: bool, name
 @pytest.mark.parametrize(
     ("name", "finding"),
     [
-        ("1f1b", "A line: 4 stages on 4 ranks, 3 messages each way, first and last stage far apart"),
-        ("interleaved_1f1b", "A loop: 8 stages on 4 ranks, 7 messages each way, first and last stage far apart"),
+        (
+            "1f1b",
+            "A line: 4 stages on 4 ranks, 3 messages each way, first and last stage far apart",
+        ),
+        (
+            "interleaved_1f1b",
+            "A loop: 8 stages on 4 ranks, 7 messages each way, first and last stage far apart",
+        ),
         ("zb_v", "A V: 8 stages on 4 ranks, 6 messages each way, first and last stage on one rank"),
-        ("hanayo 4", "2 waves: 16 stages on 4 ranks, 12 messages each way, first and last stage on one rank"),
+        (
+            "hanayo 4",
+            "2 waves: 16 stages on 4 ranks, 12 messages each way, first and last stage on one rank",
+        ),
         (
             "chimera",
-            "Two ways, a copy of every stage for each: 4 stages on 4 ranks, 3 messages each way, first and last stage "
-            "on one rank",
+            (
+                "Two ways, a copy of every stage for each: 4 stages on 4 ranks, 3 messages each"
+                " way, first and last stage on one rank"
+            ),
         ),
     ],
 )
@@ -281,7 +357,10 @@ def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -
 def test_frames_keep_what_the_timeline_says_and_lose_no_microbatch(name: str) -> None:
     tl = simulate(build(name, 4, 8))
     frames = [frame_at(tl, span.start) for span in tl.spans]
-    assert tuple(max(len(frame.kept[rank]) for frame in frames) for rank in range(4)) == tl.peak_activations
+    assert (
+        tuple(max(len(frame.kept[rank]) for frame in frames) for rank in range(4))
+        == tl.peak_activations
+    )
     for frame in frames:
         assert set(frame.waiting).isdisjoint(frame.done)
         assert not {microbatch for row in frame.kept for microbatch in row} & set(frame.waiting)

@@ -38,7 +38,9 @@ def test_stashed_weights_make_pipedream_larger() -> None:
 
 def test_one_schedule_may_beat_all_others() -> None:
     figure = show.pareto(4, 8, schedules=["gpipe", "zb_v"])
-    assert title(figure) == "4 ranks, 8 microbatches: zb_v has the least bubble and the least memory"
+    assert (
+        title(figure) == "4 ranks, 8 microbatches: zb_v has the least bubble and the least memory"
+    )
 
 
 def test_schedules_that_do_not_allow_the_sizes_are_named() -> None:
@@ -53,12 +55,16 @@ RAN = replace(simulate(build("1f1b", 2, 4)), measured=True)
 
 def lines(figure: ChartFigure) -> list[dict[float, float]]:
     """What is drawn in the axes' own units, the line of linear speed-up first."""
-    drawn = [line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData]
+    drawn = [
+        line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData
+    ]
     return [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
 
 
 def test_the_numbers_are_those_of_the_closed_forms() -> None:
-    _, naive, _, gpipe, _, one, _, interleaved, _ = lines(show.speed_up(ranks=(1, 4, 8), n_microbatches=8, n_chunks=4))
+    _, naive, _, gpipe, _, one, _, interleaved, _ = lines(
+        show.speed_up(ranks=(1, 4, 8), n_microbatches=8, n_chunks=4)
+    )
     assert naive == {1: 1, 4: 1, 8: 1}
     assert gpipe == one == pytest.approx({p: 8 * p / (8 + p - 1) for p in (1, 4, 8)})
     assert interleaved == pytest.approx({p: 32 * p / (32 + p - 1) for p in (1, 4, 8)})
@@ -75,14 +81,18 @@ def test_messages_cost_the_same_however_finely_the_model_is_cut() -> None:
 def test_the_title_says_where_near_linear_ends() -> None:
     figure = show.speed_up(n_microbatches=16, n_chunks=4)
     assert (
-        title(figure) == "16 microbatches: near linear up to 16 (interleaved_1f1b), 4 (gpipe and 1f1b), 1 (naive) ranks"
+        title(figure)
+        == "16 microbatches: near linear up to 16 (interleaved_1f1b), 4 (gpipe and 1f1b), 1 (naive)"
+        " ranks"
     )
     assert "gpipe 1 on 1, 1.88 on 2, 3.37 on 4" in figure.alt_text
     assert title(show.speed_up("1f1b", title="own")) == "own"
 
 
 def test_what_was_measured_is_a_filled_point_and_said_in_words() -> None:
-    figure = show.speed_up(["naive", "1f1b"], (1, 2), 4, measured=[RAN, simulate(build("1f1b", 1, 4))])
+    figure = show.speed_up(
+        ["naive", "1f1b"], (1, 2), 4, measured=[RAN, simulate(build("1f1b", 1, 4))]
+    )
     assert lines(figure)[4] == {2: 1.6}, "and no point for what was simulated"
     assert "1f1b 1 on 1, 1.6 on 2; measured 1.6 on 2." in figure.alt_text
 

@@ -8,7 +8,14 @@ import pytest
 
 from course_pp import show
 from course_pp.schedule import names, theory
-from course_pp.show.explorer import Settings, figure_of, formula_html, numbers_html, ranks_html, report_of
+from course_pp.show.explorer import (
+    Settings,
+    figure_of,
+    formula_html,
+    numbers_html,
+    ranks_html,
+    report_of,
+)
 from tests.grids import thinned
 
 
@@ -18,11 +25,14 @@ def words(html: str) -> str:
 
 def test_the_numbers_stand_beside_the_closed_form() -> None:
     report = report_of(Settings("1f1b", 4, 8))
-    assert words(numbers_html(report)) == (
-        "simulated closed form makespan 33.0 33.0 bubble b, of all rank time 27.3 % 27.3 % "
+    assert (
+        words(numbers_html(report))
+        == "simulated closed form makespan 33.0 33.0 bubble b, of all rank time 27.3 % 27.3 % "
         "b / (1 − b), of the work 37.5 % 37.5 % bubble, of the longest span 27.3 % 27.3 %"
     )
-    assert words(ranks_html(report)).startswith("rank busy peak held closed form 0 72.7 % 4 4 1 72.7 % 3 3 ")
+    assert words(ranks_html(report)).startswith(
+        "rank busy peak held closed form 0 72.7 % 4 4 1 72.7 % 3 3 "
+    )
     assert "makespan = (m + p - 1)(f + B)" in formula_html(report)
     assert "the closed form gives the same makespan, bubbles and peaks" in formula_html(report)
 
@@ -39,7 +49,9 @@ def test_a_slow_stage_takes_longer_in_every_action() -> None:
 
 
 def test_all_costs_come_from_the_settings() -> None:
-    report = report_of(Settings("zb_h1", 2, 1, forward=0.5, input_grad=1.5, weight_grad=0.25, latency=2.0))
+    report = report_of(
+        Settings("zb_h1", 2, 1, forward=0.5, input_grad=1.5, weight_grad=0.25, latency=2.0)
+    )
     assert report.timeline.makespan == 0.5 + 2 + 0.5 + 1.5 + 2 + 1.5 + 0.25
 
 
@@ -61,12 +73,16 @@ def test_the_chosen_gap_is_framed_and_told() -> None:
         (Settings("dualpipe_v", 8, 1), "dualpipe_v"),
     ],
 )
-def test_an_impossible_combination_is_a_value_error_and_shown_in_place(settings: Settings, message: str) -> None:
+def test_an_impossible_combination_is_a_value_error_and_shown_in_place(
+    settings: Settings, message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         report_of(settings)
     panel = show.explore(**vars(settings))
     assert words(panel.picture.value).replace("&#x27;", "'") == str(refused.value)
-    assert panel.numbers.value == panel.ranks.value == panel.formula.value == panel.cause.value == ""
+    assert (
+        panel.numbers.value == panel.ranks.value == panel.formula.value == panel.cause.value == ""
+    )
     assert panel.gap.disabled
 
 
@@ -79,7 +95,10 @@ def test_stages_are_not_counted_from_the_end() -> None:
     ("changed", "verdict"),
     [
         ({"makespan": 33.001}, "the closed form differs: makespan 33.001 instead of 33.0"),
-        ({"peak_activations": (4, 3, 2, 2)}, "the closed form differs: peak of rank 3 2.0 instead of 1.0"),
+        (
+            {"peak_activations": (4, 3, 2, 2)},
+            "the closed form differs: peak of rank 3 2.0 instead of 1.0",
+        ),
         ({"makespan": 33 + 1e-12}, "the closed form gives the same makespan, bubbles and peaks"),
     ],
 )
@@ -138,9 +157,21 @@ def test_one_rank_is_never_idle() -> None:
 @pytest.mark.parametrize("name", names())
 def test_no_position_of_the_sliders_raises(name: str, every: int) -> None:
     panel = show.explore(schedule=name)
-    for ranks, microbatches, chunks, cost in [*itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5))][::every]:
-        moves = {"n_ranks": ranks, "n_microbatches": microbatches, "n_chunks": chunks, "forward": cost}
-        moves |= {"latency": 4 * cost, "slow_stage": ranks - 1, "input_grad": cost, "weight_grad": cost}
+    for ranks, microbatches, chunks, cost in [
+        *itertools.product((1, 4), (1, 7), (-1, 2), (0.0, 1.5))
+    ][::every]:
+        moves = {
+            "n_ranks": ranks,
+            "n_microbatches": microbatches,
+            "n_chunks": chunks,
+            "forward": cost,
+        }
+        moves |= {
+            "latency": 4 * cost,
+            "slow_stage": ranks - 1,
+            "input_grad": cost,
+            "weight_grad": cost,
+        }
         for control, value in moves.items():
             panel.controls[control].unobserve_all()
             panel.controls[control].value = value
@@ -157,12 +188,17 @@ def test_where_widgets_cannot_run_the_output_holds_the_figure() -> None:
 
 @pytest.mark.parametrize(
     ("name", "module", "package"),
-    [("explore", "course_pp.show.explorer", "ipywidgets"), ("board", "course_pp.show.board_widget", "anywidget")],
+    [
+        ("explore", "course_pp.show.explorer", "ipywidgets"),
+        ("board", "course_pp.show.board_widget", "anywidget"),
+    ],
 )
 def test_without_widgets_one_sentence_says_what_to_do(
     name: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"^{name}\(\) needs {package}.* start with `make lab`"):
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"^{name}\(\) needs {package}.* start with `make lab`"
+    ):
         getattr(show, name)

@@ -10,7 +10,19 @@ from matplotlib.patches import PathPatch
 from PIL import Image
 
 from course_pp import show
-from course_pp.schedule import Action, Costs, Overlap, Schedule, Span, Timeline, build, fit, ledger, names, simulate
+from course_pp.schedule import (
+    Action,
+    Costs,
+    Overlap,
+    Schedule,
+    Span,
+    Timeline,
+    build,
+    fit,
+    ledger,
+    names,
+    simulate,
+)
 from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.wording import spelled_peaks
@@ -51,7 +63,9 @@ def test_a_figure_shows_itself_as_a_picture_with_its_alt_text(figure: ChartFigur
 
 
 @pytest.mark.sample(3)
-def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(figure: ChartFigure) -> None:
+def test_a_notebook_with_matplotlib_inline_still_gets_the_alt_text_once(
+    figure: ChartFigure,
+) -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.core.pylabtools import select_figure_formats
     from IPython.utils.capture import capture_output
@@ -82,8 +96,16 @@ def test_the_timeline_of_every_schedule_is_legible(name: str, sizes: tuple[int, 
 def test_later_chunks_of_a_rank_have_a_foot_as_high_as_their_number() -> None:
     def feet(name: str, n_chunks: int) -> set[float]:
         patches = show.timeline(simulate(build(name, 2, 4, n_chunks))).axes[0].findobj(PathPatch)
-        dark = [patch.get_path().vertices for patch in patches if patch.get_facecolor()[:3] == to_rgb(chart.TEXT_GREY)]
-        return {round(float(box[2, 1] - box[0, 1]), 6) for vertices in dark for box in vertices.reshape(-1, 5, 2)}
+        dark = [
+            patch.get_path().vertices
+            for patch in patches
+            if patch.get_facecolor()[:3] == to_rgb(chart.TEXT_GREY)
+        ]
+        return {
+            round(float(box[2, 1] - box[0, 1]), 6)
+            for vertices in dark
+            for box in vertices.reshape(-1, 5, 2)
+        }
 
     assert feet("1f1b", 1) == set()
     assert len(feet("zb_v", 2)) == 1
@@ -119,13 +141,19 @@ def test_what_xml_would_misread_is_escaped_in_the_description() -> None:
 
 
 def test_a_timeline_is_titled_by_its_finding() -> None:
-    assert title(show.timeline(gpipe(4, 8))) == ("4 ranks, 8 microbatches: busy 72.7 % of 33.0, bubble 27.3 %")
+    assert (
+        title(show.timeline(gpipe(4, 8)))
+        == "4 ranks, 8 microbatches: busy 72.7 % of 33.0, bubble 27.3 %"
+    )
     assert title(show.timeline(gpipe(4, 8), title="GPipe")) == "GPipe"
 
 
 def test_a_naive_split_is_called_one_rank_at_a_time() -> None:
     figure = show.timeline(naive(2, 0.2, 0.4, unit="s"))
-    assert title(figure) == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s, bubble 50 %"
+    assert (
+        title(figure)
+        == "One rank works at a time: 2 ranks, 1 microbatch, busy 50 % of 1.2 s, bubble 50 %"
+    )
     assert figure.alt_text.startswith("Timeline")
     assert figure.alt_text.endswith("peak activations held: 1 on every rank.")
 
@@ -160,7 +188,9 @@ def test_the_alt_text_names_schedule_sizes_bubble_and_peaks(figure: ChartFigure)
 
 
 def test_two_schedules_compared_are_both_named() -> None:
-    assert show.compare(NAMED, simulate(build("zb_h1", 4, 8))).alt_text.startswith("1f1b and zb_h1: two timelines")
+    assert show.compare(NAMED, simulate(build("zb_h1", 4, 8))).alt_text.startswith(
+        "1f1b and zb_h1: two timelines"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,8 +223,14 @@ def test_boxes_too_narrow_for_the_kind_keep_the_number_and_narrower_ones_nothing
 
 
 def test_a_name_too_long_for_letters_that_can_be_read_leaves_the_number() -> None:
-    eight = simulate(build("zb_h1", 8, 8), Costs(latency=tuple(float(r in (2, 5)) for r in range(7))))
-    written = {(text, size) for text, size, *_ in labels(show.compare(eight, eight)) if not text.startswith("ends")}
+    eight = simulate(
+        build("zb_h1", 8, 8), Costs(latency=tuple(float(r in (2, 5)) for r in range(7)))
+    )
+    written = {
+        (text, size)
+        for text, size, *_ in labels(show.compare(eight, eight))
+        if not text.startswith("ends")
+    }
     assert written == {(str(i), 8.5) for i in range(8)}
 
 
@@ -202,7 +238,12 @@ def test_a_name_too_long_for_letters_that_can_be_read_leaves_the_number() -> Non
     ("draw", "kinds"),
     [
         (lambda: show.timeline(simulate(build("zb_h1", 4, 8))), "IW"),
-        (lambda: show.versions(simulate(PIPEDREAM, Costs(update=0.25)), ledger(PIPEDREAM, "stash")), "B"),
+        (
+            lambda: show.versions(
+                simulate(PIPEDREAM, Costs(update=0.25)), ledger(PIPEDREAM, "stash")
+            ),
+            "B",
+        ),
     ],
     ids=["timeline", "versions"],
 )
@@ -233,7 +274,9 @@ def test_every_kind_differs_in_letter_and_in_lightness_or_hatch() -> None:
     looks = []
     for patch in legend.get_patches():
         red, green, blue, _ = patch.get_facecolor()
-        looks.append((0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2, patch.get_hatch()))
+        looks.append(
+            (0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2, patch.get_hatch())
+        )
     for i, (lightness, hatch) in enumerate(looks):
         for other_lightness, other_hatch in looks[:i]:
             assert hatch != other_hatch or abs(lightness - other_lightness) > 0.1
@@ -252,7 +295,9 @@ def test_every_kind_differs_in_letter_and_in_lightness_or_hatch() -> None:
     ],
     ids=["timeline", "memory", "compare", "compare with nothing", "lost time"],
 )
-def test_empty_and_tall_timelines_are_drawn(draw: Callable[[Timeline], ChartFigure], n_ranks: int) -> None:
+def test_empty_and_tall_timelines_are_drawn(
+    draw: Callable[[Timeline], ChartFigure], n_ranks: int
+) -> None:
     assert draw(gpipe(n_ranks, 1)).png()
     assert draw(Timeline(n_ranks, (Span(0, Action(0, "F", 0), 0, 0),))).png()
 
@@ -266,11 +311,17 @@ def test_empty_and_tall_timelines_are_drawn(draw: Callable[[Timeline], ChartFigu
         ),
         ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "recv", 1)], "none can move"),
         ([wait(1, "recv", 2), wait(2, "recv", 1), wait(0, "computing")], "none of them can move"),
-        ([wait(i, "send", (i + 1) % 5) for i in range(5)], "ranks 0, 1, 2, 3 and 4 wait for each other"),
+        (
+            [wait(i, "send", (i + 1) % 5) for i in range(5)],
+            "ranks 0, 1, 2, 3 and 4 wait for each other",
+        ),
         ([wait(0, "recv", 1), wait(1, "computing")], "rank 0 waits for rank 1: no cycle"),
         ([wait(0, "recv", 0)], "rank 0 waits for itself"),
         ([wait(0, ""), wait(1, "done")], "No rank waits for another"),
-        ([wait(0, "recv", 1, 2), wait(1, "recv", 0), wait(2, "computing")], "none of them can move"),
+        (
+            [wait(0, "recv", 1, 2), wait(1, "recv", 0), wait(2, "computing")],
+            "none of them can move",
+        ),
     ],
 )
 def test_waits_are_summed_up(waiting: list[SimpleNamespace], finding: str) -> None:
@@ -281,7 +332,9 @@ def test_waits_are_summed_up(waiting: list[SimpleNamespace], finding: str) -> No
 
 def test_only_the_cycle_is_drawn_thick_and_solid() -> None:
     figure = show.waits([wait(0, "recv", 1), wait(1, "recv", 0), wait(2, "recv", 0)])
-    arrows = [patch for patch in figure.axes[0].patches if type(patch).__name__ == "FancyArrowPatch"]
+    arrows = [
+        patch for patch in figure.axes[0].patches if type(patch).__name__ == "FancyArrowPatch"
+    ]
     assert [(arrow.get_linewidth() > 2, arrow.get_linestyle() == "-") for arrow in arrows] == [
         (True, True),
         (True, True),
@@ -304,7 +357,10 @@ def test_bytes_are_drawn_beside_each_other_by_name() -> None:
     parts = {"weights": 1024, "activations": 2048}
     figure = show.bytes_by_kind({"predicted": parts, "measured": {**parts, "other": 1024}})
     assert title(figure) == "predicted 3 KiB; measured 4 KiB"
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["predicted", "measured"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "predicted",
+        "measured",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,29 @@ from tests.show.reading import notes, title
 
 def areas(figure: ChartFigure) -> list[set[tuple[float, float]]]:
     """The corners of each coloured area."""
-    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)][1:]
-    return [{(x, round(y, 6)) for x, y in path.vertices} for each in collections for path in each.get_paths()]
+    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)][
+        1:
+    ]
+    return [
+        {(x, round(y, 6)) for x, y in path.vertices}
+        for each in collections
+        for path in each.get_paths()
+    ]
 
 
 def test_the_curve_rises_with_each_forward_and_falls_with_each_backward() -> None:
     (area,) = areas(show.memory(gpipe(1, 2)))
     low, half, high = 0.43, 0.0, -0.43
-    assert area == {(0, low), (0, half), (1, half), (1, high), (4, high), (4, half), (6, half), (6, low)}
+    assert area == {
+        (0, low),
+        (0, half),
+        (1, half),
+        (1, high),
+        (4, high),
+        (4, half),
+        (6, half),
+        (6, low),
+    }
 
 
 def test_one_released_and_the_next_taken_at_once_is_no_step() -> None:
@@ -41,17 +56,23 @@ def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:
     assert title(figure) == "Peak activations held: 4, 3, 2 and 1 on ranks 0 to 3"
     assert notes(figure) == ["4", "3", "2", "1"]
     assert figure.alt_text.endswith("Rank 0 reaches 4 at time 3.")
-    assert show.memory(naive(2, 0.01, 0.02, "s")).alt_text.endswith("Rank 0 reaches 1 at time 0 ms.")
+    assert show.memory(naive(2, 0.01, 0.02, "s")).alt_text.endswith(
+        "Rank 0 reaches 1 at time 0 ms."
+    )
 
 
 def test_values_of_edges_are_memory_too() -> None:
     tl = simulate(build("1f1b", 4, 8).with_edges(Edge("skip", 0, (3,)), Edge("mask", 0, (2, 3))))
     assert tl.peak_values == (0, 0, 2, 2)
-    assert title(show.memory(tl)) == "Peak activations and values held: 4, 3, 4 and 3 on ranks 0 to 3"
+    assert (
+        title(show.memory(tl)) == "Peak activations and values held: 4, 3, 4 and 3 on ranks 0 to 3"
+    )
     weighed = show.memory(tl, Costs(activation=4, edge_activation=(8, 1, 2), weights=1))
     assert title(weighed) == "Peak memory: 17, 13, 11 and 15 on ranks 0 to 3"
     assert weighed.axes[0].get_legend().get_texts()[1].get_text() == "activations and values"
-    held = "held: 4, 3, 2 and 1 on ranks 0 to 3; values of edges held: 0, 0, 2 and 2 on ranks 0 to 3."
+    held = (
+        "held: 4, 3, 2 and 1 on ranks 0 to 3; values of edges held: 0, 0, 2 and 2 on ranks 0 to 3."
+    )
     assert held in show.timeline(tl).alt_text
     assert "Values of edges held: predicted 0, 0, 2 and 2" in show.compare(tl, tl).alt_text
 
@@ -60,7 +81,10 @@ class Rank:
     """What a recorder counted on one rank."""
 
     def __init__(self, *curve: tuple[float, int]) -> None:
-        self.curves = {"activation": curve, "total": tuple((time, 2 * held) for time, held in curve)}
+        self.curves = {
+            "activation": curve,
+            "total": tuple((time, 2 * held) for time, held in curve),
+        }
 
 
 def test_what_was_measured_is_drawn_in_bytes() -> None:
@@ -73,4 +97,6 @@ def test_what_was_measured_is_drawn_in_bytes() -> None:
     first, second = areas(figure)
     assert {(10.0, -0.43), (50.0, 0.43)} <= first
     assert {(20.0, 1.0), (30.0, 1.43)} <= second
-    assert title(show.memory(tl, measured=measured, kind="total")).startswith("Peak bytes kept in all: 8 KiB and 4 KiB")
+    assert title(show.memory(tl, measured=measured, kind="total")).startswith(
+        "Peak bytes kept in all: 8 KiB and 4 KiB"
+    )

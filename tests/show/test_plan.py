@@ -42,17 +42,26 @@ LAYOUTS = {
 @pytest.mark.slow
 def test_the_mesh_can_be_read(name):
     model, layout, cluster, rank = LAYOUTS[name]
-    figure = show.plan(predict(model_named(model), layout, cluster_of(cluster), 2 * layout.n_data, 1024), rank=rank)
+    figure = show.plan(
+        predict(model_named(model), layout, cluster_of(cluster), 2 * layout.n_data, 1024), rank=rank
+    )
     assert not flaws(figure)
     assert figure.get_figheight() < 12
 
 
 def test_a_rank_s_neighbours_are_marked_and_the_rest_is_left_out():
     model, layout, cluster, rank = LAYOUTS["2,048 nodes"]
-    figure = show.plan(predict(model_named(model), layout, cluster_of(cluster), 256, 1024), rank=rank)
+    figure = show.plan(
+        predict(model_named(model), layout, cluster_of(cluster), 256, 1024), rank=rank
+    )
     words = words_of(figure.axes[2])
-    assert {"9001", "9002 t", "9009 s", "9129 r", "10025 p", "9010", "111 nodes not shown"} <= set(words)
-    assert "pp: 16 ranks, 1024 apart, between nodes, 50 GB/s a GPU, an arrow to rank 10025" in figure.alt_text
+    assert {"9001", "9002 t", "9009 s", "9129 r", "10025 p", "9010", "111 nodes not shown"} <= set(
+        words
+    )
+    assert (
+        "pp: 16 ranks, 1024 apart, between nodes, 50 GB/s a GPU, an arrow to rank 10025"
+        in figure.alt_text
+    )
     assert not any(word.startswith("100 ") for word in words)
 
 
@@ -66,7 +75,11 @@ def test_neighbours_are_those_of_the_layout():
             assert len(group) == sizes[dimension.name]
             for each in group:
                 there = layout.place(each)
-                same = (getattr(here, other) == getattr(there, other) for other in sizes if other != dimension.name)
+                same = (
+                    getattr(here, other) == getattr(there, other)
+                    for other in sizes
+                    if other != dimension.name
+                )
                 assert all(same)
             assert dimension.crosses == (len({each // 8 for each in group}) > 1)
 

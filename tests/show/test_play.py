@@ -34,7 +34,9 @@ def test_every_message_leaves_when_it_is_made_and_is_there_before_it_is_taken(na
     data = told(show.play(simulate(schedule, Costs(latency=0.5))))
     ends = {(span["rank"], span["end"]) for span in data["spans"]}
     starts = {(span["rank"], span["start"]) for span in data["spans"]}
-    crossings = sum(a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False))
+    crossings = sum(
+        a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False)
+    )
     assert len(data["messages"]) == 2 * 8 * crossings
     for message in data["messages"]:
         assert (message["from"], message["sent"]) in ends

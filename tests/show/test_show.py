@@ -44,12 +44,19 @@ def test_neither_torch_nor_matplotlib_is_imported_before_a_figure_is_asked_for()
     ],
     ids=["timeline", "compare", "speed_up", "fit"],
 )
-def test_what_ranks_ran_is_called_measured_and_what_was_simulated_is_not(shown: Callable[[Timeline], str]) -> None:
-    simulated = EmulatedCluster(Costs()).predict(build("1f1b", 2, 4))  # in seconds, as what a recorder measures
+def test_what_ranks_ran_is_called_measured_and_what_was_simulated_is_not(
+    shown: Callable[[Timeline], str],
+) -> None:
+    # in seconds, as what a recorder measures
+    simulated = EmulatedCluster(Costs()).predict(build("1f1b", 2, 4))
     assert "measured" not in shown(simulated).lower()
     assert "measured" in shown(replace(simulated, measured=True)).lower()
 
 
-@pytest.mark.parametrize("script", ["course_pp/show/board.js", "course_pp/show/player.js", "docs/live.js"])
+@pytest.mark.parametrize(
+    "script", ["course_pp/show/board.js", "course_pp/show/player.js", "docs/live.js"]
+)
 def test_no_script_in_the_browser_says_on_its_own_what_was_measured(script: str) -> None:
-    assert "measured" not in (Path(__file__).parents[2] / script).read_text(encoding="utf-8").lower()
+    assert (
+        "measured" not in (Path(__file__).parents[2] / script).read_text(encoding="utf-8").lower()
+    )

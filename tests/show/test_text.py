@@ -27,7 +27,9 @@ def test_a_small_timeline_reads_like_its_figure() -> None:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("n_ranks", "n_microbatches"), [(1, 4), (2, 4), (4, 8), (8, 32), (16, 256)])
+@pytest.mark.parametrize(
+    ("n_ranks", "n_microbatches"), [(1, 4), (2, 4), (4, 8), (8, 32), (16, 256)]
+)
 def test_no_line_is_longer_than_the_width(name: str, n_ranks: int, n_microbatches: int) -> None:
     if n_ranks == 1 and name in ("dualpipe_v", "dualpipe", "chimera"):
         n_ranks = 2
@@ -66,7 +68,7 @@ def test_what_has_no_room_keeps_its_letter() -> None:
 
 def test_a_box_of_less_than_half_a_column_takes_an_idle_cell() -> None:
     spans = (Span(0, Action(0, "F", 0), 50, 50.01), Span(1, Action(1, "F", 0), 51, 100))
-    (first, second) = rows(timeline_text(Timeline(2, spans), 100))
+    first, second = rows(timeline_text(Timeline(2, spans), 100))
     assert first.count("F") == 1
     assert first.index("F") == second.index("F") - 1
     assert set(first) == {"F", "·"}

@@ -14,7 +14,11 @@ def events(tl: Timeline, *phases: str) -> list[dict[str, Any]]:
 
 
 def test_every_rank_is_a_thread_in_order() -> None:
-    named = [event["args"].get("name") for event in events(gpipe(3, 2), "M") if event["name"] == "thread_name"]
+    named = [
+        event["args"].get("name")
+        for event in events(gpipe(3, 2), "M")
+        if event["name"] == "thread_name"
+    ]
     assert named == ["rank 0", "rank 1", "rank 2"]
 
 
@@ -23,7 +27,9 @@ def test_slices_fill_every_thread_from_the_start_to_the_makespan(name: str) -> N
     tl = simulate(build(name, 4, 8), Costs(latency=0.25))
     slices = sorted(events(tl, "X"), key=lambda event: (event["tid"], event["ts"]))
     assert sum(event["cat"] != "idle" for event in slices) == len(tl.spans)
-    for _, of_thread in groupby((event for event in slices if event["dur"]), key=lambda event: event["tid"]):
+    for _, of_thread in groupby(
+        (event for event in slices if event["dur"]), key=lambda event: event["tid"]
+    ):
         clock = 0
         for event in of_thread:
             assert event["ts"] == clock
@@ -53,7 +59,10 @@ def test_the_counter_of_a_rank_reaches_its_peak_and_returns_to_zero() -> None:
 
 
 def test_a_second_stays_a_second() -> None:
-    assert max(event["ts"] + event["dur"] for event in events(naive(2, 0.25, 0.5, "s"), "X")) == 1_500_000
+    assert (
+        max(event["ts"] + event["dur"] for event in events(naive(2, 0.25, 0.5, "s"), "X"))
+        == 1_500_000
+    )
 
 
 def test_an_empty_timeline_is_a_trace_of_idle_ranks() -> None:

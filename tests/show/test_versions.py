@@ -23,7 +23,14 @@ def test_each_action_is_labelled_with_the_version_in_the_ledger(versions: Versio
     expected = Counter[str]()
     for use in planned.uses:
         differs = "≠" * (use.forward != use.backward)
-        expected.update((f"F{use.microbatch}", f"v{use.forward}", f"B{use.microbatch}", f"{differs}v{use.backward}"))
+        expected.update(
+            (
+                f"F{use.microbatch}",
+                f"v{use.forward}",
+                f"B{use.microbatch}",
+                f"{differs}v{use.backward}",
+            )
+        )
     for stage in range(3):
         expected.update(f"v{update + 1}" for update in range(len(planned.updates(stage))))
     assert Counter(text for text, *_ in labels(figure)) == expected
@@ -41,7 +48,10 @@ def test_the_finding_says_how_late_gradients_are_and_whether_forward_and_backwar
     assert title(mixed) == "none: 21 of 32 backwards use another version than their forward"
     assert "Stage 0: F0 v0, B0 v0, F1 v0, B1 v1" in mixed.alt_text
     assert (
-        show.versions(simulate(schedule), ledger(schedule, "none"), title="Mixed").axes[0].get_title("left") == "Mixed"
+        show.versions(simulate(schedule), ledger(schedule, "none"), title="Mixed")
+        .axes[0]
+        .get_title("left")
+        == "Mixed"
     )
 
 

@@ -31,7 +31,9 @@ def live(monkeypatch):
 
 def test_the_explorer_says_what_python_simulates(page, live, tmp_path):
     page.thrown.clear()
-    (tmp_path / "explorer.html").write_text(f"<!DOCTYPE html>{live.script()}{live.explorer_html()}", encoding="utf-8")
+    (tmp_path / "explorer.html").write_text(
+        f"<!DOCTYPE html>{live.script()}{live.explorer_html()}", encoding="utf-8"
+    )
     page.goto((tmp_path / "explorer.html").as_uri())
     random, offered = Random(7), live.orders()
     quarters = [each / 4 for each in range(1, 17)]
@@ -40,18 +42,29 @@ def test_the_explorer_says_what_python_simulates(page, live, tmp_path):
         f, b, w, latency, slower = (random.choice(quarters) for _ in range(5))
         slow, slower = random.choice([-1, 0, p - 1]), max(1.0, slower)
         chosen = {"schedule": name, "ranks": p, "microbatches": m, "slow": slow, "slowdown": slower}
-        cells, said = page.evaluate(CHOOSE, chosen | {"forward": f, "input": b, "weight": w, "latency": latency})
+        cells, said = page.evaluate(
+            CHOOSE, chosen | {"forward": f, "input": b, "weight": w, "latency": latency}
+        )
         if isinstance(offered[name][f"{p} {m}"], str):
             assert said == offered[name][f"{p} {m}"] + "."
             continue
         schedule = build(name, p, m)
-        each = [[time * (slower if stage == slow else 1) for stage in range(schedule.n_stages)] for time in (f, b, w)]
+        each = [
+            [time * (slower if stage == slow else 1) for stage in range(schedule.n_stages)]
+            for time in (f, b, w)
+        ]
         expected = simulate(schedule, Costs(*map(tuple, each), latency=latency))
         idle = expected.bubble_fraction
         assert float(cells[1]) == pytest.approx(float(expected.makespan), abs=6e-4), chosen
-        shares = [100 * float(share) for share in (idle, idle / (1 - idle), expected.span_bubble_fraction)]
-        assert [float(cell.removesuffix(" %")) for cell in cells[3:9:2]] == pytest.approx(shares, rel=5.1e-3), chosen
-        assert [int(peak) for peak in cells[-1 : -3 * p : -3]][::-1] == list(expected.peak_activations)
+        shares = [
+            100 * float(share) for share in (idle, idle / (1 - idle), expected.span_bubble_fraction)
+        ]
+        assert [float(cell.removesuffix(" %")) for cell in cells[3:9:2]] == pytest.approx(
+            shares, rel=5.1e-3
+        ), chosen
+        assert [int(peak) for peak in cells[-1 : -3 * p : -3]][::-1] == list(
+            expected.peak_activations
+        )
     assert page.thrown == []
 
 
@@ -63,7 +76,8 @@ def test_the_explorer_moves_by_keyboard_and_says_why_a_rank_waits(site, page):
     assert "waits from" in page.locator(".cpp-cause").inner_text()
     page.locator(".cpp-explorer [name=slow]").select_option("7")
     assert (
-        page.locator(".cpp-said").inner_text() == "slow stage 7: there are stages 0 to 3; choose one of them, or none."
+        page.locator(".cpp-said").inner_text()
+        == "slow stage 7: there are stages 0 to 3; choose one of them, or none."
     )
     assert page.locator(".cpp-explorer svg").count() == 0
     assert page.thrown == []
@@ -80,7 +94,10 @@ def test_a_board_is_played_to_par_without_a_kernel_and_outlives_the_page(site, p
     assert "Not allowed" in said.inner_text()
     page.locator(".cpp-board select[aria-label='who goes on']").first.select_option("1f1b")
     page.locator("button:text-is('fill the rest')").first.click()
-    assert "Complete: makespan 12, score 100% (no order beats 12): par. Next: level 4 (key n)." in said.inner_text()
+    assert (
+        "Complete: makespan 12, score 100% (no order beats 12): par. Next: level 4 (key n)."
+        in said.inner_text()
+    )
     page.locator(".cpp-board").first.focus()
     page.keyboard.press("r")
     assert "need a kernel" in said.inner_text()

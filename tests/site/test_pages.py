@@ -47,7 +47,10 @@ def test_a_schedule_without_a_remark_is_told_by_its_own_first_sentence(monkeypat
 
     for name in ("gpipe", "zb_h2", "1f1b"):
         monkeypatch.delitem(comparison.REMARKS, name)
-    assert comparison.remark("gpipe") == 'all forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3)'
+    assert (
+        comparison.remark("gpipe")
+        == 'all forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3)'
+    )
     assert all(comparison.remark(name) for name in names())
 
 
@@ -87,7 +90,9 @@ def test_every_route_fits_its_time_and_leaves_a_tenth_of_it_for_questions():
         used = sum(row.minutes - row.questions for row in rows)
         assert 0.7 * route.minutes * meetings <= used <= 0.9 * route.minutes * meetings, route.title
         assert all(row.questions >= 0 for row in rows)
-        assert [row.minutes >= 2 for row in rows if row.what.startswith("hand in")] == [True], route.title
+        assert [row.minutes >= 2 for row in rows if row.what.startswith("hand in")] == [True], (
+            route.title
+        )
         if not route.weekly:
             bounds = [row for row in rows if row.what in ("break", "lunch")]
             begins = [rows[0].begins, *(row.begins + row.minutes for row in bounds)]
@@ -95,8 +100,12 @@ def test_every_route_fits_its_time_and_leaves_a_tenth_of_it_for_questions():
             longest = max(end - begin for begin, end in zip(begins, ends, strict=True))
             assert longest <= (75 if route.name == "a_day" else 95), (route.title, longest)
         for row, following in pairwise(rows):
-            assert following.begins == (9 * 60 if following.week > row.week else row.begins + row.minutes)
-        [row] = re.findall(rf"^\| {route.title.split(',')[0].split(' (')[0].lower()} \|.*", listed, re.M)
+            assert following.begins == (
+                9 * 60 if following.week > row.week else row.begins + row.minutes
+            )
+        [row] = re.findall(
+            rf"^\| {route.title.split(',')[0].split(' (')[0].lower()} \|.*", listed, re.M
+        )
         assert row.endswith(f"| {routes.ranks_of(route)} |")
         assert routes.in_short(route) in " ".join(listed.split())
         if not route.weekly:
@@ -109,7 +118,10 @@ def test_every_route_fits_its_time_and_leaves_a_tenth_of_it_for_questions():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--route", "a_week"], r"there is no route 'a_week'; choose one of 45_minutes, .*, a_semester\."),
+        (
+            ["--route", "a_week"],
+            r"there is no route 'a_week'; choose one of 45_minutes, .*, a_semester\.",
+        ),
         (["--start", "9.30"], r"--start is '9\.30', and not a time such as 9:00 or 13:30\."),
     ],
 )
@@ -124,11 +136,17 @@ def test_a_wrong_route_or_time_gets_one_sentence(script, arguments, sentence, tm
 def test_a_folder_that_cannot_be_written_gets_one_sentence(script, tmp_path):
     (tmp_path / "file").touch()
     route = ["45_minutes"] if script == "handouts" else []
-    for out, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "in_it", "Not a directory")):
+    for out, why in (
+        (tmp_path / "file", "File exists"),
+        (tmp_path / "file" / "in_it", "Not a directory"),
+    ):
         command = [sys.executable, str(ROOT / "docs" / f"{script}.py"), *route, "--out", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == f"--out is {out}, and nothing can be written there ({why}): name another folder.\n"
+        assert (
+            done.stderr
+            == f"--out is {out}, and nothing can be written there ({why}): name another folder.\n"
+        )
 
 
 def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
@@ -142,7 +160,9 @@ def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
             len(route.parts) if route.weekly else 1
         )
         exercises = [exercise for part in route.parts for exercise in routes.exercises_in(part)]
-        shown = re.findall(r"<h2>Exercise \d · (.*?) · [★☆]+</h2><span class=\"(\w+)\">(\d+) min", deck)
+        shown = re.findall(
+            r"<h2>Exercise \d · (.*?) · [★☆]+</h2><span class=\"(\w+)\">(\d+) min", deck
+        )
         where = "home" if route.weekly else "minutes"
         assert shown == [(html.escape(each.title), where, str(each.minutes)) for each in exercises]
         headings = re.findall(r"<h2>(.*?)</h2>", deck)
@@ -151,7 +171,10 @@ def test_minutes_exercises_and_sections_on_slides_are_those_of_the_route():
             assert {html.escape(section.title) for section in routes.chosen(part)} <= {*headings}
             for cell in (cell for section in routes.chosen(part) for cell in section.cells):
                 if "read" in cell["metadata"].get("tags", ()):
-                    assert all(html.escape(line) in deck for line in as_html.bare(cell["source"]).splitlines())
+                    assert all(
+                        html.escape(line) in deck
+                        for line in as_html.bare(cell["source"]).splitlines()
+                    )
         for row in routes.timetable(route, start=8 * 60):
             assert f"<td>{row.when}</td><td>{row.what}</td>" in deck
 
@@ -169,11 +192,15 @@ def test_slides_have_every_figure_described_and_need_nothing_else(tmp_path, monk
         assert text.count("<img ") == len(re.findall(r'<img alt="[^"]+"', text)) > 2
         assert not re.findall(r'(?:src|href)="http', text)
         assert "play the picture" not in text
-        assert not re.findall(r"[\w)*] \[\d[],]", re.sub(r"<(pre|code).*?</\1>|<[^>]+>", "", text, flags=re.S))
+        assert not re.findall(
+            r"[\w)*] \[\d[],]", re.sub(r"<(pre|code).*?</\1>|<[^>]+>", "", text, flags=re.S)
+        )
         assert "$" not in re.sub(r"<pre.*?</pre>|<script>.*?</script>", "", text, flags=re.S)
         for slide in re.findall(r"<section>(.*?)</section>", text, re.S):
             asked = "<strong>Predict" in slide.partition("<details")[0]
-            assert not (asked and re.search(r": (?:measured|computed|simulated) |<img|<pre", slide)), slide
+            assert not (
+                asked and re.search(r": (?:measured|computed|simulated) |<img|<pre", slide)
+            ), slide
 
 
 def test_what_a_guess_exposed_stands_below_its_result_and_nowhere_else():
@@ -188,7 +215,9 @@ def test_what_a_guess_exposed_stands_below_its_result_and_nowhere_else():
             shown = [body for body in bodies if html.escape(guess.shown) in body]
             assert len(shown) >= 1, guess.name
             assert not told or any(told in body for body in shown), guess.name
-            assert not told or all(html.escape(guess.shown) in body for body in bodies if told in body), guess.name
+            assert not told or all(
+                html.escape(guess.shown) in body for body in bodies if told in body
+            ), guess.name
 
 
 def test_a_clinic_asks_on_the_wall_and_its_diagnosis_is_folded():
@@ -197,9 +226,16 @@ def test_a_clinic_asks_on_the_wall_and_its_diagnosis_is_folded():
     route = slides.routes.route("a_semester")
     deck = slides.deck(route)
     shown = re.sub(r'<details class="notes">.*?</details>', "", deck, flags=re.S)
-    clinics = [each for part in route.parts for each in slides.routes.chosen(part) if each.title == "Bug clinic"]
+    clinics = [
+        each
+        for part in route.parts
+        for each in slides.routes.chosen(part)
+        if each.title == "Bug clinic"
+    ]
     assert len(clinics) == 13
-    for cell in (cell for section in clinics for cell in section.cells if cell["cell_type"] == "markdown"):
+    for cell in (
+        cell for section in clinics for cell in section.cells if cell["cell_type"] == "markdown"
+    ):
         for block in slides.blocks(slides.spoken(cell["source"])):
             if block.startswith("<details>"):
                 told = slides.rendered(block.split("\n\n")[1]).strip()
@@ -225,8 +261,14 @@ def test_a_handout_has_each_exercise_once_and_no_solution_but_for_teachers(monke
     import handouts
     import routes
 
-    monkeypatch.setattr(handouts, "judge", lambda exercise, wrong: Verdict("not yet", "", cause="the cause"))
-    cells = [cell for path in (ROOT / "notebooks").glob("*.ipynb") for cell in json.loads(path.read_bytes())["cells"]]
+    monkeypatch.setattr(
+        handouts, "judge", lambda exercise, wrong: Verdict("not yet", "", cause="the cause")
+    )
+    cells = [
+        cell
+        for path in (ROOT / "notebooks").glob("*.ipynb")
+        for cell in json.loads(path.read_bytes())["cells"]
+    ]
     shipped = re.sub(r"  # noqa.*", "", "\n".join("".join(cell["source"]) for cell in cells))
     for each in routes.ROUTES:
         exercises = [exercise for part in each.parts for exercise in routes.exercises_in(part)]
@@ -248,12 +290,19 @@ def test_a_handout_has_each_exercise_once_and_no_solution_but_for_teachers(monke
             assert "the cause" in for_teacher, exercise.name
             assert for_teacher.count("<li>") >= len(exercise.hints)
             assert "<details>" not in for_person
-        for said in ("Twos. Ones would be right", "Far from all.", "<em>last</em> two", "play the picture"):
+        for said in (
+            "Twos. Ones would be right",
+            "Far from all.",
+            "<em>last</em> two",
+            "play the picture",
+        ):
             assert said not in people
 
 
 def codes(sheet: str) -> list[str]:
-    return [html.unescape(code) for code in re.findall(r"<pre><code>(.*?)</code></pre>", sheet, re.S)]
+    return [
+        html.unescape(code) for code in re.findall(r"<pre><code>(.*?)</code></pre>", sheet, re.S)
+    ]
 
 
 @pytest.mark.slow
@@ -287,5 +336,8 @@ def test_each_guess_has_its_question_and_its_result():
         found = guesses.guesses_of(notebook)
         written = set(re.findall(r"\bguess_\w+(?=(?:, guess_\w+)* = )", json.dumps(notebook)))
         assert {each.name for each in found} <= written
-        assert len(found) >= 0.8 * len(written), (path.name, written - {each.name for each in found})
+        assert len(found) >= 0.8 * len(written), (
+            path.name,
+            written - {each.name for each in found},
+        )
         assert all(each.question and each.shown for each in found)

@@ -38,7 +38,9 @@ def pages_of(site):
 
 def attributes(page, *names):
     written = re.sub(r"<(script|style|pre)\b.*?</\1>", "", text_of(page), flags=re.S)
-    return [html.unescape(value) for value in re.findall(rf'\b(?:{"|".join(names)})="([^"]*)"', written)]
+    return [
+        html.unescape(value) for value in re.findall(rf'\b(?:{"|".join(names)})="([^"]*)"', written)
+    ]
 
 
 def test_every_internal_link_and_anchor_leads_somewhere(site):
@@ -52,7 +54,9 @@ def test_every_internal_link_and_anchor_leads_somewhere(site):
             target = target / "index.html" if target.is_dir() else target
             followed += 1
             # The list of sources that viewcode writes has anchors for lines and names only.
-            if not target.is_file() or (anchor and target.suffix == ".html" and anchor not in anchors_of(target)):
+            if not target.is_file() or (
+                anchor and target.suffix == ".html" and anchor not in anchors_of(target)
+            ):
                 broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken, f"{len(broken)} of {followed} links are broken: {broken[:20]}"
     assert followed > 1000
@@ -60,7 +64,9 @@ def test_every_internal_link_and_anchor_leads_somewhere(site):
 
 def test_no_page_loads_anything_from_elsewhere(site):
     for path in pages_of(site):
-        loaded = re.findall(r'<(?:script|img|iframe|source)\b[^>]*?\ssrc="(https?:[^"]+)"', text_of(path))
+        loaded = re.findall(
+            r'<(?:script|img|iframe|source)\b[^>]*?\ssrc="(https?:[^"]+)"', text_of(path)
+        )
         loaded += re.findall(r'<link\b[^>]*\bhref="(https?:[^"]+)"', text_of(path))
         assert not loaded, path
 
@@ -68,7 +74,9 @@ def test_no_page_loads_anything_from_elsewhere(site):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_chapter_has_all_its_figures_with_their_alt_text_and_its_hints(site, path):
     page = site / "notebooks" / f"{path.stem}.html"
-    shown = [html.unescape(alt) for alt in re.findall(r'<img\b[^>]*?\balt="([^"]*)"', text_of(page))]
+    shown = [
+        html.unescape(alt) for alt in re.findall(r'<img\b[^>]*?\balt="([^"]*)"', text_of(page))
+    ]
     notebook = json.loads(path.read_text(encoding="utf-8"))
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
@@ -78,14 +86,21 @@ def test_a_chapter_has_all_its_figures_with_their_alt_text_and_its_hints(site, p
     for exercise in (each for each in exercises() if each.notebook == path.stem[:2]):
         count = text_of(page).count(f"of {len(exercise.hints)} for {exercise.name}</summary>")
         assert count == len(exercise.hints), exercise.name
-    prose = "".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    prose = "".join(
+        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+    )
     assert ("<math" in text_of(page)) == bool(re.search(r"\$[^$`]+\$", prose))
 
 
 def test_every_picture_of_the_site_is_described(site):
     for path in pages_of(site):
-        for picture in re.findall(r"<img\b[^>]*>", re.sub(r"<script\b.*?</script>", "", text_of(path), flags=re.S)):
-            assert re.search(r'\balt="[^"]+"', picture) or "avatar" in picture, (path, picture[:200])
+        for picture in re.findall(
+            r"<img\b[^>]*>", re.sub(r"<script\b.*?</script>", "", text_of(path), flags=re.S)
+        ):
+            assert re.search(r'\balt="[^"]+"', picture) or "avatar" in picture, (
+                path,
+                picture[:200],
+            )
 
 
 def test_every_public_name_has_types_and_a_link_to_its_source(site):
@@ -93,10 +108,14 @@ def test_every_public_name_has_types_and_a_link_to_its_source(site):
         page = site / "generated" / "api" / f"{package.__name__}.html"
         for name in package.__all__:
             described = f'id="{package.__name__}.{name}"' in text_of(page)
-            passed_on = re.search(rf'Passed on from <a [^>]*#course_pp\.\w+\.{name}"', text_of(page))
+            passed_on = re.search(
+                rf'Passed on from <a [^>]*#course_pp\.\w+\.{name}"', text_of(page)
+            )
             assert described or passed_on or inspect.ismodule(getattr(package, name)), name
     build = re.search(
-        r'id="course_pp\.schedule\.build".*?</dt>', text_of(page.with_name("course_pp.schedule.html")), re.S
+        r'id="course_pp\.schedule\.build".*?</dt>',
+        text_of(page.with_name("course_pp.schedule.html")),
+        re.S,
     )
     assert build is not None
     assert "n_ranks" in build[0]
@@ -139,11 +158,20 @@ def test_axe_finds_nothing_serious(site, page, name, mode):
     from axe_playwright_python.sync_playwright import Axe
 
     page.set_viewport_size({"width": 1400, "height": 900})
-    page.add_init_script(f"localStorage.setItem('mode', '{mode}'); localStorage.setItem('theme', '{mode}')")
+    page.add_init_script(
+        f"localStorage.setItem('mode', '{mode}'); localStorage.setItem('theme', '{mode}')"
+    )
     page.goto((site / name).as_uri())
     assert page.evaluate("document.documentElement.dataset.theme") == mode
-    found = [each for each in Axe().run(page).response["violations"] if each["impact"] in ("serious", "critical")]
-    told = [f"{each['id']}: {each['help']}: {[node['html'][:150] for node in each['nodes'][:3]]}" for each in found]
+    found = [
+        each
+        for each in Axe().run(page).response["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
+    told = [
+        f"{each['id']}: {each['help']}: {[node['html'][:150] for node in each['nodes'][:3]]}"
+        for each in found
+    ]
     assert not told, "\n".join(told)
 
 
@@ -173,7 +201,11 @@ def test_the_pages_alone_answer_every_question_of_the_quiz(site):
     for question in questions():
         [page] = (site / "notebooks").glob(f"{question.notebook}_*.html")
         shown = words_of(re.sub(r"<[^>]+>", "", text_of(page)))
-        for quote in (question.section, question.output, *(wrong.quote for wrong in question.wrong)):
+        for quote in (
+            question.section,
+            question.output,
+            *(wrong.quote for wrong in question.wrong),
+        ):
             if not {"$", "["} & set(quote):  # formulas and references look otherwise there
                 assert words_of(quote) in shown, (question.name, quote)
 

@@ -50,7 +50,12 @@ def test_no_slide_is_cut_no_code_is_small_and_a_key_shows_the_notes(decks, page)
         page.keyboard.press("n")
         assert page.locator("details.notes[open]").count() == folded > 5
     page.locator("summary").first.click()
-    for key, number in (("End", page.locator("section").count()), ("Home", 1), ("PageDown", 2), ("Shift+Space", 1)):
+    for key, number in (
+        ("End", page.locator("section").count()),
+        ("Home", 1),
+        ("PageDown", 2),
+        ("Shift+Space", 1),
+    ):
         page.keyboard.press(key)
         assert page.evaluate("now() + 1") == number, key
     assert page.thrown == []

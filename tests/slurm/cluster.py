@@ -1,9 +1,11 @@
-"""A throw-away Slurm cluster on this machine: a controller, virtual nodes ``n1``, ``n2``, …, GPUs that are only names.
+"""A throw-away Slurm cluster on this machine: a controller, virtual nodes ``n1``, ``n2``, …, GPUs
+that are only names.
 
     python tests/slurm/cluster.py       # prints what to export, serves until Ctrl-C
 
-Every file, socket and key lies in one folder, every port is one that was free, and what is started is stopped by the
-PID files in that folder: no systemd, nothing under /etc or /run. Any user can run it; as root nothing changes.
+Every file, socket and key lies in one folder, every port is one that was free, and what is started
+is stopped by the PID files in that folder: no systemd, nothing under /etc or /run. Any user can run
+it; as root nothing changes.
 """
 
 import argparse
@@ -25,10 +27,11 @@ from pathlib import Path
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 
-# Below Linux's ephemeral ports, so that a node which is started again finds its port free; the ports above these are
-# where ranks meet under srun.
+# Below Linux's ephemeral ports, so that a node which is started again finds its port free; the
+# ports above these are where ranks meet under srun.
 _PORTS = range(10_000, 15_000)
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # Debian's daemons are not on a user's PATH
+# Debian's daemons are not on a user's PATH
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
 _UP_LIMIT_S = 30
 _DOWN_LIMIT_S = 10
 
@@ -57,20 +60,27 @@ class Cluster:
 
     @classmethod
     def start(
-        cls, folder: Path, nodes: int = 2, gpus: int = 4, cpus: int = 8, first_job_id: int | None = None
+        cls,
+        folder: Path,
+        nodes: int = 2,
+        gpus: int = 4,
+        cpus: int = 8,
+        first_job_id: int | None = None,
     ) -> "Cluster":
         """Start a cluster in ``folder`` and wait until every node is idle.
 
         Args:
-            folder: made if it is not there. munge wants it, and every folder above it, to be readable by all and
-                writable by its owner only (or sticky, as /tmp), and Unix sockets want its name to be short.
+            folder: made if it is not there. munge wants it, and every folder above it, to be
+                readable by all and writable by its owner only (or sticky, as /tmp), and Unix
+                sockets want its name to be short.
             nodes: virtual nodes, all on this machine.
             gpus: devices a node of the generic resource ``gpu``.
             cpus: processors a node claims to have, however many there are.
             first_job_id: by chance unless it is given.
 
         Raises:
-            RuntimeError: if a program is missing, or the cluster does not come up; then nothing of it is left.
+            RuntimeError: if a program is missing, or the cluster does not come up; then nothing of
+                it is left.
         """
         if missing := missing_programs():
             raise RuntimeError(f"{', '.join(missing)} not found: {INSTALL}")
@@ -106,7 +116,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Cancel every job and end every daemon; the folder stays. Safe to call repeatedly."""
-        # Jobs of a lost node end when the controller gives it up; the daemons are ended however that goes.
+        # Jobs of a lost node end when the controller gives it up; the daemons are ended however
+        # that goes.
         with contextlib.suppress(subprocess.SubprocessError, RuntimeError):
             self.cancel_all()
             self._wait_for("jobs to end", lambda: not self.jobs(), _DOWN_LIMIT_S)
@@ -142,15 +153,28 @@ class Cluster:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if own in variables and any(v.startswith(b"SLURM_JOB_ID=") for v in variables) and command:
+                command = (
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
+                if (
+                    own in variables
+                    and any(v.startswith(b"SLURM_JOB_ID=") for v in variables)
+                    and command
+                ):
                     found[int(folder.name)] = command
         return found
 
     def wait_until_empty(self, limit_s: float) -> list[str]:
         """Wait until no job and no process of one is left; returns what still is after ``limit_s`` seconds."""
         limit = time.monotonic() + limit_s
-        while left := [*map(str, self.jobs()), *(f"process {pid}: {c}" for pid, c in self.step_processes().items())]:
+        while left := [
+            *map(str, self.jobs()),
+            *(f"process {pid}: {c}" for pid, c in self.step_processes().items()),
+        ]:
             if time.monotonic() > limit:
                 break
             time.sleep(0.05)
@@ -170,11 +194,13 @@ class Cluster:
         for i in range(gpus):
             # Slurm drops a GPU that is no character device, and looks through links.
             (self.folder / "dev" / f"gpu{i}").symlink_to("/dev/null")
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/gpu[0-{gpus - 1}]\n")
+        (self.folder / "gres.conf").write_text(
+            f"Name=gpu File={self.folder}/dev/gpu[0-{gpus - 1}]\n"
+        )
         controller_port, *ports = _free_ports(1 + len(self.nodes))
         node_lines = [
-            f"NodeName={name} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4096 "
-            f"Gres=gpu:{gpus} State=UNKNOWN"
+            f"NodeName={name} NodeHostname={_host()} NodeAddr=127.0.0.1 Port={port} CPUs={cpus}"
+            f" RealMemory=4096 Gres=gpu:{gpus} State=UNKNOWN"
             for name, port in zip(self.nodes, ports, strict=True)
         ]
         self._conf.write_text(
@@ -192,14 +218,22 @@ class Cluster:
     def _launch(self, *command: str) -> None:
         """Start a daemon, which returns once it runs in the background; it must not keep the caller's streams."""
         done = subprocess.run(
-            command, env={**os.environ, **self.environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            command,
+            env={**os.environ, **self.environ},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
         if done.returncode:
-            raise RuntimeError(f"{command[0]} ended with exit code {done.returncode}: {done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{command[0]} ended with exit code {done.returncode}: {done.stdout}{done.stderr}"
+            )
 
     def _output(self, *command: str) -> str:
         environ = {**os.environ, **self.environ}
-        return subprocess.run(command, env=environ, check=True, capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(
+            command, env=environ, check=True, capture_output=True, text=True, timeout=20
+        ).stdout
 
     def _wait_until_idle(self, names: tuple[str, ...]) -> None:
         def idle() -> bool:
@@ -211,12 +245,17 @@ class Cluster:
     def _wait_for(self, what: str, condition: Callable[[], bool], limit_s: float) -> None:
         limit = time.monotonic() + limit_s
         while True:
-            with contextlib.suppress(subprocess.CalledProcessError):  # the controller does not answer yet
+            # the controller does not answer yet
+            with contextlib.suppress(subprocess.CalledProcessError):
                 if condition():
                     return
             if time.monotonic() > limit:
-                logs = "\n".join(log.read_text()[-1000:] for log in sorted(self.folder.glob("*.log")))
-                raise RuntimeError(f"waited {limit_s} s for {what}. Last lines of the logs:\n{logs}")
+                logs = "\n".join(
+                    log.read_text()[-1000:] for log in sorted(self.folder.glob("*.log"))
+                )
+                raise RuntimeError(
+                    f"waited {limit_s} s for {what}. Last lines of the logs:\n{logs}"
+                )
             time.sleep(0.1)
 
     def _end(self, daemon: str) -> None:
@@ -314,14 +353,19 @@ def temporary_cluster(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("nodes", 2), ("gpus", 4), ("cpus", 8)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
     # Also where a shell that put us into the background has told us to ignore interrupts.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), temporary_cluster(args.nodes, args.gpus, args.cpus) as cluster:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        temporary_cluster(args.nodes, args.gpus, args.cpus) as cluster,
+    ):
         print(f"export SLURM_CONF={cluster.environ['SLURM_CONF']}", flush=True)
         hint = "# for each terminal that is to see the cluster, also the one that starts JupyterLab"
         print(f"{hint}\n# Ctrl-C here, or kill {os.getpid()}, ends it", file=sys.stderr, flush=True)

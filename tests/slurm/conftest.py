@@ -21,18 +21,24 @@ _TEST_LIMIT_S = 300
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give a test of this folder that says nothing else more time than tests have elsewhere."""
     for item in items:
-        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+        if (
+            Path(__file__).parent in item.path.parents
+            and item.get_closest_marker("timeout") is None
+        ):
             item.add_marker(pytest.mark.timeout(_TEST_LIMIT_S))
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes with four GPUs each; skips, and says what would enable it, where Slurm is not installed.
+    """Two nodes with four GPUs each; skips, and says what would enable it, where Slurm is not
+    installed.
 
     Every worker of pytest-xdist has its own: most of the tests' time is waiting for Slurm.
     """
     if missing := missing_programs():
-        lacking("slurm", f"there is no {', '.join(missing)} here: {INSTALL} enables the Slurm tests")
+        lacking(
+            "slurm", f"there is no {', '.join(missing)} here: {INSTALL} enables the Slurm tests"
+        )
     # Ports are made of job ids: clusters side by side start at other hundreds.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     hundreds = 10 * random.SystemRandom().randrange(1, 1000) + worker % 10

@@ -12,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "--steps=4 --log-every=1 --dim=16 --heads=2 --layers=2 --seq-len=16 --global-batch-size=8 --microbatches=4 "
-    "--text README.md --tokenizer-size=300"
+    "--steps=4 --log-every=1 --dim=16 --heads=2 --layers=2 --seq-len=16 --global-batch-size=8"
+    " --microbatches=4 --text README.md --tokenizer-size=300"
 )
 ENDLESS = TINY.replace("--steps=4", "--steps=1000000")
 _LIMIT_S = 240  # for a slow machine that runs other tests beside
@@ -22,7 +22,12 @@ _LIMIT_S = 240  # for a slow machine that runs other tests beside
 def run(command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A command line as one types it in ``folder``."""
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S
+        ["bash", "-c", command],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
     )
 
 
@@ -100,7 +105,10 @@ class Batch:
 
     def wait(self) -> str:
         """Wait for its end; returns the state."""
-        wait_until(lambda: self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"job {self.id} ends")
+        wait_until(
+            lambda: self.state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"),
+            f"job {self.id} ends",
+        )
         return self.state
 
     def _shown(self, pattern: str) -> str:
@@ -150,7 +158,9 @@ def process_of_rank(rank: int, processes: dict[int, str]) -> int:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             # Under torchrun every rank is of the same task.
-            own = [v for name in (b"RANK=", b"SLURM_PROCID=") for v in variables if v.startswith(name)]
+            own = [
+                v for name in (b"RANK=", b"SLURM_PROCID=") for v in variables if v.startswith(name)
+            ]
             if re.match(r"\S*python\S* (-u )?source_code/train.py", command) and own[:1] in wanted:
                 return pid
     raise LookupError(f"no process of rank {rank} among {processes}")

@@ -29,14 +29,18 @@ print(gpu, share.pinned, share.threads, share.cores, sep="|")
         pytest.param("--gres=gpu:2 --gpu-bind=single:1", marks=pytest.mark.full),
     ],
 )
-def test_two_tasks_of_one_node_run_on_different_cores_and_gpus(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tasks_of_one_node_run_on_different_cores_and_gpus(
+    options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     usable = len(os.sched_getaffinity(0))
     if usable < 2:
         pytest.skip("needs two cores")
     srun = ["srun", "-N", "1", "-n", "2", *options.split(), sys.executable, "-c", PRINTS]
     done = subprocess.run(srun, capture_output=True, text=True, check=True)
-    gpus, pinned, threads, cores = zip(*(line.split("|") for line in done.stdout.splitlines()), strict=True)
+    gpus, pinned, threads, cores = zip(
+        *(line.split("|") for line in done.stdout.splitlines()), strict=True
+    )
     assert sorted(gpus) == ["0", "1"]
     assert pinned == ("True", "True")
     assert threads == (str(usable // 2),) * 2

@@ -19,7 +19,9 @@ def test_a_rank_that_dies_ends_srun_which_names_it(cluster: Cluster):
     assert said.count("n1: task 0: Killed") == said.count("Killed") == 1
 
 
-def test_a_rank_that_dies_under_torchrun_fails_the_batch_job_which_names_it(cluster: Cluster, clone: Path):
+def test_a_rank_that_dies_under_torchrun_fails_the_batch_job_which_names_it(
+    cluster: Cluster, clone: Path
+):
     job = submit("one_node.sbatch", clone, ENDLESS)
     wait_until(lambda: "step 1/" in job.output, "the job has trained a step")
     os.kill(process_of_rank(0, cluster.step_processes()), signal.SIGKILL)

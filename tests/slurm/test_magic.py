@@ -48,7 +48,9 @@ def site(on_the_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @contextlib.contextmanager
 def whole_cluster_taken(cluster: Cluster) -> Iterator[Callable[[], None]]:
     """An allocation of every core, without a process anywhere; what is yielded ends it."""
-    subprocess.run(["salloc", "--quiet", "--no-shell", "-N", "2", "-n", "2", "-c", "8"], check=True, timeout=60)
+    subprocess.run(
+        ["salloc", "--quiet", "--no-shell", "-N", "2", "-n", "2", "-c", "8"], check=True, timeout=60
+    )
     [job] = cluster.jobs()
 
     def free() -> None:
@@ -68,13 +70,21 @@ def script(text: str, name: str = "script.py") -> str:
 @pytest.mark.parametrize(
     ("options", "srun", "says"),
     [
-        (["--nproc-per-node=2"], "srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 3 torchrun ", ["n1", "n1"]),
+        (
+            ["--nproc-per-node=2"],
+            "srun -p gpu -N 1 -n 1 -c 2 --gres=gpu:2 -t 3 torchrun ",
+            ["n1", "n1"],
+        ),
         (["--nnodes=2"], "srun -p gpu -N 2 -n 2 -K1 -c 1 --gres=gpu:1 -t 3 bash -c ", ["n1", "n2"]),
     ],
     ids=["one node", "two nodes"],
 )
 def test_on_a_login_node_a_job_of_its_own_runs_the_command_that_is_shown(
-    cluster: Cluster, capfd: pytest.CaptureFixture[str], options: list[str], srun: str, says: list[str]
+    cluster: Cluster,
+    capfd: pytest.CaptureFixture[str],
+    options: list[str],
+    srun: str,
+    says: list[str],
 ) -> None:
     lines = run_torchrun([*options, script(SAYS_WHERE)], timeout_s=120)
     gpus = "0,1" if len(options) == 1 and "nproc" in options[0] else "0"
@@ -104,14 +114,28 @@ def test_inside_a_job_ranks_take_no_second_one_and_see_its_gpus(site: Path) -> N
         print("job", os.environ["SLURM_JOB_ID"])
     """
     done = subprocess.run(
-        ["srun", "-N", "1", "-n", "1", "-c", "2", "--gres=gpu:3", sys.executable, script(notebook, "notebook.py")],
+        [
+            "srun",
+            "-N",
+            "1",
+            "-n",
+            "1",
+            "-c",
+            "2",
+            "--gres=gpu:3",
+            sys.executable,
+            script(notebook, "notebook.py"),
+        ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     job = re.findall(r"^job (\d+)$", done.stdout, re.M)[0]
     assert f"on_ranks [('{job}', '0,1,2'), ('{job}', '0,1,2')]" in done.stdout
-    assert f"Ranks run inside Slurm job {job}, on 1 node.\n$ srun --overlap -N 1 -n 1 -c 2 torchrun" in done.stdout
+    assert (
+        f"Ranks run inside Slurm job {job}, on 1 node.\n$ srun --overlap -N 1 -n 1 -c 2 torchrun"
+        in done.stdout
+    )
     assert "[rank 1] 1 1 2 n1 0,1,2" in done.stdout
 
 
@@ -122,7 +146,9 @@ def test_on_a_login_node_ranks_use_the_nodes_that_salloc_holds(cluster: Cluster)
         run_torchrun([{script(SAYS_WHERE)!r}], timeout_s=100)
     """
     salloc = ["salloc", "--quiet", "-N", "2", "--gpus=4", "--gpus-per-node=2"]
-    done = subprocess.run([*salloc, sys.executable, script(notebook, "notebook.py")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*salloc, sys.executable, script(notebook, "notebook.py")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said, shown, *lines = done.stdout.splitlines()
     assert re.fullmatch(r"Ranks run inside Slurm job \d+, on 2 nodes.", said)
@@ -166,13 +192,18 @@ def test_while_it_waits_it_shows_its_place_in_the_queue_once(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with whole_cluster_taken(cluster) as free:
-        behind = subprocess.Popen(["srun", "-N", "2", "-n", "2", "-c", "8", "true"], stderr=subprocess.DEVNULL)
+        behind = subprocess.Popen(
+            ["srun", "-N", "2", "-n", "2", "-c", "8", "true"], stderr=subprocess.DEVNULL
+        )
         wait_until(lambda: len(cluster.jobs()) == 2, "the second job is queued", 60)
         threading.Timer(5, free).start()
         assert run_torchrun([script("print('ran')")], timeout_s=120) == ("[rank 0] ran",)
         behind.wait()
     waits = [line for line in capsys.readouterr().out.splitlines() if " waits in " in line]
-    assert re.match(r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\); interrupt", waits[0])
+    assert re.match(
+        r"job \d+ waits in partition gpu: place 2 of 2 \((Priority|Resources).*\); interrupt",
+        waits[0],
+    )
     assert len(waits) == len(set(waits))
 
 
@@ -186,7 +217,9 @@ def test_the_rank_that_failed_is_named_with_its_exit_code_and_last_lines() -> No
     """
     with pytest.raises(LaunchError) as failure:
         run_torchrun(["--nnodes=2", "--nproc-per-node=2", script(failing)], timeout_s=120)
-    assert str(failure.value).startswith("rank 3 failed with exit code 1: ZeroDivisionError: division by zero.")
+    assert str(failure.value).startswith(
+        "rank 3 failed with exit code 1: ZeroDivisionError: division by zero."
+    )
     assert "about to divide" in str(failure.value)
 
 
@@ -197,16 +230,21 @@ def test_at_the_time_limit_it_says_who_waits_for_whom_across_nodes() -> None:
         dist.recv(torch.zeros(1), src=1 - dist.get_rank())
     """
     with pytest.raises(RanksHung, match="Rank 0 waits for rank 1 and rank 1 for rank 0"):
-        run_torchrun(["--nnodes=2", script(swap)], timeout_s=60)  # a busy machine takes 20 s to import torch four times
+        # a busy machine takes 20 s to import torch four times
+        run_torchrun(["--nnodes=2", script(swap)], timeout_s=60)
 
 
 def test_a_request_that_cannot_be_met_is_refused_in_slurms_words() -> None:
-    with pytest.raises(LaunchError, match="Slurm refused the request: Node count specification invalid"):
+    with pytest.raises(
+        LaunchError, match="Slurm refused the request: Node count specification invalid"
+    ):
         run_torchrun(["--nnodes=3", script(SAYS_WHERE)])
 
 
 @pytest.mark.parametrize("started", [False, True], ids=["queued", "running"])
-def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, tmp_path: Path, started: bool) -> None:
+def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(
+    cluster: Cluster, tmp_path: Path, started: bool
+) -> None:
     def cancel() -> None:
         wait_until(lambda: bool(ours(cluster)), "our job is there", 60)
         wait_until(lambda: (tmp_path / "started-0").exists() or not started, "the rank runs", 60)
@@ -219,7 +257,9 @@ def test_a_job_that_somebody_cancels_is_said_to_be_cancelled(cluster: Cluster, t
 
 
 # Slurm finds out after a while: that goes by once for all who are to hear of it.
-def test_a_lost_node_is_named_to_srun_torchrun_and_on_ranks(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_node_is_named_to_srun_torchrun_and_on_ranks(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     def hang(rank: int) -> None:
         (tmp_path / "started-on_ranks").touch()
         time.sleep(1000)
@@ -240,13 +280,17 @@ def test_a_lost_node_is_named_to_srun_torchrun_and_on_ranks(cluster: Cluster, tm
     assert "Node failure on n1" in said
 
 
-def test_slurms_own_time_limit_is_named_to_srun_and_torchrun(cluster: Cluster, tmp_path: Path) -> None:
+def test_slurms_own_time_limit_is_named_to_srun_and_torchrun(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     with sleeping("srun -n 2 --time=1") as srun, ThreadPoolExecutor() as calls:
         torchrun = calls.submit(run_torchrun, [script(HANGS), str(tmp_path)], timeout_s=100)
         wait_until(lambda: (tmp_path / "started-0").exists(), "the rank runs", 60)
         for job in cluster.jobs():
             # Limits are whole minutes; this does not make the test wait for one.
-            subprocess.run(["scontrol", "update", f"JobId={job.id}", "EndTime=now+1seconds"], check=True)
+            subprocess.run(
+                ["scontrol", "update", f"JobId={job.id}", "EndTime=now+1seconds"], check=True
+            )
         assert re.match(r"Slurm job \d+ reached its time limit in Slurm", str(torchrun.exception()))
         said = srun.communicate(timeout=60)[1]
         assert srun.returncode != 0
@@ -259,7 +303,9 @@ def test_when_the_kernel_is_interrupted_and_when_it_is_killed_the_job_goes(
     cluster: Cluster, tmp_path: Path, call: str, started: bool
 ) -> None:
     Path("hangs.py").write_text(HANGS)
-    cells = {"torchrun": f"%load_ext course_pp.launch\n%torchrun --nproc-per-node=2 hangs.py {tmp_path}"}
+    cells = {
+        "torchrun": f"%load_ext course_pp.launch\n%torchrun --nproc-per-node=2 hangs.py {tmp_path}"
+    }
     cells["on_ranks"] = f"""
 import time
 from pathlib import Path
@@ -274,7 +320,11 @@ on_ranks(2, hang)
 
     def wait_for_the_job() -> None:
         if not started:
-            wait_until(lambda: [job.state for job in cluster.jobs()].count("PENDING") == 1, "our job waits", 60)
+            wait_until(
+                lambda: [job.state for job in cluster.jobs()].count("PENDING") == 1,
+                "our job waits",
+                60,
+            )
             return
         for rank in (tmp_path / "started-0", tmp_path / "started-1"):
             wait_until(rank.exists, "both ranks run", 60)
@@ -337,12 +387,17 @@ def test_on_ranks_sends_a_closure_to_a_node_and_brings_back_what_the_ranks_retur
     assert all(torch.equal(x, 5 * weights) for _, x in results)
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "Ranks run in a Slurm job of their own: 1 node, CPU only."
-    assert out[1].startswith("$ srun -p gpu -N 1 -n 1 -c 2 -t 14 python -m course_pp.launch.remote ")
+    assert out[1].startswith(
+        "$ srun -p gpu -N 1 -n 1 -c 2 -t 14 python -m course_pp.launch.remote "
+    )
     assert sorted(out[2:]) == ["[rank 0] here", "[rank 1] here"]
 
 
 def test_the_next_calls_run_in_the_same_job_and_see_what_has_changed_here(
-    cluster: Cluster, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster,
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def seen(rank: int) -> tuple[str, str | None, str]:
         return os.environ["SLURM_JOB_ID"], os.environ.get("CHANGES"), os.getcwd()
@@ -356,7 +411,10 @@ def test_the_next_calls_run_in_the_same_job_and_see_what_has_changed_here(
         on_ranks(1, lambda rank: 1 / 0)
     monkeypatch.delenv("CHANGES")
     assert on_ranks(1, seen) == [(job, unset, f"{here}/below")]
-    assert capsys.readouterr().out.count(f"Ranks run in Slurm job {job}, kept since the last call.\n") == 3
+    assert (
+        capsys.readouterr().out.count(f"Ranks run in Slurm job {job}, kept since the last call.\n")
+        == 3
+    )
 
     [(larger, _, _), _] = on_ranks(2, seen)
     assert larger != job
@@ -383,7 +441,10 @@ def test_a_job_that_is_kept_ends_when_no_call_comes(cluster: Cluster, site: Path
 
 def test_torchrun_lets_the_kept_job_go_before_it_asks_for_its_own() -> None:
     [kept] = on_ranks(1, lambda rank: os.environ["SLURM_JOB_ID"])
-    prints = "import os, subprocess; subprocess.run(['squeue', '--noheader', '--states=PD,R', '--format=job %i'])"
+    prints = (
+        "import os, subprocess; subprocess.run(['squeue', '--noheader', '--states=PD,R',"
+        " '--format=job %i'])"
+    )
     [line] = run_torchrun([script(prints)])
     assert re.fullmatch(r"\[rank 0\] job \d+", line)
     assert line != f"[rank 0] job {kept}"
@@ -409,6 +470,10 @@ def test_on_ranks_says_how_ranks_ended_that_did_not_return(ends: str) -> None:
             os._exit(3)
         time.sleep(1000)
 
-    expected, words = (RankDied, "exit code 3") if ends == "dies" else (RanksHung, "2 ranks still running after 1 s")
+    expected, words = (
+        (RankDied, "exit code 3")
+        if ends == "dies"
+        else (RanksHung, "2 ranks still running after 1 s")
+    )
     with pytest.raises(expected, match=words):
         on_ranks(2, run, timeout_s=1)

@@ -1,6 +1,8 @@
-"""What notebooks launch goes through srun, on a login node: every launching cell, with the cells that it needs.
+"""What notebooks launch goes through srun, on a login node: every launching cell, with the cells
+that it needs.
 
-Whole, the notebooks run in the kernel's own machine (``make test-notebooks``), and some of them here.
+Whole, the notebooks run in the kernel's own machine (``make test-notebooks``), and some of them
+here.
 """
 
 import ast
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.timeout(600)
 
 REPOSITORY = Path(__file__).parents[2]
 CELL_LIMIT_S = 240
-# Whatever would start ranks in the kernel's own machine ends the notebook; graders say that they want theirs there.
+# Whatever would start ranks in the kernel's own machine ends the notebook; graders say that they
+# want theirs there.
 NOTHING_LOCAL = """
 from course_pp.launch import ranks
 
@@ -34,7 +37,9 @@ def through_slurm(ask, where, kept):
 
 ranks.decide = through_slurm
 """
-_SAID = re.compile(r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)")
+_SAID = re.compile(
+    r"Ranks run in (a Slurm job of their own|Slurm job \d+, kept since the last call)"
+)
 # Exercises, messages and hangs; emulated timelines, and what one step measures.
 WHOLE = ("00", "03")
 
@@ -61,7 +66,11 @@ def with_what_they_need(wanted: list[int], cells: list[nbformat.NotebookNode]) -
     """The cells, the first of all, and those that bind a name which one of these cells uses."""
     bound, used = [names_bound(cell) for cell in cells], [names_used(cell) for cell in cells]
     kept = {0, *wanted}
-    while needed := {i for i in range(max(kept)) if i not in kept and any(bound[i] & used[k] for k in kept if k > i)}:
+    while needed := {
+        i
+        for i in range(max(kept))
+        if i not in kept and any(bound[i] & used[k] for k in kept if k > i)
+    }:
         kept |= needed
     return sorted(kept)
 
@@ -81,18 +90,24 @@ def names_bound(cell: nbformat.NotebookNode) -> set[str]:
 def names_used(cell: nbformat.NotebookNode) -> set[str]:
     """Those in the braces of a ``%torchrun`` line, too."""
     nodes = ast.walk(parsed(cell))
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    loaded = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
     return loaded | set(re.findall(r"\{(\w+)", cell.source))
 
 
 def our_jobs() -> set[str]:
     """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last hour."""
-    shown = subprocess.run(["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True
+    ).stdout
     return set(re.findall(r"^JobId=(\d+) JobName=course_pp ", shown, re.M))
 
 
 def printed(cell: nbformat.NotebookNode) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs if output.output_type == "stream")
+    return "".join(
+        output.get("text", "") for output in cell.outputs if output.output_type == "stream"
+    )
 
 
 def run_on_a_login_node(
@@ -112,11 +127,15 @@ def run_on_a_login_node(
     said = [_SAID.findall(printed(cell)) for cell in notebook.cells[1:]]
     announced = sum(line.startswith("a Slurm job") for lines in said for line in lines)
     ours = our_jobs() - before
-    assert announced == len(ours) > 0, f"each job that is announced is one, and there is no other: {said}, {ours}"
+    assert announced == len(ours) > 0, (
+        f"each job that is announced is one, and there is no other: {said}, {ours}"
+    )
     return said
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name[:2] not in WHOLE], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [path for path in NOTEBOOKS if path.name[:2] not in WHOLE], ids=lambda path: path.stem
+)
 def test_every_launching_cell_starts_its_ranks_through_srun(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,11 +148,17 @@ def test_every_launching_cell_starts_its_ranks_through_srun(
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=() if path.name[:2] in WHOLE else pytest.mark.full) for path in NOTEBOOKS],
+    [
+        pytest.param(path, marks=() if path.name[:2] in WHOLE else pytest.mark.full)
+        for path in NOTEBOOKS
+    ],
     ids=lambda path: path.stem,
 )
-def test_a_whole_notebook_with_its_solutions(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_notebook_with_its_solutions(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = code_cells(add_solutions(nbformat.read(path, as_version=4), path.name[:2]))
     said = run_on_a_login_node(cells, tmp_path, monkeypatch)
-    # Others call functions of the package that start ranks; had one started them here, the notebook would have ended.
+    # Others call functions of the package that start ranks; had one started them here, the notebook
+    # would have ended.
     assert set(launching_cells(cells)) <= {i for i, lines in enumerate(said) if lines}

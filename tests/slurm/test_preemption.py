@@ -18,7 +18,11 @@ def records(folder: Path) -> list[dict[str, float]]:
     """Every step that the run in ``folder`` has done, without what a clock says about it."""
     path = folder / "logs" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{k: r[k] for k in ("step", "loss", "grad_norm", "lr")} for r in lines if r["event"] == "train"]
+    return [
+        {k: r[k] for k in ("step", "loss", "grad_norm", "lr")}
+        for r in lines
+        if r["event"] == "train"
+    ]
 
 
 def start(folder: Path, arguments: str = ARGUMENTS) -> Batch:
@@ -27,7 +31,9 @@ def start(folder: Path, arguments: str = ARGUMENTS) -> Batch:
 
 
 @pytest.mark.timeout(600)  # it waits for Slurm to start a job three times
-def test_a_preempted_run_saves_is_requeued_and_ends_bit_identical_to_an_uninterrupted_one(tmp_path: Path):
+def test_a_preempted_run_saves_is_requeued_and_ends_bit_identical_to_an_uninterrupted_one(
+    tmp_path: Path,
+):
     undisturbed, job = start(tmp_path / "undisturbed"), start(tmp_path / "interrupted")
     wait_until(lambda: len(records(job.folder)) >= 20, "the run is under way")
     run(f"scancel --signal=USR1 {job.id}")
@@ -44,7 +50,9 @@ def test_a_preempted_run_saves_is_requeued_and_ends_bit_identical_to_an_uninterr
     assert len(records(job.folder)) == STEPS
     assert records(job.folder) == records(undisturbed.folder)
     last = f"checkpoints/step_{STEPS:08d}"
-    diff = run(f"python -m course_pp checkpoint diff undisturbed/{last} interrupted/{last}", tmp_path)
+    diff = run(
+        f"python -m course_pp checkpoint diff undisturbed/{last} interrupted/{last}", tmp_path
+    )
     assert diff.stdout == "no difference\n", diff.stdout + diff.stderr
 
 
@@ -58,17 +66,23 @@ def test_only_a_run_that_was_asked_to_end_is_requeued(tmp_path: Path, code: int,
     assert (done.returncode, done.stdout) == (code, "requeue 7\n" if again else ""), done.stderr
 
 
-def test_a_run_preempted_before_it_listens_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_preempted_before_it_listens_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The stand-in for Python dies of the signal at the job's first start, as Python does while it imports."""
     stand_in = tmp_path / "python"
-    stand_in.write_text("#!/bin/sh\nif mkdir started-$SLURM_PROCID 2> /dev/null; then kill -s $SIGNAL $$; fi\n")
+    stand_in.write_text(
+        "#!/bin/sh\nif mkdir started-$SLURM_PROCID 2> /dev/null; then kill -s $SIGNAL $$; fi\n"
+    )
     stand_in.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     jobs = []
     for name in ("USR1", "TERM"):
         monkeypatch.setenv("SIGNAL", name)
         jobs.append(submit("preempted.sbatch", clone_into(tmp_path / name), "", ONE_RANK_A_NODE))
-    assert [(job.wait(), job.restarts) for job in jobs] == [("COMPLETED", 1)] * 2, [job.output for job in jobs]
+    assert [(job.wait(), job.restarts) for job in jobs] == [("COMPLETED", 1)] * 2, [
+        job.output for job in jobs
+    ]
 
 
 @pytest.mark.full  # Slurm looks at time limits twice a minute

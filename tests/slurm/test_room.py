@@ -34,7 +34,9 @@ def site(on_the_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.full
-def test_idle_notebooks_give_their_cores_to_those_that_wait_and_lose_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_idle_notebooks_give_their_cores_to_those_that_wait_and_lose_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     started = []
     try:
         for person in range(PEOPLE):
@@ -43,7 +45,10 @@ def test_idle_notebooks_give_their_cores_to_those_that_wait_and_lose_nothing(clu
         for _ in range(2):
             limit = time.monotonic() + LIMIT_S
             asked = [client.execute(CELL) for _, client in started]
-            said = [printed(client, cell, limit) for (_, client), cell in zip(started, asked, strict=True)]
+            said = [
+                printed(client, cell, limit)
+                for (_, client), cell in zip(started, asked, strict=True)
+            ]
             print("\n".join(said))
             ran_in = [re.search(r"ran in (\d+)", text) for text in said]
             jobs = [match[1] for match in ran_in if match]
@@ -51,7 +56,11 @@ def test_idle_notebooks_give_their_cores_to_those_that_wait_and_lose_nothing(clu
             assert len(set(jobs)) == PEOPLE, said
         [kept, *_] = {job.id for job in cluster.jobs() if job.state == "RUNNING"} & set(jobs)
         started[jobs.index(kept)][0].restart_kernel()
-        wait_until(lambda: kept not in {job.id for job in cluster.jobs()}, "the job has gone with its kernel", 30)
+        wait_until(
+            lambda: kept not in {job.id for job in cluster.jobs()},
+            "the job has gone with its kernel",
+            30,
+        )
     finally:
         for manager, client in started:
             client.stop_channels()
@@ -59,9 +68,12 @@ def test_idle_notebooks_give_their_cores_to_those_that_wait_and_lose_nothing(clu
 
 
 def seconds_waited(job: str) -> float:
-    shown = subprocess.run(["scontrol", "show", "job", job], check=True, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        ["scontrol", "show", "job", job], check=True, capture_output=True, text=True
+    ).stdout
     sent, began = (
-        datetime.fromisoformat(re.findall(rf"{what}Time=(\S+)", shown)[0]) for what in ("Submit", "\\bStart")
+        datetime.fromisoformat(re.findall(rf"{what}Time=(\S+)", shown)[0])
+        for what in ("Submit", "\\bStart")
     )
     return (began - sent).total_seconds()
 
@@ -76,6 +88,10 @@ def test_the_guides_command_ends_the_jobs_of_the_course_and_no_others(
     monkeypatch.setenv("USER", getpass.getuser())
     subprocess.run(["bash", "-c", command], check=True, timeout=60)
     try:
-        wait_until(lambda: {job.id for job in cluster.jobs()} == jobs - {kept}, "only salloc's job is left", 60)
+        wait_until(
+            lambda: {job.id for job in cluster.jobs()} == jobs - {kept},
+            "only salloc's job is left",
+            60,
+        )
     finally:
         cluster.cancel_all()

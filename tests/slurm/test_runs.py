@@ -19,11 +19,19 @@ TORCHRUN_ON_TWO_NODES = (
 @pytest.fixture(scope="module")
 def losses_without_slurm() -> list[str]:
     command = [sys.executable, "source_code/train.py", *TINY.split()]
-    return losses(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout)
+    return losses(
+        subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+        ).stdout
+    )
 
 
 def line_of_page(beginning: str) -> str:
-    [line] = [line for line in (ROOT / "docs" / "cluster.md").read_text().splitlines() if line.startswith(beginning)]
+    [line] = [
+        line
+        for line in (ROOT / "docs" / "cluster.md").read_text().splitlines()
+        if line.startswith(beginning)
+    ]
     return line
 
 
@@ -36,14 +44,19 @@ def test_the_srun_torchrun_line_runs_pipeline_test():
 
 
 def test_bare_srun_starts_four_ranks_that_train_as_one_process_does(losses_without_slurm):
-    line = line_of_page("srun -p gpu -N 1 -n 4 --gres=gpu:4 python source_code/train.py").partition("#")[0]
+    line = line_of_page("srun -p gpu -N 1 -n 4 --gres=gpu:4 python source_code/train.py").partition(
+        "#"
+    )[0]
     done = run(f"{line} {TINY}")
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses_without_slurm
 
 
 def test_bare_srun_on_two_nodes_trains_as_one_process_does(losses_without_slurm):
-    done = run(f"srun -N 2 --ntasks-per-node=2 --gres=gpu:2 python source_code/train.py --pp 2 --tp 2 {TINY}")
+    done = run(
+        "srun -N 2 --ntasks-per-node=2 --gres=gpu:2 python source_code/train.py --pp 2 --tp 2"
+        f" {TINY}"
+    )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses_without_slurm
     assert "crosses nodes" not in done.stderr
@@ -51,9 +64,13 @@ def test_bare_srun_on_two_nodes_trains_as_one_process_does(losses_without_slurm)
 
 @pytest.mark.full  # training says so, too: TP that crosses nodes warns
 @pytest.mark.parametrize(
-    ("launcher", "tasks"), [(TORCHRUN_ON_TWO_NODES, 1), ("python {}", 2)], ids=["torchrun", "bare-srun"]
+    ("launcher", "tasks"),
+    [(TORCHRUN_ON_TWO_NODES, 1), ("python {}", 2)],
+    ids=["torchrun", "bare-srun"],
 )
-def test_the_pipeline_goes_across_the_nodes_and_tensor_parallelism_stays_inside_one(launcher, tasks):
+def test_the_pipeline_goes_across_the_nodes_and_tensor_parallelism_stays_inside_one(
+    launcher, tasks
+):
     done = run(f"srun -N 2 --ntasks-per-node={tasks} {launcher.format('tests/slurm/where.py 2 2')}")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
@@ -69,7 +86,11 @@ def test_tensor_parallelism_across_nodes_runs_and_warns_once():
     done = run("srun -N 2 --ntasks-per-node=1 python tests/slurm/where.py 1 2")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
-    assert done.stderr.count("tp=2 crosses nodes: ranks 0 to 1") == done.stderr.count("crosses nodes") == 1
+    assert (
+        done.stderr.count("tp=2 crosses nodes: ranks 0 to 1")
+        == done.stderr.count("crosses nodes")
+        == 1
+    )
 
 
 def test_one_node_sbatch_trains_as_one_process_does(clone: Path, losses_without_slurm):
@@ -78,7 +99,9 @@ def test_one_node_sbatch_trains_as_one_process_does(clone: Path, losses_without_
     assert losses(job.output) == losses_without_slurm
 
 
-def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports(clone: Path, losses_without_slurm):
+def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports(
+    clone: Path, losses_without_slurm
+):
     job = submit("several_nodes.sbatch", clone, TINY, "--export=PATH,SLURM_CONF")
     assert job.wait() == "COMPLETED", job.output
     assert losses(job.output) == losses_without_slurm
@@ -92,14 +115,23 @@ def test_several_nodes_sbatch_trains_as_one_process_does_whatever_sbatch_exports
         pytest.param("0-3", {"pp=2", "dp-shard=2", "dp-replicate=2"}, marks=pytest.mark.full),
     ],
 )
-def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(cluster, clone: Path, tasks: str, ending: set[str]):
+def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(
+    cluster, clone: Path, tasks: str, ending: set[str]
+):
     tiny = TINY.replace("--heads=2 --layers=2", "--heads=1 --layers=2")
     job = submit("layouts.sbatch", clone, tiny, f"--array={tasks}")
     cluster.wait_until_empty(240)
     head, _, *rows = (clone / f"table-{job.id}.out").read_text().splitlines()
     assert head == "| layout | validation loss | tokens a second |"
-    found = [re.fullmatch(r"\| (\S+) \| (\d\.\d{3}|did not finish) \| ([\d,]*) ?\|", row) for row in rows]
-    assert [match and match[1] for match in found] == ["pp=2", "dp-shard=2", "dp-replicate=2", "tp=2"]
+    found = [
+        re.fullmatch(r"\| (\S+) \| (\d\.\d{3}|did not finish) \| ([\d,]*) ?\|", row) for row in rows
+    ]
+    assert [match and match[1] for match in found] == [
+        "pp=2",
+        "dp-shard=2",
+        "dp-replicate=2",
+        "tp=2",
+    ]
     losses = {match[1]: match[2] for match in found if match and match[3]}
     assert losses.keys() == ending
     assert len(set(losses.values())) == 1, "every layout trains the same model"
@@ -107,14 +139,21 @@ def test_layouts_sbatch_ends_in_one_table_that_owns_up_to_failures(cluster, clon
 
 
 NOT_STARTED = {"srun": "echo started"}
-TWO_NODES = {"SLURM_CPUS_PER_TASK": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+TWO_NODES = {
+    "SLURM_CPUS_PER_TASK": "2",
+    "SLURM_GPUS_ON_NODE": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_ID": "7",
+}
 ARRAY = {
     "SLURM_JOB_NAME": "layouts", "SLURM_JOB_PARTITION": "gpu", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0",
     "SLURM_ARRAY_TASK_MIN": "0",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch")))
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch"))
+)
 def test_a_job_that_was_submitted_elsewhere_says_so_at_once(tmp_path: Path, script: str):
     done = run(f"bash {ROOT}/source_code/slurm/{script}", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -141,11 +180,15 @@ def test_a_job_without_gpus_is_refused_with_the_option_it_lacks(clone: Path, scr
 
 
 @pytest.mark.parametrize(
-    "show_node", ["exit 1", "echo NodeName=n1 NodeHostName=n1"], ids=["no answer", "an answer without an address"]
+    "show_node",
+    ["exit 1", "echo NodeName=n1 NodeHostName=n1"],
+    ids=["no answer", "an answer without an address"],
 )
 def test_ranks_that_could_not_meet_are_not_started(clone: Path, show_node: str):
     scontrol = f'[ "$2" = hostnames ] && echo n1 && exit\n{show_node}'
-    done = run_by_hand("several_nodes.sbatch", clone, NOT_STARTED | {"scontrol": scontrol}, TWO_NODES)
+    done = run_by_hand(
+        "several_nodes.sbatch", clone, NOT_STARTED | {"scontrol": scontrol}, TWO_NODES
+    )
     assert (done.returncode != 0, done.stdout) == (True, "")
 
 
@@ -159,8 +202,14 @@ def test_ranks_that_could_not_meet_are_not_started(clone: Path, show_node: str):
         ("layouts.sbatch", "6", "2", "6"),
     ],
 )
-def test_the_ranks_share_out_the_tasks_cores(clone: Path, script: str, cores: str, gpus: str, threads: str):
-    programs = {"srun": "echo threads $OMP_NUM_THREADS $*", "sbatch": "", "scontrol": "echo NodeAddr=127.0.0.1"}
+def test_the_ranks_share_out_the_tasks_cores(
+    clone: Path, script: str, cores: str, gpus: str, threads: str
+):
+    programs = {
+        "srun": "echo threads $OMP_NUM_THREADS $*",
+        "sbatch": "",
+        "scontrol": "echo NodeAddr=127.0.0.1",
+    }
     variables = TWO_NODES | ARRAY | {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": gpus}
     done = run_by_hand(script, clone, programs, variables | {"SLURM_CPUS_PER_TASK": cores})
     assert done.returncode == 0, done.stderr
@@ -168,10 +217,16 @@ def test_the_ranks_share_out_the_tasks_cores(clone: Path, script: str, cores: st
     assert f"--cpus-per-task={cores} " in done.stdout
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch")))
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "source_code" / "slurm").glob("*.sbatch"))
+)
 @pytest.mark.parametrize(
     ("active", "taken"),
-    [({"CONDA_DEFAULT_ENV": "base"}, True), ({"CONDA_DEFAULT_ENV": "own"}, False), ({"VIRTUAL_ENV": "/own"}, False)],
+    [
+        ({"CONDA_DEFAULT_ENV": "base"}, True),
+        ({"CONDA_DEFAULT_ENV": "own"}, False),
+        ({"VIRTUAL_ENV": "/own"}, False),
+    ],
     ids=["base", "conda", "venv"],
 )
 def test_without_an_active_environment_a_job_takes_that_of_make_setup(
@@ -180,18 +235,30 @@ def test_without_an_active_environment_a_job_takes_that_of_make_setup(
     for program in ("python", "torchrun"):
         (clone / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
         (clone / ".venv" / "bin" / program).touch(mode=0o755)
-    programs = {"srun": "command -v python; command -v torchrun", "sbatch": "", "scontrol": "echo NodeAddr=127.0.0.1"}
-    done = run_by_hand(script, clone, programs, TWO_NODES | ARRAY | {"SLURM_JOB_NUM_NODES": "2"} | active)
+    programs = {
+        "srun": "command -v python; command -v torchrun",
+        "sbatch": "",
+        "scontrol": "echo NodeAddr=127.0.0.1",
+    }
+    done = run_by_hand(
+        script, clone, programs, TWO_NODES | ARRAY | {"SLURM_JOB_NUM_NODES": "2"} | active
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"{clone}/.venv/bin/") == 2 * taken
 
 
 @pytest.mark.parametrize(
     ("variables", "asked"),
-    [({"SLURM_JOB_ACCOUNT": "lab"}, "--account=lab "), ({}, ""), ({"SLURM_RESTART_COUNT": "1"}, None)],
+    [
+        ({"SLURM_JOB_ACCOUNT": "lab"}, "--account=lab "),
+        ({}, ""),
+        ({"SLURM_RESTART_COUNT": "1"}, None),
+    ],
     ids=["account", "no account", "requeued"],
 )
-def test_a_layout_is_trained_though_the_table_is_refused_or_already_queued(clone: Path, variables, asked):
+def test_a_layout_is_trained_though_the_table_is_refused_or_already_queued(
+    clone: Path, variables, asked
+):
     programs = {"srun": "echo trained", "sbatch": 'echo "$*" >> asked; exit 1'}
     done = run_by_hand("layouts.sbatch", clone, programs, ARRAY | variables)
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

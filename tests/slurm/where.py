@@ -16,6 +16,9 @@ pp, tp = map(int, sys.argv[1:])
 mesh = init_distributed(DistributedConfig(pp=pp, tp=tp))
 tp_mesh = get_tp_mesh(mesh)
 tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
-where = f"{os.environ['SLURMD_NODENAME']}: rank {get_world_info()[0]}, pp {get_pp_rank(mesh)}, tp {tp_rank}\n"
+where = (
+    f"{os.environ['SLURMD_NODENAME']}: rank {get_world_info()[0]}, pp {get_pp_rank(mesh)}, tp"
+    f" {tp_rank}\n"
+)
 sys.stdout.write(where)  # in one piece, or lines of several ranks run together
 destroy_distributed()

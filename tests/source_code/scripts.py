@@ -14,7 +14,11 @@ from course_pp.parallel import world
 from tests.processes import no_process_left
 
 # What train.py imports and a test of it does not: see ``RANKS_IMPORT`` in tests/conftest.py.
-TRAIN_IMPORTS = ("course_pp.training.flags", "course_pp.training.checkpointer", "torch.utils.tensorboard")
+TRAIN_IMPORTS = (
+    "course_pp.training.flags",
+    "course_pp.training.checkpointer",
+    "torch.utils.tensorboard",
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,11 @@ def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 10
     """What a script that succeeds prints, each line labelled with its rank as torchrun would."""
     ranks = run_script(n_ranks, arguments, timeout_s)
     assert [rank.code for rank in ranks] == [0] * n_ranks, "\n".join(rank.err for rank in ranks)
-    return [f"[rank {i}] {line}" for i, rank in enumerate(ranks) for line in (rank.out + rank.err).splitlines()]
+    return [
+        f"[rank {i}] {line}"
+        for i, rank in enumerate(ranks)
+        for line in (rank.out + rank.err).splitlines()
+    ]
 
 
 def _run(rank: int, arguments: list[str]) -> Ended:

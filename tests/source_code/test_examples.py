@@ -15,7 +15,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from course_pp import parallel
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, clip_grad_norm_, destroy_distributed, find_ties, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    clip_grad_norm_,
+    destroy_distributed,
+    find_ties,
+    init_distributed,
+)
 from course_pp.training.checkpoint import contents
 from tests.equality import (
     GRADIENT_TOLERANCE,
@@ -62,7 +68,9 @@ def load(name: str) -> ModuleType:
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """In the dtype of ``x``: transformers takes float32, which now and then rounds sums of another order apart."""
-    return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+    return torch.nn.functional.rms_norm(
+        x, module.weight.shape, module.weight, module.variance_epsilon
+    )
 
 
 def built(example: ModuleType, tied: bool) -> Any:
@@ -97,7 +105,9 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in values.items()}
 
 
-def train_on_rank(rank: int, name: str, tied: bool, layout: DistributedConfig, schedule: str) -> Any:
+def train_on_rank(
+    rank: int, name: str, tied: bool, layout: DistributedConfig, schedule: str
+) -> Any:
     example, mesh = load(name), init_distributed(layout)
     parallel.default_mp_policy = MixedPrecisionPolicy  # to compute, and reduce, in float64
     pipeline = example.build(built(example, tied).double(), mesh, schedule)
@@ -116,11 +126,15 @@ def train_on_rank(rank: int, name: str, tied: bool, layout: DistributedConfig, s
     return trained, norms
 
 
-def assert_equal(name: str, tied: bool, layout: DistributedConfig, schedule: str, **tolerances: float) -> None:
+def assert_equal(
+    name: str, tied: bool, layout: DistributedConfig, schedule: str, **tolerances: float
+) -> None:
     n_ranks = layout.pp * layout.dp_replicate * layout.dp_shard * layout.tp
     ranks = on_ranks(n_ranks, train_on_rank, name, tied, layout, schedule, timeout_s=100)
     expected, norms = reference(name, tied)
-    assert_same_training([trained for trained, _ in ranks], expected, find_ties(built(load(name), tied)))
+    assert_same_training(
+        [trained for trained, _ in ranks], expected, find_ties(built(load(name), tied))
+    )
     for _, found in ranks:
         assert found == pytest.approx(norms, rel=1e-11)
 
@@ -142,14 +156,20 @@ N_LAYERS = 14  # of the deepest example
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["llama", pytest.param("gpt2", marks=pytest.mark.full), pytest.param("convnet", marks=pytest.mark.full)]
+    "name",
+    [
+        "llama",
+        pytest.param("gpt2", marks=pytest.mark.full),
+        pytest.param("convnet", marks=pytest.mark.full),
+    ],
 )
 def test_an_example_in_bfloat16_differs_from_exact_numbers_by_rounding(name: str) -> None:
     """Within 4 · sqrt(16 · L) · u of float64, as one process in bfloat16 is too.
 
-    u = 2^-9 is the most that rounding to bfloat16 changes a number by, relatively. From the inputs to a gradient lie at
-    most 8 rounded products a layer on the way forward and as many back. Their errors have no common sign, so the 16 · L
-    of them add up as a random walk does; 4 is for four standard deviations, and for layers that magnify a little.
+    u = 2^-9 is the most that rounding to bfloat16 changes a number by, relatively. From the inputs
+    to a gradient lie at most 8 rounded products a layer on the way forward and as many back. Their
+    errors have no common sign, so the 16 · L of them add up as a random walk does; 4 is for four
+    standard deviations, and for layers that magnify a little.
     """
     ranks = on_ranks(4, rounded_on_rank, name, timeout_s=100)
     (expected, _), bound = reference(name, False), 4 * (16 * N_LAYERS) ** 0.5 * 2**-9
@@ -178,17 +198,24 @@ LONG = [
 @pytest.mark.parametrize(
     ("name", "tied", "layout", "schedule"),
     [
-        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.long if case in LONG else pytest.mark.full)
+        pytest.param(
+            *case,
+            marks=() if case in SAMPLE else pytest.mark.long if case in LONG else pytest.mark.full,
+        )
         for case in CASES
     ],
 )
-def test_an_example_equals_one_process(name: str, tied: bool, layout: DistributedConfig, schedule: str) -> None:
+def test_an_example_equals_one_process(
+    name: str, tied: bool, layout: DistributedConfig, schedule: str
+) -> None:
     assert_equal(name, tied, layout, schedule)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if "alone" not in name])
-def test_an_example_runs_as_its_docstring_says(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_example_runs_as_its_docstring_says(
+    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     steps = [line for line in labelled_lines(2, [str(EXAMPLES / script)]) if "loss" in line]
     assert len(steps) >= 5
@@ -216,21 +243,34 @@ def assert_equals_one_process(n_ranks: int, script: str, *arguments: str) -> lis
 
 @pytest.mark.parametrize(
     ("n_ranks", "schedule"),
-    [(2, "interleaved_1f1b"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, "1f1b"), (2, "zb_v")))],
+    [
+        (2, "interleaved_1f1b"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((4, "1f1b"), (2, "zb_v"))),
+    ],
 )
 def test_a_second_head_in_the_middle_equals_one_process(n_ranks: int, schedule: str) -> None:
-    lines = assert_equals_one_process(n_ranks, "multi_token.py", "--steps=2", f"--schedule={schedule}")
-    held = "{0: 'gpt2.transformer.wte.weight', 2: 'second.embedding.weight', 3: 'gpt2.lm_head.weight'}"
+    lines = assert_equals_one_process(
+        n_ranks, "multi_token.py", "--steps=2", f"--schedule={schedule}"
+    )
+    held = (
+        "{0: 'gpt2.transformer.wte.weight', 2: 'second.embedding.weight', 3: 'gpt2.lm_head.weight'}"
+    )
     assert sum(held in line for line in lines) == n_ranks
 
 
-@pytest.mark.parametrize(("first_layer", "on_rank_0"), [pytest.param(0, 8, marks=pytest.mark.long), (4, 0)])
-def test_adapters_equal_one_process_and_are_saved_alone(first_layer: int, on_rank_0: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first_layer", "on_rank_0"), [pytest.param(0, 8, marks=pytest.mark.long), (4, 0)]
+)
+def test_adapters_equal_one_process_and_are_saved_alone(
+    first_layer: int, on_rank_0: int, tmp_path: Path
+) -> None:
     flags = (f"--first-layer={first_layer}", f"--folder={tmp_path}")
     for n_ranks, steps in ((2, 2), (1, 3)):  # resumed on another number of ranks
         lines = assert_equals_one_process(n_ranks, "lora.py", *flags, f"--steps={steps}")
         assert sum(": loss " in line for line in lines) == (4 if n_ranks == 2 else 1)
-        assert n_ranks == 1 or any(f"[rank 0] rank 0: losses, norms and {on_rank_0} adapter" in line for line in lines)
+        assert n_ranks == 1 or any(
+            f"[rank 0] rank 0: losses, norms and {on_rank_0} adapter" in line for line in lines
+        )
     weights = [entry.key for entry in contents(tmp_path) if entry.key.startswith("model.")]
     assert len(weights) == 2 * (8 - first_layer)
     assert all("lora_" in name for name in weights)
@@ -239,7 +279,9 @@ def test_adapters_equal_one_process_and_are_saved_alone(first_layer: int, on_ran
 def test_adapters_without_peft_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"adapters come from peft, which cannot be imported.*pip install peft"):
+    with pytest.raises(
+        ValueError, match=r"adapters come from peft, which cannot be imported.*pip install peft"
+    ):
         load("lora").adapted(0)
 
 
@@ -255,25 +297,42 @@ def test_images_equal_one_process_and_a_thaw_is_resumed_on_either_side(tmp_path:
         lines = assert_equals_one_process(2, "vlm.py", *flags, f"--steps={steps}")
         assert sum("encoder frozen" in line for line in lines) == 2 * frozen
         if steps == 1:
-            assert_refused("--thaw-at is 0, but .* step 1 .* frozen: give 1 or more", "--thaw-at=0", flags[1])
-    assert_refused("--thaw-at is 3, but .* step 4 .* frozen until 2: give 2", "--thaw-at=3", flags[1], "--steps=5")
+            assert_refused(
+                "--thaw-at is 0, but .* step 1 .* frozen: give 1 or more", "--thaw-at=0", flags[1]
+            )
+    assert_refused(
+        "--thaw-at is 3, but .* step 4 .* frozen until 2: give 2",
+        "--thaw-at=3",
+        flags[1],
+        "--steps=5",
+    )
 
 
 def test_images_that_fit_no_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused("row 0 has 4 images of 4 patches, 22 tokens with its text, but 16 fit: give", "--most-images=4")
+    assert_refused(
+        "row 0 has 4 images of 4 patches, 22 tokens with its text, but 16 fit: give",
+        "--most-images=4",
+    )
     monkeypatch.syspath_prepend(str(EXAMPLES))
     row = torch.zeros(7, dtype=torch.long), torch.zeros(1, 3, 8, 8)
-    with pytest.raises(ValueError, match="row 0 has 1 images of 4 patches, and 7 tokens for them: give one"):
+    with pytest.raises(
+        ValueError, match="row 0 has 1 images of 4 patches, and 7 tokens for them: give one"
+    ):
         load("vlm").microbatches([row])
 
 
 def torch_alone_on_rank(rank: int) -> tuple[torch.Tensor, list[float], list[float]]:
     """This rank's end of the tie after training, the norms it clipped by, and those of the whole model."""
     sys.path.insert(0, str(EXAMPLES))
-    parallel.apply_fsdp2 = partial(parallel.apply_fsdp2, mp_policy=MixedPrecisionPolicy())  # to compute in float32
+    # to compute in float32
+    parallel.apply_fsdp2 = partial(parallel.apply_fsdp2, mp_policy=MixedPrecisionPolicy())
     alone, ours = load("gpt2_torch_alone"), load("gpt2")
     module, norms = alone.main(steps=STEPS)
-    end = (module.transformer.wte if "wte" in module.transformer else module.lm_head).weight.full_tensor().detach()
+    end = (
+        (module.transformer.wte if "wte" in module.transformer else module.lm_head)
+        .weight.full_tensor()
+        .detach()
+    )
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2))
     pipeline = ours.build(ours.build_model(), mesh, "1f1b")
     optimizer, expected = torch.optim.AdamW(pipeline.parameters(), lr=1e-3), []

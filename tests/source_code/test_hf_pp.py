@@ -13,7 +13,10 @@ from tests.source_code.scripts import labelled_lines, run_script
 SCRIPT = "source_code/hf_pp/llama_by_hand.py"
 GPT2 = ["source_code/hf_pp/pippy_gpt2.py", "--layers=3", "--width=64"]
 RANKS_IMPORT = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
-EQUAL = re.compile(r"equal to one process: 3 losses to (\S+), all 66 gradients of the last step to (\S+) \(float64\)")
+EQUAL = re.compile(
+    r"equal to one process: 3 losses to (\S+), all 66 gradients of the last step to (\S+)"
+    r" \(float64\)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,10 @@ def test_torchrun_trains_a_llama_cut_by_hand():
 
 @pytest.mark.parametrize(
     ("n_ranks", "schedule"),
-    [(3, "1f1b"), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "1f1b"), (2, "gpipe")))],
+    [
+        (3, "1f1b"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, "1f1b"), (2, "gpipe"))),
+    ],
 )
 def test_a_llama_cut_by_hand_trains_as_in_one_process(n_ranks, schedule):
     text = "\n".join(labelled_lines(n_ranks, [SCRIPT, f"--schedule={schedule}"]))
@@ -55,12 +61,16 @@ def test_more_ranks_than_layers_are_refused_in_one_message():
         ("lm", "zb_v", ["--batches=2"]),
         pytest.param("classification", "1f1b", ["--decoders", "2", "1"], marks=pytest.mark.full),
         pytest.param("classification", "gpipe", ["--by=parameters"], marks=pytest.mark.full),
-        pytest.param("classification", "interleaved_1f1b", ["--forward-only"], marks=pytest.mark.full),
+        pytest.param(
+            "classification", "interleaved_1f1b", ["--forward-only"], marks=pytest.mark.full
+        ),
         pytest.param("lm", "1f1b", ["--forward-only", "--by=memory"], marks=pytest.mark.full),
     ],
 )
 def test_gpt2_cut_automatically_equals_the_model_in_one_piece(head, schedule, options):
-    text = "\n".join(labelled_lines(2, [*GPT2, f"--head={head}", f"--schedule={schedule}", *options]))
+    text = "\n".join(
+        labelled_lines(2, [*GPT2, f"--head={head}", f"--schedule={schedule}", *options])
+    )
     assert all(f"[rank {rank}] Rank {rank} completes" in text for rank in range(2))
     held = [int(number) for _, number in sorted(re.findall(r"Rank (\d) .* (\d+) decoders", text))]
     assert sum(held) == 3
@@ -76,7 +86,10 @@ def test_gpt2_cut_automatically_equals_the_model_in_one_piece(head, schedule, op
         (["--microbatches=3"], "--batch 4 does not divide into --microbatches 3"),
         (
             ["--decoders", "3", "0"],
-            "--decoders 3 0 must be 2 numbers, one a stage, of 1 or more, that add up to --layers 3",
+            (
+                "--decoders 3 0 must be 2 numbers, one a stage, of 1 or more, that add up to"
+                " --layers 3"
+            ),
         ),
     ],
 )
@@ -98,7 +111,9 @@ def test_what_gpt2_cannot_be_cut_into_is_refused_in_one_message(options, words):
     ],
 )
 def test_any_model_equals_one_process(name, n_ranks, schedule):
-    lines = labelled_lines(n_ranks, ["source_code/hf_pp/any_model.py", name, f"--schedule={schedule}"])
+    lines = labelled_lines(
+        n_ranks, ["source_code/hf_pp/any_model.py", name, f"--schedule={schedule}"]
+    )
     equal = [line for line in lines if "and gradients equal to one process" in line]
     assert len(equal) == len([line for line in lines if re.search(r"\] stage \d+: ", line)])
     assert any("nothing stops a cut" in line for line in lines)

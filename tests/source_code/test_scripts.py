@@ -19,7 +19,14 @@ from tests.training.small import foreign_tokenizer
 ROOT = Path(__file__).parents[2]
 SCRIPT, TRAIN = "source_code/pipeline_test.py", "source_code/train.py"
 RANKS_IMPORT = TRAIN_IMPORTS
-TINY = ["--steps=3", "--dim=32", "--layers=2", "--seq-len=32", "--global-batch-size=8", "--microbatches=4"]
+TINY = [
+    "--steps=3",
+    "--dim=32",
+    "--layers=2",
+    "--seq-len=32",
+    "--global-batch-size=8",
+    "--microbatches=4",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +46,9 @@ LOSSES = "[6.9105, 6.9306, 6.9415, 6.9331]"
 @pytest.mark.full
 def test_torchrun_runs_pipeline_test():
     with no_process_left():
-        lines = run_torchrun(["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, where="local")
+        lines = run_torchrun(
+            ["--nnodes=1", "--nproc-per-node=2", SCRIPT], timeout_s=90, where="local"
+        )
     assert losses_of(lines) == [(1, LOSSES)]
 
 
@@ -57,14 +66,25 @@ def test_plain_torchrun_runs_pipeline_test_on_one_rank_from_its_own_folder(monke
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("schedule", "last", "precision"), [("1f1b", 1, "fp16"), ("zb_v", 0, "bf16"), ("interleaved_1f1b", 1, "fp8")]
+    ("schedule", "last", "precision"),
+    [("1f1b", 1, "fp16"), ("zb_v", 0, "bf16"), ("interleaved_1f1b", 1, "fp8")],
 )
 def test_train_reports_from_the_last_stage_only(schedule, last, precision):
     layers = "--layers=2" if schedule == "1f1b" else "--layers=4"
-    run = [TRAIN, "--pp=2", f"--schedule={schedule}", *TINY, layers, f"--precision={precision}", "--sample=2"]
+    run = [
+        TRAIN,
+        "--pp=2",
+        f"--schedule={schedule}",
+        *TINY,
+        layers,
+        f"--precision={precision}",
+        "--sample=2",
+    ]
     lines = labelled_lines(2, run)
     text = "\n".join(lines)
-    assert re.search(rf"\[rank {last}\] validation loss [\d.]+ nats a token; unigram entropy [\d.]+", text)
+    assert re.search(
+        rf"\[rank {last}\] validation loss [\d.]+ nats a token; unigram entropy [\d.]+", text
+    )
     assert re.search(rf"\[rank {last}\] [\d,]+ tokens a second", text)
     said = {int(rank) for rank in re.findall(r"\[rank (\d)\] (?!.*W\d{4})", text)}
     assert said == {last}, "only the last stage's rank reports and shows progress"
@@ -74,7 +94,9 @@ def test_train_reports_from_the_last_stage_only(schedule, last, precision):
 def test_training_falls_below_what_a_model_without_context_could_reach():
     small = ["--steps=60", "--dim=64", "--layers=2", "--seq-len=64", "--global-batch-size=16"]
     lines = labelled_lines(2, [TRAIN, "--pp=2", *small])
-    match = re.search(r"validation loss ([\d.]+) nats a token; unigram entropy ([\d.]+)", "\n".join(lines))
+    match = re.search(
+        r"validation loss ([\d.]+) nats a token; unigram entropy ([\d.]+)", "\n".join(lines)
+    )
     assert match is not None
     assert float(match[1]) < float(match[2]) - 0.2
 
@@ -83,7 +105,9 @@ def test_training_falls_below_what_a_model_without_context_could_reach():
 def test_training_shares_experts_out_and_tells_their_load():
     layout = ["--pp=2", "--dp-shard=2", "--ep=2", "--experts=4", "--balance=bias"]
     text = "\n".join(labelled_lines(4, [TRAIN, *TINY, "--layers=2", *layout, "--log-every=1"]))
-    assert re.search(r"step 1/\d+  loss [\d.]+  busiest expert \(layers\.[01]\) [\d.]+ × the mean", text)
+    assert re.search(
+        r"step 1/\d+  loss [\d.]+  busiest expert \(layers\.[01]\) [\d.]+ × the mean", text
+    )
 
 
 LAYOUTS = [
@@ -104,7 +128,10 @@ def printed_by_layout(layout):
     n_ranks = prod(factors) * (2 if "=-1" in layout else 1)
     fixed = [*TINY, "--layers=4", "--global-batch-size=16", "--sample=12", "--prompt=def "]
     lines = labelled_lines(n_ranks, [TRAIN, *fixed, *layout.split()])
-    said = [re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation|sample).*)", line) for line in lines]
+    said = [
+        re.fullmatch(r"\[rank (\d+)\] (.*(?:parameters|validation|sample).*)", line)
+        for line in lines
+    ]
     assert len({match[1] for match in said if match}) == 1, "one rank reports"
     return [match[2] for match in said if match]
 
@@ -124,14 +151,25 @@ def test_training_prints_the_same_losses_and_the_same_sample_under_every_layout(
 
 @pytest.mark.long
 def test_the_line_for_several_machines_without_slurm_trains_as_one_process_does():
-    [line] = re.findall(r"^torchrun --nnodes=2 .*", (ROOT / "docs" / "cluster.md").read_text(), re.M)
+    [line] = re.findall(
+        r"^torchrun --nnodes=2 .*", (ROOT / "docs" / "cluster.md").read_text(), re.M
+    )
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    line = line.replace("HOST", "127.0.0.1").replace("29500", port).replace("-node=4", "-node=1").replace("--tp 4", "")
+    line = (
+        line.replace("HOST", "127.0.0.1")
+        .replace("29500", port)
+        .replace("-node=4", "-node=1")
+        .replace("--tp 4", "")
+    )
     commands = [shlex.split(line.replace("-rank=0", f"-rank={node}")) for node in range(2)]
     with no_process_left():
         machines = [
-            subprocess.Popen([Path(sys.executable).parent / program, *rest, *TINY], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [Path(sys.executable).parent / program, *rest, *TINY],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for program, *rest in commands
         ]
         try:
@@ -141,11 +179,15 @@ def test_the_line_for_several_machines_without_slurm_trains_as_one_process_does(
                 machine.terminate()
     assert [machine.returncode for machine in machines] == [0, 0]
     alone = "\n".join(labelled_lines(1, [TRAIN, *TINY]))
-    [found], [expected] = (re.findall(r"validation loss ([\d.]+) nats", text) for text in (said, alone))
+    [found], [expected] = (
+        re.findall(r"validation loss ([\d.]+) nats", text) for text in (said, alone)
+    )
     assert found == expected
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="threads are listed in Linux's /proc"
+)
 @pytest.mark.parametrize(
     ("n_ranks", "layout"),
     [
@@ -153,12 +195,15 @@ def test_the_line_for_several_machines_without_slurm_trains_as_one_process_does(
         pytest.param(4, ["--pp=2", "--tp=2"], marks=pytest.mark.full),
     ],
 )
-def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(tmp_path, n_ranks, layout):
+def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(
+    tmp_path, n_ranks, layout
+):
     script = tmp_path / "threads.py"
     script.write_text(
         "import atexit, runpy\nfrom pathlib import Path\n"
         "def tell():\n"
-        "    print('threads', {path.read_text().strip() for path in Path('/proc/self/task').glob('*/comm')},\n"
+        "    print('threads', {path.read_text().strip() for path in"
+        " Path('/proc/self/task').glob('*/comm')},\n"
         "          flush=True)\n"
         "atexit.register(tell)\n"  # the first registered is the last called
         "train = runpy.run_path('source_code/train.py', run_name='train')\n"
@@ -175,7 +220,12 @@ def test_padded_documents_of_given_files_train_with_their_mask(tmp_path):
     for i in range(120):
         (tmp_path / f"{i}.txt").write_text(f"document {i} has its own length. " * (i % 7 + 1))
     (tmp_path / "tokenizer.json").write_text(foreign_tokenizer("[BOT]").to_str())
-    documents = ["--padded", "--tie-embeddings", f"--text={tmp_path}", f"--tokenizer={tmp_path}/tokenizer.json"]
+    documents = [
+        "--padded",
+        "--tie-embeddings",
+        f"--text={tmp_path}",
+        f"--tokenizer={tmp_path}/tokenizer.json",
+    ]
     lines = labelled_lines(1, [TRAIN, *TINY, *documents, "--sample=3"])
     assert any("validation loss" in line for line in lines)
     assert any("sample: " in line for line in lines)
@@ -207,12 +257,21 @@ def test_first_run_equals_one_process_and_writes_its_picture():
         (["--pp=1", "--tp=2", "--dp-shard=3"], ["dp_shard × tp = 3 × 2 = 6", "world size is 1"]),
         (["--reshard=sometimes"], ["--reshard sometimes", "auto, true, false or a number"]),
         (["--reshard=4"], ["reshard_after_forward=4", "dp_shard=1"]),
-        (["--precision=half"], ['"half" for --precision. Choose from: "auto", "fp32", "bf16", "fp16"']),
+        (
+            ["--precision=half"],
+            ['"half" for --precision. Choose from: "auto", "fp32", "bf16", "fp16"'],
+        ),
         (["--save-every=5"], ["--save-every needs --checkpoint-dir"]),
         (["--checkpoint-dir=runs/none", "--keep-every=5"], ["--keep-every 5 needs keep_last"]),
         (["--sample=5", "--share-gpus"], ["--sample 5 with --share-gpus", "Leave --sample out"]),
-        (["--checkpoint-dir=README.md"], ["README.md cannot hold checkpoints", "choose another directory"]),
-        (["--checkpoint-dir=runs/none", "--resume=always"], ["--resume 'always' must be auto, never, or the path"]),
+        (
+            ["--checkpoint-dir=README.md"],
+            ["README.md cannot hold checkpoints", "choose another directory"],
+        ),
+        (
+            ["--checkpoint-dir=runs/none", "--resume=always"],
+            ["--resume 'always' must be auto, never, or the path"],
+        ),
     ],
     ids=" ".join,
 )
@@ -231,7 +290,10 @@ def test_train_refuses_with_one_message_that_names_value_and_remedy(arguments, n
     [
         ([SCRIPT, "--layers=2"], "3 stages need at least 3 layers"),
         ([TRAIN, "--tp=3", *TINY], "tp=3 must divide n_heads=4"),
-        ([TRAIN, "--dp-shard=3", *TINY], "--global-batch-size 8 does not divide into 4 microbatches × 3 data"),
+        (
+            [TRAIN, "--dp-shard=3", *TINY],
+            "--global-batch-size 8 does not divide into 4 microbatches × 3 data",
+        ),
     ],
     ids=["layers", "heads", "rows"],
 )

@@ -24,7 +24,14 @@ STEPS = 40
 RANKS_IMPORT = TRAIN_IMPORTS
 LAST = f"step_{STEPS:08d}"
 RUN = [
-    *("source_code/train.py", f"--steps={STEPS}", "--dim=32", "--layers=4", "--seq-len=32", "--global-batch-size=8"),
+    *(
+        "source_code/train.py",
+        f"--steps={STEPS}",
+        "--dim=32",
+        "--layers=4",
+        "--seq-len=32",
+        "--global-batch-size=8",
+    ),
     *("--microbatches=4", "--log-every=1", "--save-every=10", "--eval-every=15"),
 ]
 
@@ -72,11 +79,15 @@ def losses(folder: Path) -> list[tuple[str, int, float]]:
 
 def differences(one: Path, other: Path) -> list[Difference]:
     """Of two final checkpoints, but for where their runs wrote the log."""
-    return [found for found in diff(one / LAST, other / LAST) if found.key != "extra.config.log_folder"]
+    return [
+        found for found in diff(one / LAST, other / LAST) if found.key != "extra.config.log_folder"
+    ]
 
 
 @contextmanager
-def started(commands: Sequence[tuple[list[str], dict[str, str]]], errors: Path) -> Iterator[list[subprocess.Popen]]:
+def started(
+    commands: Sequence[tuple[list[str], dict[str, str]]], errors: Path
+) -> Iterator[list[subprocess.Popen]]:
     """Processes with (command, environment); they are killed in the end if they are still there."""
     base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -91,7 +102,13 @@ def started(commands: Sequence[tuple[list[str], dict[str, str]]], errors: Path) 
 
 
 def under_torchrun(arguments: list[str], *options: str) -> list[tuple[list[str], dict[str, str]]]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+    ]
     return [([*launcher, "--nproc-per-node=2", *options, *arguments], {})]
 
 
@@ -110,7 +127,9 @@ def wait_for_steps(folder: Path, n: int, processes: Sequence[subprocess.Popen]) 
     log = folder / "logs" / METRICS
     while not log.exists() or log.read_text().count('"train"') < n:
         assert time.monotonic() < limit, "the run does not come to its first steps"
-        assert all(process.poll() is None for process in processes), "the run ended before it was interrupted"
+        assert all(process.poll() is None for process in processes), (
+            "the run ended before it was interrupted"
+        )
         time.sleep(0.005)
 
 
@@ -122,7 +141,10 @@ def test_after_sigterm_to_torchrun_the_same_command_ends_with_the_same_bits(
 ) -> None:
     options = ["--async-save"] if how == "async" else []
     folder, errors = tmp_path / "run", tmp_path / "errors"
-    with no_process_left(), started(under_torchrun(command(folder, *options)), errors) as [torchrun]:
+    with (
+        no_process_left(),
+        started(under_torchrun(command(folder, *options)), errors) as [torchrun],
+    ):
         wait_for_steps(folder, 11, [torchrun])
         torchrun.send_signal(signal.SIGTERM)
         assert torchrun.wait(40) == 1, "torchrun does not hand an exit code on"
@@ -174,13 +196,22 @@ def test_without_a_directory_a_signal_ends_the_run_as_it_ends_any_program(tmp_pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["--tp=2 --pp=1", "--pp=2 --dp-shard=2 --schedule=interleaved_1f1b"])
+@pytest.mark.parametrize(
+    "layout", ["--tp=2 --pp=1", "--pp=2 --dp-shard=2 --schedule=interleaved_1f1b"]
+)
 def test_another_layout_goes_on_from_a_checkpoint_with_the_same_losses(
     uninterrupted: Path, tmp_path: Path, layout: str
 ) -> None:
     n_ranks = 4 if "dp-shard" in layout else 2
     source = uninterrupted / "step_00000030"
-    complete(tmp_path, *layout.split(), "--microbatches=2", f"--resume={source}", "--keep-last=1", n_ranks=n_ranks)
+    complete(
+        tmp_path,
+        *layout.split(),
+        "--microbatches=2",
+        f"--resume={source}",
+        "--keep-last=1",
+        n_ranks=n_ranks,
+    )
     expected = [entry for entry in losses(uninterrupted) if entry[1] > 30]
     for (event, step, loss), found in zip(expected, losses(tmp_path), strict=True):
         assert found == (event, step, pytest.approx(loss, rel=1e-5))
@@ -194,4 +225,6 @@ def test_a_run_that_has_ended_says_that_nothing_is_left(ended: Path, tmp_path: P
 
 def test_the_last_checkpoint_holds_what_an_export_needs(ended: Path, tmp_path: Path) -> None:
     exported = export_hf(ended, tmp_path / "hf")
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in exported.iterdir()
+    }

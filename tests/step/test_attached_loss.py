@@ -84,7 +84,10 @@ def batch(n_microbatches: int, seed: int = 0) -> Batch:
     """Microbatches of one to three rows, of which unequally many tokens count: none in the third."""
     generator = torch.Generator().manual_seed(seed)
     rows = [1 + i % 3 for i in range(n_microbatches)]
-    inputs, targets = ([torch.randint(VOCABULARY, (n, SEQ_LEN), generator=generator) for n in rows] for _ in range(2))
+    inputs, targets = (
+        [torch.randint(VOCABULARY, (n, SEQ_LEN), generator=generator) for n in rows]
+        for _ in range(2)
+    )
     for i, target in enumerate(targets):
         target[:, : i % 3] = -100
     targets[2][:] = -100
@@ -97,7 +100,10 @@ def mean_square(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def in_one_process(
-    stages: Sequence[nn.Module], steps: Sequence[Batch], loss_fn: Any, collect: Callable[[], dict[str, Tensor]]
+    stages: Sequence[nn.Module],
+    steps: Sequence[Batch],
+    loss_fn: Any,
+    collect: Callable[[], dict[str, Tensor]],
 ) -> tuple[list[Done], list[dict[str, float]]]:
     """Each step's losses, gradients and sums of attached losses; ``collect`` returns those of the last forward."""
     done, sums = [], []
@@ -122,7 +128,9 @@ def parts_in_one_process(
     n_stages: int, steps: Sequence[Batch], loss_fn: Any
 ) -> tuple[list[Done], list[dict[str, float]]]:
     stages = parts(n_stages, attach=False)
-    return in_one_process(stages, steps, loss_fn, lambda: {n: x for s in stages for n, x in s.losses.items()})
+    return in_one_process(
+        stages, steps, loss_fn, lambda: {n: x for s in stages for n, x in s.losses.items()}
+    )
 
 
 def runtime_steps(
@@ -142,9 +150,13 @@ def runtime_steps(
     return done, sums
 
 
-def assert_equal_sums(found: Sequence[Sequence[dict[str, float]]], expected: Sequence[dict[str, float]]) -> None:
+def assert_equal_sums(
+    found: Sequence[Sequence[dict[str, float]]], expected: Sequence[dict[str, float]]
+) -> None:
     for rank, sums in enumerate(found):
-        torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}")
+        torch.testing.assert_close(
+            sums, expected, rtol=1e-12, atol=0, msg=lambda m, r=rank: f"rank {r}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +167,9 @@ def assert_equal_sums(found: Sequence[Sequence[dict[str, float]]], expected: Seq
         [pytest.param(mean_square, id="samples"), pytest.param(CrossEntropy(), id="tokens")],
     ),
 )
-def test_the_runtime_adds_an_attached_loss_under_every_schedule(name: str, recompute: bool, loss_fn: Any) -> None:
+def test_the_runtime_adds_an_attached_loss_under_every_schedule(
+    name: str, recompute: bool, loss_fn: Any
+) -> None:
     steps, n_stages = [batch(4), batch(4, 1)], build(name, 2, 4).n_stages
     with no_process_left():
         found = on_ranks(2, runtime_steps, name, 2, steps, loss_fn, recompute, timeout_s=30.0)
@@ -164,7 +178,9 @@ def test_the_runtime_adds_an_attached_loss_under_every_schedule(name: str, recom
     assert_equal_sums([each for _, each in found], sums)
 
 
-def sharded_runtime_step(rank: int, data: Batch) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+def sharded_runtime_step(
+    rank: int, data: Batch
+) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
     stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
     module = parts(2)[stage]
@@ -191,16 +207,21 @@ def test_an_update_within_the_step_takes_the_whole_attached_loss() -> None:
     [stage], [alone] = parts(1), parts(1, attach=False)
     optimizer, plain = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (stage, alone))
     schedule = build("pipedream", 1, M)
-    pipeline = Pipeline(schedule, stage, CrossEntropy(), optimizers={0: optimizer}, versions="stash", tied=())
+    pipeline = Pipeline(
+        schedule, stage, CrossEntropy(), optimizers={0: optimizer}, versions="stash", tied=()
+    )
     take_step(pipeline, inputs, targets)
     for x, target in zip(inputs, targets, strict=True):
         plain.zero_grad()
         (CrossEntropy()(alone(x), target) + sum(alone.losses.values())).backward()
         plain.step()
-    torch.testing.assert_close(list(stage.parameters()), list(alone.parameters()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        list(stage.parameters()), list(alone.parameters()), rtol=0, atol=1e-12
+    )
 
 
-# The production stack. Its microbatches have equally many rows, of which unequally many tokens count.
+# The production stack. Its microbatches have equally many rows, of which unequally many tokens
+# count.
 
 ROWS = 8
 
@@ -215,7 +236,10 @@ class Recipe(NamedTuple):
 
 
 RECIPES = [
-    *(Recipe(name) for name in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "gpipe")),
+    *(
+        Recipe(name)
+        for name in ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "gpipe")
+    ),
     *(Recipe(name, foreign=True) for name in ("1f1b", "zb_h1", "zb_v", "dualpipe_v")),
     *(Recipe(name, tied=True) for name in ("1f1b", "zb_v")),
     *(Recipe(name, ac="full") for name in ("interleaved_1f1b", "zb_v")),
@@ -229,7 +253,9 @@ SHARDED = [
 
 def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    inputs, target = (torch.randint(VOCABULARY, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))
+    inputs, target = (
+        torch.randint(VOCABULARY, (ROWS, SEQ_LEN), generator=generator) for _ in range(2)
+    )
     target[0, 1:], target[2:4], target[5] = -100, -100, -100
     return inputs, target
 
@@ -239,7 +265,10 @@ def with_losses(model: nn.Module, attach: bool) -> dict[str, Tensor]:
     losses: dict[str, Tensor] = {}
 
     def hook(name: str, module: nn.Module, _: Any, output: Tensor) -> Tensor:
-        for what, loss in {"square": output.square().mean(), "decay": decay_of(module.up_proj)}.items():
+        for what, loss in {
+            "square": output.square().mean(),
+            "decay": decay_of(module.up_proj),
+        }.items():
             output = attach_loss(output, loss, f"{what} {name}") if attach else output
             losses[f"{what} {name}"] = loss
         return output
@@ -264,7 +293,9 @@ def stage_modules(recipe: Recipe, rank: int, pp: int) -> list[nn.Module]:
     return modules
 
 
-def build_pipeline(recipe: Recipe, loss_fn: Any = None) -> tuple[Any, list[nn.Module], PipelineSchedule]:
+def build_pipeline(
+    recipe: Recipe, loss_fn: Any = None
+) -> tuple[Any, list[nn.Module], PipelineSchedule]:
     mesh = init_distributed(recipe.layout, seed=0)
     modules = stage_modules(recipe, get_pp_rank(mesh), get_pp_size(mesh))
     indices = get_stage_indices(recipe.schedule, get_pp_rank(mesh), get_pp_size(mesh))
@@ -286,14 +317,18 @@ def build_pipeline(recipe: Recipe, loss_fn: Any = None) -> tuple[Any, list[nn.Mo
     return mesh, modules, pipeline
 
 
-def parallel_steps(rank: int, recipes: Sequence[Recipe]) -> list[tuple[Trained, list[dict[str, float]], bool]]:
+def parallel_steps(
+    rank: int, recipes: Sequence[Recipe]
+) -> list[tuple[Trained, list[dict[str, float]], bool]]:
     """What two steps leave, with the gradients of both added up; whether evaluation between them changes nothing."""
     results = []
     for recipe in recipes:
         mesh, modules, pipeline = build_pipeline(recipe)
         losses, sums, same = [], [], True
         for seed in range(2):
-            inputs, target = (part.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for part in rows(seed))
+            inputs, target = (
+                part.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for part in rows(seed)
+            )
             losses.append(pipeline.step(inputs, target=target).item())
             before = snapshot_gradients(modules)
             pipeline.eval(inputs, target=target)
@@ -301,7 +336,9 @@ def parallel_steps(rank: int, recipes: Sequence[Recipe]) -> list[tuple[Trained, 
             same = same and all(torch.equal(before[name], after[name]) for name in before)
             sums.append(pipeline.attached)
         gradients = (
-            {f"{m.stage}.{n}": p.grad for m in modules for n, p in m.named_parameters()} if recipe.foreign else after
+            {f"{m.stage}.{n}": p.grad for m in modules for n, p in m.named_parameters()}
+            if recipe.foreign
+            else after
         )
         results.append((Trained(losses, gradients, {}), sums, same))
     return results
@@ -324,7 +361,9 @@ def recipe_in_one_process(recipe: Recipe) -> tuple[Trained, list[dict[str, float
     return Trained([sum(each.losses) for each in done], total, {}), sums
 
 
-@pytest.mark.parametrize(("n_ranks", "recipes"), [(2, RECIPES), (4, SHARDED)], ids=["pp", "with FSDP2"])
+@pytest.mark.parametrize(
+    ("n_ranks", "recipes"), [(2, RECIPES), (4, SHARDED)], ids=["pp", "with FSDP2"]
+)
 def test_parallel_adds_an_attached_loss_under_what_torch_runs(
     n_ranks: int, recipes: list[Recipe], subtests: Any
 ) -> None:
@@ -393,11 +432,16 @@ def in_parallel(module: nn.Module) -> PipelineSchedule:
 
 
 def refused(rank: int, engine: str, what: str) -> str:
-    module, options = Wrong(rank, what).double(), {"recompute": engine == "runtime, recomputed", "timeout_s": 20}
+    module, options = (
+        Wrong(rank, what).double(),
+        {"recompute": engine == "runtime, recomputed", "timeout_s": 20},
+    )
     if engine == "parallel":
         step = partial(in_parallel(module).step, target=ZEROS)
     else:
-        step = partial(Pipeline(build("1f1b", 2, M), module, F.mse_loss, **options).step, target=ZEROS)
+        step = partial(
+            Pipeline(build("1f1b", 2, M), module, F.mse_loss, **options).step, target=ZEROS
+        )
     with pytest.raises((StepFailed, ValueError)) as refusal:
         step(ZEROS)
     return str(refusal.value)
@@ -423,7 +467,10 @@ def attached_too_late(rank: int) -> None:
 
 
 def test_parallel_refuses_a_loss_that_begins_after_the_first_step() -> None:
-    with no_process_left(), pytest.raises(ValueError, match="no loss was attached in this pipeline's first step"):
+    with (
+        no_process_left(),
+        pytest.raises(ValueError, match="no loss was attached in this pipeline's first step"),
+    ):
         on_ranks(2, attached_too_late, timeout_s=30.0)
 
 

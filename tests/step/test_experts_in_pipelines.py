@@ -1,6 +1,8 @@
-"""A pipeline with experts is one process with experts: losses of routers, gradients, loads, moved biases.
+"""A pipeline with experts is one process with experts: losses of routers, gradients, loads, moved
+biases.
 
-The one process computes the losses of the same pieces, a microbatch on a data rank each. It never sees padding.
+The one process computes the losses of the same pieces, a microbatch on a data rank each. It never
+sees padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +15,12 @@ from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Router, Transformer
-from course_pp.model.experts import ExpertLoad, count_over_data_ranks, expert_loads, update_router_bias
+from course_pp.model.experts import (
+    ExpertLoad,
+    count_over_data_ranks,
+    expert_loads,
+    update_router_bias,
+)
 from course_pp.parallel import (
     DistributedConfig,
     build_pipeline_schedule,
@@ -37,7 +44,9 @@ CONFIG = ModelConfig(
     dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, n_experts=4, expert_dim=8, moe_every=1,
     balance_coef=0.1, z_coef=0.05,
 )  # fmt: skip
-BIAS = replace(CONFIG, balance="bias", z_coef=0.0, router="sigmoid", moe_every=2, n_shared_experts=1)
+BIAS = replace(
+    CONFIG, balance="bias", z_coef=0.0, router="sigmoid", moe_every=2, n_shared_experts=1
+)
 TIGHT = replace(CONFIG, balance="sequence", capacity_factor=0.75, moe_every=2)
 LIMITED = replace(CONFIG, capacity_factor=0.75, n_shared_experts=1)
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v")
@@ -54,8 +63,11 @@ class Routed:
     biases: dict[str, list[float]] = field(default_factory=dict)
 
 
-def data(config: ModelConfig, pieces: int, accumulated: int = 1, even: bool = False, padded: bool = False) -> list[Any]:
-    """Three steps of ``accumulated`` batches of at least a row a piece, of which unequally many tokens count.
+def data(
+    config: ModelConfig, pieces: int, accumulated: int = 1, even: bool = False, padded: bool = False
+) -> list[Any]:
+    """Three steps of ``accumulated`` batches of at least a row a piece, of which unequally many
+    tokens count.
 
     Args:
         even: as many targets count in every row.
@@ -81,7 +93,9 @@ def mask_of(target: Tensor) -> Tensor:
     return is_token
 
 
-def without_padding(tokens: Tensor, target: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def without_padding(
+    tokens: Tensor, target: Tensor, is_token: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The tokens of all rows in one, where each sees its own row alone; and the model's keywords for it."""
     row, position = is_token.nonzero(as_tuple=True)
     keywords = {"attention_mask": (row[:, None] == row)[None, None], "position_ids": position[None]}
@@ -96,13 +110,19 @@ def routed(
     run: Callable[[Any, int], tuple[float, dict[str, float]]],
     crowded: bool = False,
 ) -> Routed:
-    """Train by ``run(batch, divisor)``, which adds gradients and returns the loss and the attached losses.
+    """Train by ``run(batch, divisor)``, which adds gradients and returns the loss and the attached
+    losses.
 
     Args:
         crowded: every token goes to the first experts, by a bias.
     """
     result = Routed(Trained([], {}, {}))
-    for router in (part for module in modules for part in module.modules() if crowded and isinstance(part, Router)):
+    for router in (
+        part
+        for module in modules
+        for part in module.modules()
+        if crowded and isinstance(part, Router)
+    ):
         router.get_buffer("bias")[: router.config.top_k] = 100.0
 
     def step(i: int) -> float:
@@ -110,7 +130,9 @@ def routed(
         done = [run(batch, divisor) for batch in steps[i]]
         result.attached.append({name: sum(each[name] for _, each in done) for name in done[0][1]})
         result.loads.append(expert_loads(modules, mesh))
-        n_tokens = sum(int(mask[0].sum()) if mask else tokens.numel() for tokens, _, *mask in steps[i])
+        n_tokens = sum(
+            int(mask[0].sum()) if mask else tokens.numel() for tokens, _, *mask in steps[i]
+        )
         pairs = modules[0].config.top_k * n_tokens
         assert all(sum(load.tokens) == pairs for load in result.loads[-1].values())
         update_router_bias(modules, result.loads[-1])
@@ -118,7 +140,11 @@ def routed(
 
     result.trained = train(modules, len(steps), step, optimizer)
     for module in modules:
-        result.biases |= {name: buffer.tolist() for name, buffer in module.named_buffers() if name.endswith("bias")}
+        result.biases |= {
+            name: buffer.tolist()
+            for name, buffer in module.named_buffers()
+            if name.endswith("bias")
+        }
     return result
 
 
@@ -235,9 +261,18 @@ SHARDED = [
     ),
     Case("1f1b", BIAS, "full", DistributedConfig(pp=2, dp_replicate=2, dp_shard=1), accumulated=2),
     Case("zb_v", CONFIG, "full", DistributedConfig(pp=2, dp_shard=2), joined=True),
-    *(Case(name, CONFIG, layout=DistributedConfig(pp=2, dp_shard=2, ep=2)) for name in ("zb_v", "dualpipe_v")),
+    *(
+        Case(name, CONFIG, layout=DistributedConfig(pp=2, dp_shard=2, ep=2))
+        for name in ("zb_v", "dualpipe_v")
+    ),
     Case("1f1b", LIMITED, "full", layout=DistributedConfig(pp=2, dp_shard=2, ep=2), mask="whole"),
-    Case("zb_v", CONFIG, layout=DistributedConfig(pp=2, dp_shard=2), joined=True, mask="by microbatch"),
+    Case(
+        "zb_v",
+        CONFIG,
+        layout=DistributedConfig(pp=2, dp_shard=2),
+        joined=True,
+        mask="by microbatch",
+    ),
     Case("1f1b", CONFIG, layout=DistributedConfig(dp_shard=2, tp=2), mask="whole"),
     Case("1f1b", LIMITED, layout=DistributedConfig(pp=2, dp_shard=1, tp=2), mask="whole"),
 ]
@@ -256,7 +291,10 @@ def in_one_layout(case: Case) -> Routed:
     if case.joined:
         count_over_data_ranks(modules, mesh)
     n_data, rows = get_dp_size(mesh), len(steps[0][0][0]) // case.pieces
-    stages = [build_pipeline_stage(module, mesh, "cpu", rows, case.config.max_seq_len) for module in modules]
+    stages = [
+        build_pipeline_stage(module, mesh, "cpu", rows, case.config.max_seq_len)
+        for module in modules
+    ]
     pipeline = build_pipeline_schedule(stages, m, CrossEntropy(), case.schedule)
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
@@ -286,4 +324,7 @@ def test_parallel(n_ranks: int, cases: list[Case], subtests: Any) -> None:
         with subtests.test(str(case)):
             joined = case.pieces // case.n_microbatches if case.joined else 1
             padded = case.mask != "no"
-            assert_same(found, one_process(case.config, case.pieces, case.accumulated, joined, padded=padded))
+            assert_same(
+                found,
+                one_process(case.config, case.pieces, case.accumulated, joined, padded=padded),
+            )

@@ -14,7 +14,12 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, build_pipeline_schedule, build_pipeline_stage, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    build_pipeline_schedule,
+    build_pipeline_stage,
+    init_distributed,
+)
 from course_pp.parallel.mesh import limit_waiting
 from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Action, Schedule, build
@@ -30,7 +35,10 @@ Stepper = Callable[[nn.Module], None]
 
 def stages() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double() for _ in range(2)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+        for _ in range(2)
+    ]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -65,7 +73,9 @@ STEPPERS: dict[str, Stepper] = {"by hand": by_hand, "AdamW": adam}
 
 
 def runtime(rank: int, name: str, module: nn.Module, tied: Any = None) -> Callable[[], float]:
-    pipeline = Pipeline(build(name, dist.get_world_size(), M), module, F.mse_loss, tied=tied, timeout_s=20)
+    pipeline = Pipeline(
+        build(name, dist.get_world_size(), M), module, F.mse_loss, tied=tied, timeout_s=20
+    )
     x, y = batch()
     return lambda: pipeline.step(x, target=y).item()
 
@@ -85,7 +95,9 @@ def parameters(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def trained(rank: int, engine: str, tied: Any) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
+def trained(
+    rank: int, engine: str, tied: Any
+) -> dict[tuple[str, str], tuple[list[float], list[Tensor]]]:
     """The losses and what the parameters of ``rank`` are at last, by schedule and stepper."""
     found = {}
     for name in NAMES:
@@ -119,14 +131,20 @@ def trained_here(add_hooks: Stepper, tied: Any) -> tuple[list[float], list[list[
 
 @pytest.mark.parametrize("tied", [[], TIES], ids=["nothing tied", "tied"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_optimizer_that_steps_in_a_hook_steps_once_as_in_one_process(engine: str, tied: Any) -> None:
+def test_an_optimizer_that_steps_in_a_hook_steps_once_as_in_one_process(
+    engine: str, tied: Any
+) -> None:
     with no_process_left():
         ranks = on_ranks(2, trained, engine, tied, timeout_s=60.0)
     for (name, which), _ in ranks[0].items():
         losses, expected = trained_here(STEPPERS[which], tied)
         for rank, found in enumerate(ranks):
-            assert found[name, which][0] == pytest.approx(losses, rel=1e-12), f"{name}, {which}, rank {rank}"
-            torch.testing.assert_close(found[name, which][1], expected[rank], rtol=1e-12, atol=1e-14)
+            assert found[name, which][0] == pytest.approx(losses, rel=1e-12), (
+                f"{name}, {which}, rank {rank}"
+            )
+            torch.testing.assert_close(
+                found[name, which][1], expected[rank], rtol=1e-12, atol=1e-14
+            )
 
 
 def refused(rank: int) -> list[str]:
@@ -143,7 +161,9 @@ def refused(rank: int) -> list[str]:
     return said
 
 
-def test_optimizers_that_torch_lets_step_in_each_backward_are_refused_by_name_on_every_rank() -> None:
+def test_optimizers_that_torch_lets_step_in_each_backward_are_refused_by_name_on_every_rank() -> (
+    None
+):
     for said in on_ranks(2, refused, timeout_s=60.0):
         for words in said:
             assert "'0.weight' of stage 1 has an optimizer that steps in the backward" in words
@@ -184,7 +204,11 @@ def sharded(rank: int, engine: str) -> list[Tensor]:
     by_hand(module)
     for _ in range(STEPS):
         step()
-    return [parameter.full_tensor() for parameter in parameters(module) if isinstance(parameter, DTensor)]
+    return [
+        parameter.full_tensor()
+        for parameter in parameters(module)
+        if isinstance(parameter, DTensor)
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -270,7 +294,9 @@ def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
 def test_hooks_that_are_removed_inside_are_not_called_and_stay_away() -> None:
     module, called = nn.Linear(WIDTH, 1), []
     first, handle, last = (
-        module.weight.register_post_accumulate_grad_hook(lambda _, which=which: called.append(which))
+        module.weight.register_post_accumulate_grad_hook(
+            lambda _, which=which: called.append(which)
+        )
         for which in ("first", "removed", "last")
     )
     with called_once([module]):
@@ -337,7 +363,9 @@ def detaching(rank: int, engine: str) -> tuple[int, Tensor]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_hook_of_a_tied_weight_is_called_where_its_gradient_comes_from_other_ranks_alone(engine: str) -> None:
+def test_the_hook_of_a_tied_weight_is_called_where_its_gradient_comes_from_other_ranks_alone(
+    engine: str,
+) -> None:
     (one, here), (other, there) = on_ranks(2, detaching, engine, timeout_s=60.0)
     assert one == other == 1
     assert here.any()

@@ -60,7 +60,9 @@ def test_shares_add_up_to_the_mean_of_the_batch(dtype, made, as_tensor):
 
     within = {"rtol": 4 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
     for several in (products, quotients):
-        torch.testing.assert_close(torch.stack(several).sum().double(), mean.detach().double(), **within)
+        torch.testing.assert_close(
+            torch.stack(several).sum().double(), mean.detach().double(), **within
+        )
     torch.testing.assert_close(torch.cat([leaf.grad for leaf in leaves]), whole.grad, **within)
 
 
@@ -103,7 +105,9 @@ def two_stages(weight_of_loss: float = 0.0) -> list[nn.Module]:
     return stages
 
 
-def on_either_engine(mesh: Any, module: nn.Module, loss_fn: Any, engine: str) -> Callable[[Tensor, Tensor], float]:
+def on_either_engine(
+    mesh: Any, module: nn.Module, loss_fn: Any, engine: str
+) -> Callable[[Tensor, Tensor], float]:
     if engine == "runtime":
         pipe = Pipeline(build("1f1b", 2, 4), module, loss_fn, group=mesh.get_group("pp"))
         return lambda x, y: pipe.step(x, target=y).item()

@@ -27,7 +27,8 @@ from course_pp.parallel import (
 from course_pp.schedule import build
 
 WIDTH, M, STEPS = 16, 2, 2
-Masks = dict[tuple[int, int], list[bytes]]  # by stage and data rank: those of all microbatches and steps
+# by stage and data rank: those of all microbatches and steps
+Masks = dict[tuple[int, int], list[bytes]]
 
 
 class Noisy(nn.Linear):
@@ -46,7 +47,11 @@ class Noisy(nn.Linear):
         return super().forward(x) * mask
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._forward, x, use_reentrant=False) if self.recompute else self._forward(x)
+        return (
+            checkpoint(self._forward, x, use_reentrant=False)
+            if self.recompute
+            else self._forward(x)
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,10 @@ def steps_on_rank(rank: int, case: Case) -> Seen:
     mesh = init_distributed(case.layout, seed=0)
     pp = get_pp_size(mesh)
     indices = get_stage_indices(case.schedule, get_pp_rank(mesh), pp)
-    noisy = {i: Noisy(case.recompute and case.engine == "parallel", drops=i < case.n_noisy) for i in indices}
+    noisy = {
+        i: Noisy(case.recompute and case.engine == "parallel", drops=i < case.n_noisy)
+        for i in indices
+    }
     weight = noisy[indices[0]].weight.detach().numpy().tobytes()
     for module in noisy.values():
         apply_fsdp2(module, mesh, default_mp_policy(torch.float32), blocks=())
@@ -100,7 +108,9 @@ def pipeline_of(case: Case, modules: dict[int, Any], mesh: Any, pp: int) -> Any:
         pipeline = runtime.Pipeline(build(case.schedule, pp, M), modules, F.mse_loss, **options)
         return lambda x: pipeline.step(x, target=x)
     sizes = {"n_stages": pp * len(modules), "inputs": torch.empty(2, WIDTH)}
-    stages = [build_pipeline_stage(module, mesh, "cpu", stage=i, **sizes) for i, module in modules.items()]
+    stages = [
+        build_pipeline_stage(module, mesh, "cpu", stage=i, **sizes) for i, module in modules.items()
+    ]
     schedule = build_pipeline_schedule(stages, M, F.mse_loss, case.schedule)
     return lambda x: schedule.step(x, target=x)
 
@@ -127,14 +137,19 @@ def test_stages_and_data_ranks_draw_their_own_masks_and_tensor_ranks_the_same(
             assert masks.setdefault(place, drawn) == drawn  # another tensor rank's
     everything = [mask for drawn in masks.values() for mask in drawn]
     assert len(everything) == len(masks) * M * STEPS
-    assert len(set(everything)) == len(everything), "no two stages, data ranks, microbatches or steps draw alike"
+    assert len(set(everything)) == len(everything), (
+        "no two stages, data ranks, microbatches or steps draw alike"
+    )
     assert len({rank.weight for rank in ranks}) == 1, "every rank makes the same model"
     assert len({tuple(rank.drawn) for rank in ranks}) == 1, "every rank draws the same batches"
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
 def test_recomputation_draws_the_masks_again(engine: str) -> None:
-    kept, again = (on_ranks(2, steps_on_rank, Case(engine, recompute=each), timeout_s=60) for each in (False, True))
+    kept, again = (
+        on_ranks(2, steps_on_rank, Case(engine, recompute=each), timeout_s=60)
+        for each in (False, True)
+    )
     for one, other in zip(kept, again, strict=True):
         for place, masks in one.masks.items():
             assert sorted(other.masks[place]) == sorted(2 * masks)
@@ -145,10 +160,12 @@ def test_ranks_draw_the_same_batches_though_one_stage_alone_drops(engine: str) -
     one, other = on_ranks(2, steps_on_rank, Case(engine, n_noisy=1), timeout_s=60)
     assert one.drawn == other.drawn
     assert len(set(one.masks[0, 0])) == M * STEPS
-    (silent, _) = on_ranks(2, steps_on_rank, Case(engine, n_noisy=0), timeout_s=60)
+    silent, _ = on_ranks(2, steps_on_rank, Case(engine, n_noisy=0), timeout_s=60)
     torch.manual_seed(0)
     Noisy()
-    assert silent.drawn == [torch.rand(()).item() for _ in range(STEPS)], "who draws nothing changes nothing"
+    assert silent.drawn == [torch.rand(()).item() for _ in range(STEPS)], (
+        "who draws nothing changes nothing"
+    )
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])

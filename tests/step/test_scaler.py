@@ -27,7 +27,15 @@ from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.step.loss import attach_loss
 from tests.equality import PARAMETER_TOLERANCE, adamw, full, sharded_adamw
-from tests.parallel.stack import CONFIG, N_MICROBATCHES, ROWS, SEQ_LEN, Recipe, batches, build_modules
+from tests.parallel.stack import (
+    CONFIG,
+    N_MICROBATCHES,
+    ROWS,
+    SEQ_LEN,
+    Recipe,
+    batches,
+    build_modules,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,13 +60,17 @@ class Seen(NamedTuple):
 def attach_to(layers: nn.ModuleDict, tell: Callable[[Tensor, Tensor, str], Tensor | None]) -> None:
     """Give layers 1 and 5 a loss of their own, the same on all ranks of tensor parallelism."""
     for name in {"1", "5"} & {*layers}:
-        layers[name].register_forward_hook(lambda _, __, x, name=name: tell(x, 0.1 * x.square().mean(), name))
+        layers[name].register_forward_hook(
+            lambda _, __, x, name=name: tell(x, 0.1 * x.square().mean(), name)
+        )
 
 
 def make_infinite(modules: list[nn.Module], name: str) -> None:
     for parameter in (p for m in modules for n, p in m.named_parameters() if n == name):
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        is_first = not isinstance(parameter, DTensor) or not any(parameter.device_mesh.get_coordinate())
+        is_first = not isinstance(parameter, DTensor) or not any(
+            parameter.device_mesh.get_coordinate()
+        )
         if is_first:
             local.view(-1)[0] = math.inf
 
@@ -73,11 +85,15 @@ def on_rank(rank: int, engine: str, recipe: Recipe, fused: bool) -> Seen:
     if engine == "parallel":
         sizes = mesh, "cpu", ROWS // get_dp_size(mesh) // N_MICROBATCHES, SEQ_LEN
         stages: Any = [build_pipeline_stage(module, *sizes) for module in modules]
-        pipeline: Any = build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), recipe.schedule, scaler=scaler)
+        pipeline: Any = build_pipeline_schedule(
+            stages, N_MICROBATCHES, CrossEntropy(), recipe.schedule, scaler=scaler
+        )
     else:
         schedule = build(recipe.schedule, 2, N_MICROBATCHES)
         stages = {module.stage_id: module for module in modules}
-        pipeline = Pipeline(schedule, stages, CrossEntropy(), group=mesh.get_group("pp"), scaler=scaler)
+        pipeline = Pipeline(
+            schedule, stages, CrossEntropy(), group=mesh.get_group("pp"), scaler=scaler
+        )
     for i, (inputs, targets) in enumerate(DATA):
         optimizer.zero_grad()
         seen.losses.append(pipeline.step(inputs[rows], target=targets[rows]).item())
@@ -99,7 +115,11 @@ def in_one_process(clips: bool) -> Seen:
     torch.manual_seed(0)
     model, losses = Transformer(CONFIG).double(), {}
     attach_to(model.layers, lambda _, loss, name: losses.update({name: loss}))
-    optimizer, scaler, seen = adamw([model]), torch.amp.GradScaler("cpu", **SCALING), Seen([], [], [], [], {})
+    optimizer, scaler, seen = (
+        adamw([model]),
+        torch.amp.GradScaler("cpu", **SCALING),
+        Seen([], [], [], [], {}),
+    )
     for i, (inputs, targets) in enumerate(DATA):
         optimizer.zero_grad()
         loss = CrossEntropy()(model(inputs), targets)
@@ -132,7 +152,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "recipe", "fused"), CASES, ids=str)
-def test_ten_steps_with_infinities_on_one_stage_are_one_processs(engine: str, recipe: Recipe, fused: bool) -> None:
+def test_ten_steps_with_infinities_on_one_stage_are_one_processs(
+    engine: str, recipe: Recipe, fused: bool
+) -> None:
     layout = recipe.layout
     n_ranks = layout.pp * layout.tp * layout.dp_replicate * max(1, layout.dp_shard)
     ranks = on_ranks(n_ranks, on_rank, engine, recipe, fused, timeout_s=100)
@@ -168,10 +190,17 @@ def refusals(rank: int) -> dict[str, list[str]]:
 
     for build_here in (in_parallel, in_runtime):
         on_one = MeshGradScaler() if rank == 1 else None
-        attempt(f"{build_here.__name__}, one rank", lambda make=build_here, scaler=on_one: make(scaler))
-        attempt(f"{build_here.__name__}, torch's", lambda make=build_here: make(torch.amp.GradScaler("cpu")))
+        attempt(
+            f"{build_here.__name__}, one rank", lambda make=build_here, scaler=on_one: make(scaler)
+        )
+        attempt(
+            f"{build_here.__name__}, torch's",
+            lambda make=build_here: make(torch.amp.GradScaler("cpu")),
+        )
     pipeline, scaler, optimizer = in_parallel(MeshGradScaler()), MeshGradScaler(), adamw([module])
-    attempt("unscales alone", lambda: scaler.unscale_(optimizer) if rank else pipeline.step(x, target=x))
+    attempt(
+        "unscales alone", lambda: scaler.unscale_(optimizer) if rank else pipeline.step(x, target=x)
+    )
     other = MeshGradScaler(init_scale=2.0**rank)
     attempt("loaded on one", lambda: other.unscale_(optimizer))
     attempt("given to none", lambda: MeshGradScaler().unscale_(optimizer))
@@ -181,7 +210,9 @@ def refusals(rank: int) -> dict[str, list[str]]:
     pipedream = {"optimizers": {rank: optimizer}, "versions": "stash"}
     attempt(
         "asynchronous",
-        lambda: Pipeline(build("pipedream", 2, 4), module, F.mse_loss, scaler=MeshGradScaler(), **pipedream),
+        lambda: Pipeline(
+            build("pipedream", 2, 4), module, F.mse_loss, scaler=MeshGradScaler(), **pipedream
+        ),
     )
     if rank == 1:
         module.half()
@@ -201,7 +232,9 @@ def test_what_would_hang_or_be_wrong_is_one_sentence_on_every_rank() -> None:
         "loaded on one": "MeshGradScaler: rank 1 was given scale=2.0, rank 0 1.0",
         "given to none": "has scaled no loss: build the pipeline with scaler=",
         "scaled twice": "scale() of a scaler that a pipeline was given would scale its loss twice",
-        "asynchronous": "scaler with versions='stash': no stage sees that another's gradient overflows",
+        "asynchronous": (
+            "scaler with versions='stash': no stage sees that another's gradient overflows"
+        ),
         "float16": "gradients in float16 cannot be unscaled",
     }
     for said in (first, second):

@@ -49,7 +49,11 @@ def head(like: nn.Module | None = None) -> nn.Module:
 def encoder() -> list[nn.Module]:
     """Layers that are copies of one another, as torch makes them."""
     torch.manual_seed(7)
-    return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 8), 4, enable_nested_tensor=False).layers)
+    return list(
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 1, 8), 4, enable_nested_tensor=False
+        ).layers
+    )
 
 
 def seeded(seed: int, *sizes: tuple[int, int]) -> nn.Sequential:
@@ -84,7 +88,9 @@ class Hidden(torch.Tensor):
 
 
 def quantised(module: nn.Module) -> nn.Module:
-    module[0].weight = nn.Parameter(module[0].weight.detach().as_subclass(Hidden), requires_grad=False)
+    module[0].weight = nn.Parameter(
+        module[0].weight.detach().as_subclass(Hidden), requires_grad=False
+    )
     return module
 
 
@@ -113,7 +119,10 @@ NOT_TIED: dict[str, Mapping[int, nn.Module | None]] = {
     },
     "embeddings seeded alike": {0: embedding(3), 1: embedding(3)},
     "towers seeded alike": {0: tower(4, embedding(3)), 1: tower(4, embedding(3))},
-    "towers that have nothing to compare": {0: tower(4, embedding(3)), 1: tower(5, embedding(3), 2)},
+    "towers that have nothing to compare": {
+        0: tower(4, embedding(3)),
+        1: tower(5, embedding(3), 2),
+    },
     "frozen in two towers": {0: tower(4, frozen(embedding(3))), 1: tower(5, frozen(embedding(3)))},
     "one tensor in two stages of a rank": {0: TIED, 3: SHARED},
     "frozen": {0: frozen(embedding()), 1: frozen(head(embedding()))},
@@ -203,7 +212,9 @@ def test_of_several_weights_that_look_tied_a_matrix_is_named_and_no_bias() -> No
     first, second = (seeded(6, (WIDTH, WIDTH)) for _ in range(2))
     stages = {
         0: nn.ModuleList([nn.Linear(2, 3), nn.ParameterList([first[0].bias, first[0].weight])]),
-        1: nn.ModuleList([nn.Linear(3, 2), nn.ParameterDict({"b": second[0].bias, "w": second[0].weight})]),
+        1: nn.ModuleList(
+            [nn.Linear(3, 2), nn.ParameterDict({"b": second[0].bias, "w": second[0].weight})]
+        ),
     }
     said = str(problem_of_forgotten_ties(looks_of(stages)))
     assert said.startswith("'1.1' of stage 0 and '1.w' of stage 1")
@@ -216,7 +227,10 @@ def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> No
     assert remedy in str(said)
     ties = ast.literal_eval(re.search(r"tied=(\[\{.*?\}\])", str(said)).group(1))  # type: ignore[union-attr]
     for tie in ties:
-        assert copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys() == tie.keys()
+        assert (
+            copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys()
+            == tie.keys()
+        )
         for stage, name in tie.items():
             assert name in dict(stages[stage].named_parameters())
     assert problem_of_left_out_copies(looks_of(stages), ties) is None
@@ -230,7 +244,10 @@ def engines(mine: nn.Module, n: int) -> list[Callable[[Any], object]]:
         stage = build_pipeline_stage(mine, mesh, "cpu", inputs=ids)
         build_pipeline_schedule(stage, n, nn.CrossEntropyLoss(), tied=tied)
 
-    return [lambda tied: Pipeline(build("1f1b", n, n), mine, F.cross_entropy, tied=tied), in_parallel]
+    return [
+        lambda tied: Pipeline(build("1f1b", n, n), mine, F.cross_entropy, tied=tied),
+        in_parallel,
+    ]
 
 
 def built_on_rank(rank: int) -> list[str]:
@@ -253,7 +270,10 @@ def built_on_rank(rank: int) -> list[str]:
 def test_both_engines_refuse_it_on_every_rank_until_something_is_said() -> None:
     first, second = on_ranks(2, built_on_rank, timeout_s=60)
     assert first == second
-    assert all("tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]") for said in first)
+    assert all(
+        "tied=[{0: '0.weight', 1: '0.weight'}]" in said and said.endswith("if not, tied=[]")
+        for said in first
+    )
 
 
 def two_ties(rank: int) -> nn.Module:
@@ -288,7 +308,9 @@ class TwoEnds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.layers[2][0].weight = self.layers[0][0].weight  # type: ignore[index]
@@ -357,7 +379,7 @@ def test_both_engines_refuse_a_tie_that_to_empty_has_broken_within_a_stage() -> 
 def test_a_broken_tie_of_a_cut_stage_is_refused_whatever_is_declared() -> None:
     model = TwoEnds()
     stages = auto_split(model, torch.zeros(1, 2, dtype=torch.int64), at=["layers.3"])
-    (first, _) = stages
+    first, _ = stages
     assert ("layers.0.0.weight", "layers.2.0.weight") in first.names_of_one
     assert problem_of_broken_ties(0, first) is None
     assert "layers.2.0.weight" in str(problem_of_broken_ties(0, broken(first)))
@@ -374,16 +396,32 @@ def twice(again: bool) -> nn.Module:
 ENDS = {0: embedding(), 2: head(embedding())}
 TIE = {0: "0.weight", 2: "0.weight"}
 COPIES: dict[str, tuple[Mapping[int, nn.Module], Mapping[int, str], str | None]] = {
-    "in a third stage": ({**ENDS, 1: head(embedding())}, TIE, "add 1: '0.weight' to it; or, if that is meant, fill it"),
+    "in a third stage": (
+        {**ENDS, 1: head(embedding())},
+        TIE,
+        "add 1: '0.weight' to it; or, if that is meant, fill it",
+    ),
     "frozen in a third stage": ({**ENDS, 1: frozen(head(embedding()))}, TIE, None),
     "frozen in the stage of an end": (
         {**ENDS, 2: nn.ModuleList([*head(embedding()), frozen(head(embedding()))])},
         TIE,
         None,
     ),
-    "in the stage of an end": ({**ENDS, 2: twice(False)}, {0: "0.weight", 2: "one.0.weight"}, "the parameter 'one.0.w"),
-    "all frozen": ({0: frozen(embedding()), 1: frozen(head(embedding())), 2: frozen(head(embedding()))}, TIE, None),
-    "another name of an end": ({**ENDS, 2: twice(True)}, {0: "0.weight", 2: "other.0.weight"}, None),
+    "in the stage of an end": (
+        {**ENDS, 2: twice(False)},
+        {0: "0.weight", 2: "one.0.weight"},
+        "the parameter 'one.0.w",
+    ),
+    "all frozen": (
+        {0: frozen(embedding()), 1: frozen(head(embedding())), 2: frozen(head(embedding()))},
+        TIE,
+        None,
+    ),
+    "another name of an end": (
+        {**ENDS, 2: twice(True)},
+        {0: "0.weight", 2: "other.0.weight"},
+        None,
+    ),
     "other values": ({**ENDS, 1: head()}, TIE, None),
 }
 
@@ -428,8 +466,12 @@ def test_both_engines_refuse_a_left_out_copy_on_every_rank() -> None:
             assert "add 1: '0.weight' to it" in sentence
 
 
-@pytest.mark.parametrize("new", [torch.ones(2, 3), torch.ones(2, 3).to_sparse(), None], ids=["dense", "sparse", "none"])
-def test_a_sum_is_added_to_an_earlier_gradient_in_place_as_autograd_does(new: torch.Tensor | None) -> None:
+@pytest.mark.parametrize(
+    "new", [torch.ones(2, 3), torch.ones(2, 3).to_sparse(), None], ids=["dense", "sparse", "none"]
+)
+def test_a_sum_is_added_to_an_earlier_gradient_in_place_as_autograd_does(
+    new: torch.Tensor | None,
+) -> None:
     weight, buffer = nn.Parameter(torch.zeros(2, 3)), torch.full((10,), 2.0)
     weight.grad = part = buffer[4:].view(2, 3)
     with set_apart([weight]):

@@ -70,7 +70,16 @@ def test_arrays_with_equal_numbers_have_no_single_answer_and_stay_apart() -> Non
         [{"a": A}, {"b": A}],
         [(A, None), (A, B)],
     ],
-    ids=["dtype", "width", "scalar and row", "row and scalar", "class", "length", "key", "None and tensor"],
+    ids=[
+        "dtype",
+        "width",
+        "scalar and row",
+        "row and scalar",
+        "class",
+        "length",
+        "key",
+        "None and tensor",
+    ],
 )
 def test_outputs_that_do_not_fit_together_stay_a_list(outputs: list[Any]) -> None:
     assert_same(merge(outputs), outputs)

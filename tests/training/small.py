@@ -26,7 +26,9 @@ from tests.equality import snapshot_gradients
 
 SEQ_LEN = 8
 MODEL = ModelConfig(dim=16, n_layers=2, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN)
-TIED = ModelConfig(dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, tie_embeddings=True)
+TIED = ModelConfig(
+    dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, tie_embeddings=True
+)
 RUN = TrainConfig(
     **{"steps": 3, "batch": 8, "microbatches": 2, "precision": "fp32", "peak_flops": 1e9},
     **{"lr": 1e-2, "clip_norm": 0.5, "warmup_steps": 1, "weight_decay": 0.3},
@@ -44,15 +46,22 @@ def rows(n: int = 24, padded: bool = False, seed: int = 0) -> Sequences:
         return Sequences(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     lengths = torch.randint(1, SEQ_LEN + 1, (n, 1), generator=generator)
     mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths
-    return Sequences(tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(~mask, IGNORE_INDEX), mask)
+    return Sequences(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].masked_fill(~mask, IGNORE_INDEX), mask
+    )
 
 
 def foreign_tokenizer(*added: str) -> tokenizers.Tokenizer:
     """One that was not made by us: `[UNK]` first, `[EOT]` and `[PAD]` last, and it cuts and pads what it encodes."""
     made = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     letters = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(["the cat"], trainers.BpeTrainer(special_tokens=["[UNK]"], initial_alphabet=letters))
+    made.train_from_iterator(
+        ["the cat"], trainers.BpeTrainer(special_tokens=["[UNK]"], initial_alphabet=letters)
+    )
     made.add_special_tokens(["[EOT]", "[PAD]", *added])
     made.enable_truncation(8)
     made.enable_padding(length=64)
@@ -104,13 +113,20 @@ def train(rank: int, config: TrainConfig, *args: Any) -> Trained:
     return trained
 
 
-def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool = False) -> Trained:
+def in_one_process(
+    config: TrainConfig, model: ModelConfig = MODEL, padded: bool = False
+) -> Trained:
     """The reference: plain PyTorch, the whole batch at once."""
     torch.manual_seed(0)
     module, loss_fn, trained = Transformer(model).double(), CrossEntropy(), Trained()
-    others = [p for name, p in module.named_parameters() if "norm" in name or name == "embed.weight"]
+    others = [
+        p for name, p in module.named_parameters() if "norm" in name or name == "embed.weight"
+    ]
     matrices = [p for p in module.parameters() if not any(p is other for other in others)]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr)
     batches = Batches(rows(24, padded), config.batch, config.seed)
     for step in range(config.steps):
@@ -135,13 +151,17 @@ def in_one_process(config: TrainConfig, model: ModelConfig = MODEL, padded: bool
     return trained
 
 
-# Of three steps: one of warm-up, then the cosine at its beginning and in its middle, down to a tenth.
+# Of three steps: one of warm-up, then the cosine at its beginning and in its middle, down to a
+# tenth.
 _FACTORS = (1.0, 1.0, 0.55)
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Sharded tensors put together."""
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in tensors.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for name, t in tensors.items()
+    }
 
 
 def assert_equals(ranks: list[Trained], reference: Trained, tolerance: float = 1e-11) -> None:
@@ -152,11 +172,17 @@ def assert_equals(ranks: list[Trained], reference: Trained, tolerance: float = 1
             for name, value in getattr(trained, kind).items():
                 source = name if name in expected else "embed.weight"  # a tied head
                 torch.testing.assert_close(
-                    value, expected[source], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+                    value,
+                    expected[source],
+                    rtol=0,
+                    atol=tolerance,
+                    msg=lambda m, n=name: f"{n}: {m}",
                 )
                 seen.add(source)
         assert seen == set(expected), f"{kind} held by no rank"
     for trained in ranks:
         assert trained.loads == reference.loads
         for kind in ("losses", "norms", "validation"):
-            torch.testing.assert_close(getattr(trained, kind), getattr(reference, kind), rtol=tolerance, atol=0)
+            torch.testing.assert_close(
+                getattr(trained, kind), getattr(reference, kind), rtol=tolerance, atol=0
+            )

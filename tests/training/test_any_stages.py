@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course_pp.launch import on_ranks
-from course_pp.parallel import DistributedConfig, auto_split, get_pp_rank, get_pp_size, init_distributed
+from course_pp.parallel import (
+    DistributedConfig,
+    auto_split,
+    get_pp_rank,
+    get_pp_size,
+    init_distributed,
+)
 from course_pp.training import Trainer, stages_of_rank
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.data import Batches
@@ -43,7 +49,9 @@ def halves() -> list[nn.Sequential]:
     return [first.double(), last.double()]
 
 
-def train(rank: int, root: Path, engine: Any, cut: bool) -> tuple[list[Any], dict[str, Tensor], float, float]:
+def train(
+    rank: int, root: Path, engine: Any, cut: bool
+) -> tuple[list[Any], dict[str, Tensor], float, float]:
     """Losses and norms of three steps, the last by a second run; parameters here, validation loss, FLOPs of a step."""
     config = replace(CONFIG, engine=engine)
     mesh, seen = init_distributed(DistributedConfig(pp=2), seed=0), []
@@ -57,7 +65,9 @@ def train(rank: int, root: Path, engine: Any, cut: bool) -> tuple[list[Any], dic
             whole[1][2].weight = whole[0][0].weight
             stages = [auto_split(whole, torch.zeros(2, 8, dtype=torch.long), at=["1"])[index]]
         tied = None if cut else TIED
-        return Trainer(config, stages, rows(), rows(17, seed=1), device_mesh=mesh, loss_fn=mean_loss, tied=tied)
+        return Trainer(
+            config, stages, rows(), rows(17, seed=1), device_mesh=mesh, loss_fn=mean_loss, tied=tied
+        )
 
     first, second = fresh(), fresh()
     with Checkpointer(first, root, device_mesh=mesh, save_every=1) as checkpointer:
@@ -69,7 +79,9 @@ def train(rank: int, root: Path, engine: Any, cut: bool) -> tuple[list[Any], dic
         checkpointer.resume()
         fitted = second.fit(lambda _, result: seen.append((result.loss, result.grad_norm)))
     prefix = "" if cut else f"{index}."
-    parameters = {f"{prefix}{n}": p.detach().clone() for n, p in second.modules[0].named_parameters()}
+    parameters = {
+        f"{prefix}{n}": p.detach().clone() for n, p in second.modules[0].named_parameters()
+    }
     return seen, parameters, second.evaluate(), fitted.speed.flops_of_a_step
 
 
@@ -79,14 +91,19 @@ def alone() -> tuple[list[Any], dict[str, Tensor], float]:
     stages[1][2].weight = stages[0][0].weight
     matrices = [stages[0][1].linear.weight, stages[1][0].linear.weight]
     others = [p for p in stages.parameters() if all(p is not m for m in matrices)]
-    groups = [{"params": matrices, "weight_decay": CONFIG.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": CONFIG.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer, seen = torch.optim.AdamW(groups, lr=CONFIG.lr), []
     for step, factor in enumerate((1.0, 1.0, 0.55)):
         batch = Batches(rows(), CONFIG.batch, CONFIG.seed)[step]
         optimizer.zero_grad()
         loss = mean_loss(stages(batch.inputs), batch.targets)
         loss.backward()
-        seen.append((loss.item(), nn.utils.clip_grad_norm_(stages.parameters(), CONFIG.clip_norm).item()))
+        seen.append(
+            (loss.item(), nn.utils.clip_grad_norm_(stages.parameters(), CONFIG.clip_norm).item())
+        )
         for group in optimizer.param_groups:
             group["lr"] = CONFIG.lr * factor
         optimizer.step()
@@ -97,7 +114,9 @@ def alone() -> tuple[list[Any], dict[str, Tensor], float]:
 
 @pytest.mark.parametrize("cut", [False, True], ids=["by hand", "auto_split"])
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
-def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: str, cut: bool, tmp_path: Path) -> None:
+def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(
+    engine: str, cut: bool, tmp_path: Path
+) -> None:
     expected, parameters, validation = alone()
     ranks = on_ranks(2, train, tmp_path, engine, cut, timeout_s=60)
     held = {name for _, found, *_ in ranks for name in found}
@@ -109,7 +128,9 @@ def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(engine: st
         assert evaluated == pytest.approx(validation, rel=1e-11)
         assert flops == 6 * n_parameters * CONFIG.batch * 8
         for name, value in found.items():
-            torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, parameters[name], rtol=0, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def refused(rank: int) -> list[str]:
@@ -126,7 +147,9 @@ def test_stages_that_are_none_or_elsewhere_are_refused_on_every_rank() -> None:
     assert first == second
     assert "modules holds stages [0], and schedule '1f1b' places stages [1] of 2 here" in first[0]
     assert "modules lists 2 stages, and schedule '1f1b' places stages [0] of 2 here" in first[2]
-    assert all("modules holds ['str']: pass the list of this rank's stages" in said for said in first[1::2])
+    assert all(
+        "modules holds ['str']: pass the list of this rank's stages" in said for said in first[1::2]
+    )
 
 
 def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float | None]:
@@ -134,9 +157,17 @@ def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float
     config = replace(RUN, engine=engine, precision="auto")
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     torch.manual_seed(0)
-    logits = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), nn.Linear(16, MODEL.vocab_size)).to(torch.bfloat16)
+    logits = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), nn.Linear(16, MODEL.vocab_size)).to(
+        torch.bfloat16
+    )
     first, second = (
-        Trainer(config, {rank: [stages, nn.Softplus()][rank]}, rows(), device_mesh=mesh, loss_fn=mean_loss)
+        Trainer(
+            config,
+            {rank: [stages, nn.Softplus()][rank]},
+            rows(),
+            device_mesh=mesh,
+            loss_fn=mean_loss,
+        )
         for stages in (logits, deepcopy(logits))
     )
     with Checkpointer(first, root, device_mesh=mesh, save_every=1) as checkpointer:
@@ -150,7 +181,9 @@ def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
-def test_a_stage_without_parameters_trains_and_one_has_to_have_some(engine: str, tmp_path: Path) -> None:
+def test_a_stage_without_parameters_trains_and_one_has_to_have_some(
+    engine: str, tmp_path: Path
+) -> None:
     first, second = on_ranks(2, without_parameters, tmp_path, engine, timeout_s=60)
     assert first == second
     assert first[1] == "bf16"
@@ -160,7 +193,9 @@ def cut_anew(rank: int, root: Path, pp: int) -> tuple[int | None, float]:
     """Where the run begins and its last loss, with a list of stages whose names are the full model's."""
     mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(MODEL.vocab_size, 16), *(Block() for _ in range(6)), nn.Linear(16, 23)).double()
+    model = nn.Sequential(
+        nn.Embedding(MODEL.vocab_size, 16), *(Block() for _ in range(6)), nn.Linear(16, 23)
+    ).double()
     config = replace(CONFIG, schedule="1f1b" if pp == 1 else "interleaved_1f1b")
     indices, n_stages = stages_of_rank(config, rank, pp)
     stages = [model[i * 8 // n_stages : (i + 1) * 8 // n_stages] for i in indices]
@@ -172,7 +207,9 @@ def cut_anew(rank: int, root: Path, pp: int) -> tuple[int | None, float]:
         return loaded and loaded.step, trainer.train_step().loss
 
 
-def test_a_list_of_stages_is_saved_by_full_names_and_taken_up_at_another_cut(tmp_path: Path) -> None:
+def test_a_list_of_stages_is_saved_by_full_names_and_taken_up_at_another_cut(
+    tmp_path: Path,
+) -> None:
     first, second = on_ranks(2, cut_anew, tmp_path, 2, timeout_s=60)
     [resumed] = on_ranks(1, cut_anew, tmp_path, 1, timeout_s=60)
     assert first == second

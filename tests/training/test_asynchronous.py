@@ -23,7 +23,14 @@ from course_pp.training.optim import build_optimizer, lr_factor
 from tests.processes import no_process_left
 from tests.training.small import MODEL, RUN, TIED, rows, trainer
 
-STASH = replace(RUN, engine="runtime", schedule="pipedream", versions="stash", clip_norm=math.inf, microbatches=4)
+STASH = replace(
+    RUN,
+    engine="runtime",
+    schedule="pipedream",
+    versions="stash",
+    clip_norm=math.inf,
+    microbatches=4,
+)
 GROUPED = replace(STASH, versions="2bw")
 MIXED = replace(STASH, versions="none")
 
@@ -39,7 +46,11 @@ def trained(rank: int, config: TrainConfig, padded: bool) -> Found:
     """Losses, the last parameters of this rank, and the validation loss."""
     run = trainer(config, padded=padded)
     losses = [run.train_step().loss for _ in range(config.steps)]
-    return losses, {n: p.detach().clone() for m in run.modules for n, p in m.named_parameters()}, run.evaluate()
+    return (
+        losses,
+        {n: p.detach().clone() for m in run.modules for n, p in m.named_parameters()},
+        run.evaluate(),
+    )
 
 
 def delayed(config: TrainConfig, padded: bool) -> Found:
@@ -57,8 +68,13 @@ def delayed(config: TrainConfig, padded: bool) -> Found:
         batch = Batches(rows(24, padded), config.batch, config.seed)[step]
         for i in range(config.microbatches):
             part = batch[i * 2 : (i + 1) * 2]
-            used = {name: versions[version_of(config, name in late, i)][name].requires_grad_() for name in own}
-            output = functional_call(model, used, (part.inputs,), {"attention_mask": part.attention_mask})
+            used = {
+                name: versions[version_of(config, name in late, i)][name].requires_grad_()
+                for name in own
+            }
+            output = functional_call(
+                model, used, (part.inputs,), {"attention_mask": part.attention_mask}
+            )
             loss, count = loss_fn(output, part.targets), int(loss_fn.count(part.targets))
             total, tokens = total + loss.item() * count, tokens + count
             kept.append(torch.autograd.grad(loss, list(used.values())))
@@ -71,7 +87,9 @@ def delayed(config: TrainConfig, padded: bool) -> Found:
         losses.append(total / tokens)
     held_out = rows(17, padded, seed=1)[torch.arange(16) * 17 // 16]
     with torch.no_grad():
-        validation = loss_fn(model(held_out.inputs, attention_mask=held_out.attention_mask), held_out.targets).item()
+        validation = loss_fn(
+            model(held_out.inputs, attention_mask=held_out.attention_mask), held_out.targets
+        ).item()
     return losses, copied(own), validation
 
 
@@ -83,20 +101,28 @@ def copied(parameters: dict[str, Any]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize(("config", "padded"), [(STASH, True), (GROUPED, False)], ids=["stash, padded", "2bw"])
-def test_steps_of_two_stages_equal_delayed_gradients_in_one_process(config: TrainConfig, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("config", "padded"), [(STASH, True), (GROUPED, False)], ids=["stash, padded", "2bw"]
+)
+def test_steps_of_two_stages_equal_delayed_gradients_in_one_process(
+    config: TrainConfig, padded: bool
+) -> None:
     losses, parameters, validation = delayed(config, padded)
     for found, mine, evaluated in run(2, trained, config, padded):
         assert found == pytest.approx(losses, abs=1e-12)
         assert evaluated == pytest.approx(validation, abs=1e-12)
         for name, value in mine.items():
-            torch.testing.assert_close(value, parameters[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                value, parameters[name], rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def fitted(rank: int, root: Path, source: Path | str) -> list[tuple[int, float, float]]:
     """Step, loss and learning rate of each step to the last, with a checkpoint after each."""
     run, seen = trainer(STASH), []
-    with Checkpointer(run, root, device_mesh=run._mesh, save_every=1, asynchronous=True) as checkpointer:
+    with Checkpointer(
+        run, root, device_mesh=run._mesh, save_every=1, asynchronous=True
+    ) as checkpointer:
         checkpointer.resume(source)
 
         def after_step(trainer: Any, result: Any) -> None:
@@ -122,9 +148,13 @@ def refused(rank: int, folder: Path) -> dict[str, str]:
     state = run.state()
     attempts: dict[str, Callable[[], object]] = {
         "tied weights": lambda: trainer(replace(STASH, log_folder=str(folder)), TIED),
-        "groups unfilled": lambda: trainer(replace(GROUPED, microbatches=1, log_folder=str(folder))),
+        "groups unfilled": lambda: trainer(
+            replace(GROUPED, microbatches=1, log_folder=str(folder))
+        ),
         "padded groups": lambda: trainer(replace(GROUPED, log_folder=str(folder)), padded=True),
-        "other versions here": lambda: trainer(replace(STASH, versions=("stash", "vertical")[rank])),
+        "other versions here": lambda: trainer(
+            replace(STASH, versions=("stash", "vertical")[rank])
+        ),
         "data-parallel ranks": lambda: trainer(STASH, layout=DistributedConfig(dp_shard=2)),
         "other microbatches": lambda: trainer(replace(STASH, microbatches=2)).load_state(state),
         "other stages": lambda: run.load_state({**state, "n_stages": 4}),
@@ -142,7 +172,9 @@ def words(attempt: Callable[[], object]) -> str:
     return "nothing"
 
 
-def test_what_stages_that_update_cannot_do_is_refused_on_every_rank_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_stages_that_update_cannot_do_is_refused_on_every_rank_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
     first, second = run(2, refused, tmp_path / "logs")
     assert first == second
     assert not (tmp_path / "logs").exists()
@@ -174,7 +206,9 @@ def test_a_learning_rate_that_diverges_ends_the_run_with_its_step_update_and_sta
     for said, notes in run(2, diverging):
         assert "of stage 1" in said
         assert "lower the learning rate" in said
-        assert notes == ["It was in step 1, which counts its updates from 0: go on from a checkpoint."]
+        assert notes == [
+            "It was in step 1, which counts its updates from 0: go on from a checkpoint."
+        ]
 
 
 @pytest.mark.parametrize(
@@ -184,17 +218,34 @@ def test_a_learning_rate_that_diverges_ends_the_run_with_its_step_update_and_sta
             {"versions": None},
             "schedule='pipedream' with versions=None: its stages update their own weights",
         ),
-        ({"schedule": "1f1b"}, "versions='stash' with schedule='1f1b': it flushes, so there is one version"),
-        ({"engine": "parallel"}, "engine='parallel' with versions='stash': torch has no such schedule: take 'runtime'"),
-        ({"clip_norm": 1.0}, "clip_norm=1.0 with versions='stash': no stage knows the norm of the whole model"),
-        ({"precision": "fp16"}, "precision='fp16' with versions='stash': no stage sees that another's gradient"),
+        (
+            {"schedule": "1f1b"},
+            "versions='stash' with schedule='1f1b': it flushes, so there is one version",
+        ),
+        (
+            {"engine": "parallel"},
+            "engine='parallel' with versions='stash': torch has no such schedule: take 'runtime'",
+        ),
+        (
+            {"clip_norm": 1.0},
+            "clip_norm=1.0 with versions='stash': no stage knows the norm of the whole model",
+        ),
+        (
+            {"precision": "fp16"},
+            "precision='fp16' with versions='stash': no stage sees that another's gradient",
+        ),
         ({"accumulation": 2}, "accumulation=2 with versions='stash': each microbatch is an update"),
-        ({"on_nan": "skip"}, "on_nan='skip' with versions='stash': by then other updates of the step were done"),
+        (
+            {"on_nan": "skip"},
+            "on_nan='skip' with versions='stash': by then other updates of the step were done",
+        ),
         ({"group": 2}, "group=2 belongs to versions '2bw', not to versions='stash'"),
         ({"versions": "2bw", "group": 3}, "group=3 must divide microbatches=4"),
     ],
 )
-def test_what_a_run_cannot_ask_of_stages_that_update_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+def test_what_a_run_cannot_ask_of_stages_that_update_is_refused_by_name(
+    changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=r".") as refusal:
         replace(STASH, **changes)
     assert words in str(refusal.value)

@@ -18,7 +18,16 @@ import torch
 from course_pp.launch import on_ranks
 from course_pp.parallel import DistributedConfig, clip_grad_norm_
 from course_pp.training import TrainConfig, Trainer
-from course_pp.training.checkpoint import AsyncSaver, CheckpointError, diff, find_latest, load, save, saving, verify
+from course_pp.training.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    diff,
+    find_latest,
+    load,
+    save,
+    saving,
+    verify,
+)
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.logs import METRICS, Logs
 from course_pp.training.optim import build_scheduler
@@ -28,7 +37,11 @@ from tests.processes import no_process_left
 from tests.training.checkpoint.small import SHARD, flip_byte
 from tests.training.small import MODEL, RUN, trainer
 
-ALONE, PIPELINE, SHARDED = DistributedConfig(), DistributedConfig(pp=2), DistributedConfig(dp_shard=2)
+ALONE, PIPELINE, SHARDED = (
+    DistributedConfig(),
+    DistributedConfig(pp=2),
+    DistributedConfig(dp_shard=2),
+)
 RUNTIME = replace(RUN, engine="runtime")
 
 
@@ -38,7 +51,11 @@ def run(n_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def trained(
-    rank: int, config: TrainConfig, layout: DistributedConfig, root: Path, source: Path | str = "auto"
+    rank: int,
+    config: TrainConfig,
+    layout: DistributedConfig,
+    root: Path,
+    source: Path | str = "auto",
 ) -> tuple[list[float], list[list[Any]], list[str]]:
     """Losses of the steps to the last, the rows that this rank's first stage saw in each, and warnings."""
     losses: list[float] = []
@@ -64,11 +81,17 @@ def trained(
         checkpointer.resume(source)
         rows.append([])
         run.fit(after_step)
-    return losses, rows[:-1], [str(warning.message) for warning in said if warning.category is UserWarning]
+    return (
+        losses,
+        rows[:-1],
+        [str(warning.message) for warning in said if warning.category is UserWarning],
+    )
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[list[Any]]]:
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[float], list[list[Any]]]:
     """Folder, losses and rows of a run of one rank."""
     root = tmp_path_factory.mktemp("uninterrupted")
     ((losses, rows, _),) = run(1, trained, RUN, ALONE, root)
@@ -126,7 +149,9 @@ def with_a_full_disk(rank: int, root: Path, logs: Path) -> tuple[int, list[str]]
         Checkpointer(run, root, device_mesh=run._mesh, save_every=3) as checkpointer,
     ):
         fitted = run.fit(checkpointer.after_step)
-    return fitted.steps, [str(warning.message) for warning in said if str(logs) in str(warning.message)]
+    return fitted.steps, [
+        str(warning.message) for warning in said if str(logs) in str(warning.message)
+    ]
 
 
 def test_a_run_whose_log_folder_is_full_goes_on_and_saves(tmp_path: Path) -> None:
@@ -161,14 +186,21 @@ def ending(rank: int, root: Path, what: str) -> tuple[str, list[str]]:
     try:
         with warnings.catch_warnings(record=True) as said, Preemption() as preemption:
             checkpointer = Checkpointer(
-                run, root, device_mesh=run._mesh, save_every=2, asynchronous=True, preemption=preemption
+                run,
+                root,
+                device_mesh=run._mesh,
+                save_every=2,
+                asynchronous=True,
+                preemption=preemption,
             )
             with checkpointer:
                 run.fit(after_step)
     except (Preempted, NonFiniteGradient) as error:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        return str(error), [str(warning.message) for warning in said if warning.category is UserWarning]
+        return str(error), [
+            str(warning.message) for warning in said if warning.category is UserWarning
+        ]
     finally:
         saving._write = real
     return "nothing", []
@@ -209,10 +241,15 @@ def refusals(rank: int, root: Path, source: Path) -> list[str]:
         ("later", "auto", 1),
         ("mixed", "auto", 1),
     ]
-    refused = r"cannot hold|must be auto|must be a whole number|is there already|none of the checkpoints|has the name"
+    refused = (
+        r"cannot hold|must be auto|must be a whole number|is there already|none of the"
+        r" checkpoints|has the name"
+    )
     for folder, resume_from, save_every in attempts:
         with pytest.raises(ValueError, match=refused) as refusal:
-            Checkpointer(run, root / folder, device_mesh=run._mesh, save_every=save_every).resume(resume_from)
+            Checkpointer(run, root / folder, device_mesh=run._mesh, save_every=save_every).resume(
+                resume_from
+            )
         said.append(str(refusal.value))
     return said
 
@@ -248,12 +285,18 @@ def resumed_from_one_group(rank: int, root: str) -> list[dict[str, Any]]:
             parameters = [p for module in run.modules for p in module.parameters()]
             run.optimizer = torch.optim.AdamW(parameters, lr=RUN.lr, weight_decay=RUN.weight_decay)
             run.scheduler = build_scheduler(run.optimizer, RUN)
-        with Checkpointer(run, None if resumes else root, device_mesh=run._mesh, save_every=1) as checkpointer:
+        with Checkpointer(
+            run, None if resumes else root, device_mesh=run._mesh, save_every=1
+        ) as checkpointer:
             if resumes:
                 checkpointer.resume(Path(root) / "step_00000001")
-                assert {group["weight_decay"] for group in run.optimizer.param_groups} == {RUN.weight_decay}
+                assert {group["weight_decay"] for group in run.optimizer.param_groups} == {
+                    RUN.weight_decay
+                }
             run.fit(checkpointer.after_step)
-        found.append({name: p.detach().clone() for m in run.modules for name, p in m.named_parameters()})
+        found.append(
+            {name: p.detach().clone() for m in run.modules for name, p in m.named_parameters()}
+        )
     return found
 
 
@@ -276,7 +319,9 @@ def alone_in(rank: int, root: Path) -> list[str]:
             lambda: clip_grad_norm_(run.modules, 1.0, device_mesh=mesh),
             lambda: run.fit(checkpointer.after_step),
         ):
-            with pytest.raises(ValueError, match=r"make the same calls on every rank, in the same order") as refusal:
+            with pytest.raises(
+                ValueError, match=r"make the same calls on every rank, in the same order"
+            ) as refusal:
                 (run.train_step if rank and "fit" not in call.__code__.co_names else call)()
             said.append(str(refusal.value).partition(":")[0])
     assert not list(root.iterdir())
@@ -290,7 +335,9 @@ def alone_in(rank: int, root: Path) -> list[str]:
     return said
 
 
-def test_a_call_that_one_rank_alone_makes_is_named_on_both_before_any_message(tmp_path: Path) -> None:
+def test_a_call_that_one_rank_alone_makes_is_named_on_both_before_any_message(
+    tmp_path: Path,
+) -> None:
     first, second = run(2, alone_in, tmp_path)
     assert first == second
     calls = ["save()", "load()", "save()", "clip_grad_norm_()", "after_step()"]

@@ -39,7 +39,13 @@ def test_the_default_corpus_takes_modules_and_packages_and_leaves_out_the_rest(
 ) -> None:
     for name in ("json/decoder.py", "abc.py", "json/__init__.py", "heapq.py"):
         write(f"lib/{name}", name)
-    for name in ("json/tests/a.py", "unittest/test/b.py", "encodings/c.py", "site-packages/d.py", "mine.py"):
+    for name in (
+        "json/tests/a.py",
+        "unittest/test/b.py",
+        "encodings/c.py",
+        "site-packages/d.py",
+        "mine.py",
+    ):
         write(f"lib/{name}", "not wanted")
     write("lib/sched.py", b"caf\xe9 in Latin-1")
     write("lib/numbers.py", "\n")
@@ -110,7 +116,10 @@ class TestDataset:
 
     def test_each_line_of_a_text_file_is_a_document(self, write: Write) -> None:
         path = write("poems/train.txt", "roses are red\n\nviolets are blue\n")
-        assert load_corpus(dataset=str(path.parent)).documents == ("roses are red", "violets are blue")
+        assert load_corpus(dataset=str(path.parent)).documents == (
+            "roses are red",
+            "violets are blue",
+        )
 
     def test_each_row_of_a_jsonl_column_is_a_document(self, write: Write) -> None:
         rows = [{"body": "one", "id": 1}, {"body": None, "id": 2}, {"body": "three", "id": 3}]
@@ -118,14 +127,20 @@ class TestDataset:
         directory = str(path.parent)
         assert load_corpus(dataset=directory, text_column="body").documents == ("one", "three")
         assert load_corpus(dataset=directory, text_column="body", max_bytes=1).documents == ("one",)
-        with pytest.raises(ValueError, match=r"text_column='text' is not in .*its columns are 'body', 'id'"):
+        with pytest.raises(
+            ValueError, match=r"text_column='text' is not in .*its columns are 'body', 'id'"
+        ):
             load_corpus(dataset=directory)
 
-    def test_a_dataset_or_split_that_is_not_there_is_named(self, write: Write, tmp_path: Path) -> None:
+    def test_a_dataset_or_split_that_is_not_there_is_named(
+        self, write: Write, tmp_path: Path
+    ) -> None:
         directory = str(write("poems/train.txt", "text").parent)
         with pytest.raises(ValueError, match=r"split='test'\) could not be loaded: .*train"):
             load_corpus(dataset=directory, split="test")
-        with pytest.raises(ValueError, match=r"dataset='.*absent' .* could not be loaded: .*; correct the name"):
+        with pytest.raises(
+            ValueError, match=r"dataset='.*absent' .* could not be loaded: .*; correct the name"
+        ):
             load_corpus(dataset=str(tmp_path / "absent"))
 
     def test_without_the_package_the_remedy_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +151,9 @@ class TestDataset:
 
 def test_the_digest_depends_on_contents_and_on_where_documents_end() -> None:
     assert Corpus("a", ("x", "y")).digest == Corpus("b", ("x", "y")).digest
-    digests = {Corpus("a", d).digest for d in (("x", "y"), ("xy",), ("y", "x"), ("x", "y", ""), ("", "xy"))}
+    digests = {
+        Corpus("a", d).digest for d in (("x", "y"), ("xy",), ("y", "x"), ("x", "y", ""), ("", "xy"))
+    }
     assert len(digests) == 5
 
 
@@ -145,12 +162,16 @@ written = st.builds(lambda a, b, c: a + b + c, blank, st.text("abc", min_size=1)
 
 
 @given(st.lists(st.one_of(written, blank)), st.floats(0.01, 0.99))
-def test_a_split_by_document_loses_nothing_and_leaves_neither_part_empty(documents: list[str], share: float) -> None:
+def test_a_split_by_document_loses_nothing_and_leaves_neither_part_empty(
+    documents: list[str], share: float
+) -> None:
     documents = [*documents, "always", "two"]
     train, validation = Corpus("any", tuple(documents)).split(share)
     kept = [document for document in documents if document.strip()]
     assert sorted(train.documents + validation.documents) == sorted(kept)
-    assert not set(train.documents) & set(validation.documents), "a copy of a text was on both sides"
+    assert not set(train.documents) & set(validation.documents), (
+        "a copy of a text was on both sides"
+    )
     if len(set(validation.documents)) > 1:
         assert validation.n_characters <= share * sum(map(len, kept))
 

@@ -14,9 +14,20 @@ from course_pp.parallel import DistributedConfig
 from course_pp.training import TrainConfig
 from course_pp.training.data import Batches
 from course_pp.training.logs import METRICS
-from tests.training.small import MODEL, RUN, Trained, assert_equals, in_one_process, rows, train, trainer
+from tests.training.small import (
+    MODEL,
+    RUN,
+    Trained,
+    assert_equals,
+    in_one_process,
+    rows,
+    train,
+    trainer,
+)
 
-EXPERTS = replace(MODEL, n_layers=4, n_experts=4, top_k=2, expert_dim=12, balance="bias", balance_coef=0.1)
+EXPERTS = replace(
+    MODEL, n_layers=4, n_experts=4, top_k=2, expert_dim=12, balance="bias", balance_coef=0.1
+)
 LAYOUTS: dict[str, tuple[TrainConfig, DistributedConfig]] = {
     "pipeline, accumulated": (replace(RUN, accumulation=2), DistributedConfig(pp=2)),
     "runtime, padded": (replace(RUN, engine="runtime", schedule="zb_v"), DistributedConfig(pp=2)),
@@ -28,7 +39,10 @@ LAYOUTS: dict[str, tuple[TrainConfig, DistributedConfig]] = {
 
 
 def every(rank: int, names: list[str], model: ModelConfig) -> dict[str, Trained]:
-    return {name: train(rank, LAYOUTS[name][0], model, LAYOUTS[name][1], "padded" in name) for name in names}
+    return {
+        name: train(rank, LAYOUTS[name][0], model, LAYOUTS[name][1], "padded" in name)
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
@@ -39,10 +53,16 @@ def test_experts_equal_one_process_with_their_loads_and_biases(n_ranks: int) -> 
     mask = Batches(rows(24, padded=True), RUN.batch, RUN.seed)[0].attention_mask
     assert mask is not None
     n_tokens = int(mask.sum())
-    assert [sum(load.tokens) for load in references[True].loads[0].values()] == [EXPERTS.top_k * n_tokens] * 4
+    assert [sum(load.tokens) for load in references[True].loads[0].values()] == [
+        EXPERTS.top_k * n_tokens
+    ] * 4
     for name in names:
         reference = references["padded" in name]
-        assert any(bias.any() for name, bias in reference.parameters.items() if name.endswith("router.bias"))
+        assert any(
+            bias.any()
+            for name, bias in reference.parameters.items()
+            if name.endswith("router.bias")
+        )
         assert_equals([found[name] for found in ranks], reference)
 
 
@@ -52,7 +72,12 @@ def skipping(rank: int) -> tuple[bool, list[Any], list[Any]]:
     if rank == 0:
         next(run.modules[0].parameters()).data.fill_(torch.inf)
     result = run.train_step()
-    biases = [b.tolist() for m in run.modules for name, b in m.named_buffers() if name.endswith("router.bias")]
+    biases = [
+        b.tolist()
+        for m in run.modules
+        for name, b in m.named_buffers()
+        if name.endswith("router.bias")
+    ]
     return result.skipped, [sum(each.tokens) for each in result.loads.values()], biases
 
 

@@ -29,7 +29,9 @@ def write(folder: Path, first: int, steps: range) -> None:
     log.close()
 
 
-def test_a_fresh_run_begins_a_fresh_log_and_half_a_line_of_a_killed_one_is_dropped(tmp_path: Path) -> None:
+def test_a_fresh_run_begins_a_fresh_log_and_half_a_line_of_a_killed_one_is_dropped(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 0, range(1, 4))
     write(tmp_path, 0, range(1, 3))
     with (tmp_path / METRICS).open("a") as file:
@@ -52,7 +54,11 @@ def test_the_bar_says_which_pass_over_the_data_it_is(
 def test_a_record_is_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log = Logs(tmp_path)
     log.write("train", 1, {"loss": 0.5})
-    assert json.loads((tmp_path / METRICS).read_text()) == {"event": "train", "step": 1, "loss": 0.5}
+    assert json.loads((tmp_path / METRICS).read_text()) == {
+        "event": "train",
+        "step": 1,
+        "loss": 0.5,
+    }
     log.close()
     log.close()
 
@@ -99,7 +105,9 @@ def test_the_peak_is_that_of_all_ranks_and_says_where_it_comes_from() -> None:
     assert measured.flops > 0
 
 
-def test_a_measured_peak_counts_two_operations_for_each_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_peak_counts_two_operations_for_each_multiply_add(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("course_pp.training.logs.time.perf_counter", lambda: next(clock))
     assert matmul_flops(torch.device("cpu"), torch.float64) == 2 * 768**3

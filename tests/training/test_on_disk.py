@@ -58,7 +58,9 @@ def test_rows_and_batches_are_those_of_the_same_tokens_in_memory(
     assert equal(disk[torch.tensor([5, 0])], memory[torch.tensor([5, 0])])
     assert equal(Batches(disk, 8, seed=3)[40], Batches(memory, 8, seed=3)[40])
     assert isinstance(file.tokens, np.memmap)
-    assert len(pickle.dumps(open_tokens(file.path))) < 2 * len(tokenizer.definition), "a data worker gets no copy"
+    assert len(pickle.dumps(open_tokens(file.path))) < 2 * len(tokenizer.definition), (
+        "a data worker gets no copy"
+    )
 
 
 def test_padded_rows_are_those_of_the_same_documents_in_memory(
@@ -86,7 +88,17 @@ def test_a_split_shares_no_token_and_digests_tell_its_parts_apart(file: TokenFil
     assert len(validation) == pytest.approx(0.1 * (len(train) + len(validation)), abs=2)
     again = PackedTokens(open_tokens(file.path), 32).split(0.1)
     assert [part.digest for part in again] == [train.digest, validation.digest]
-    assert len({train.digest, validation.digest, PackedTokens(file, 32).digest, PackedTokens(file, 16).digest}) == 4
+    assert (
+        len(
+            {
+                train.digest,
+                validation.digest,
+                PackedTokens(file, 32).digest,
+                PackedTokens(file, 16).digest,
+            }
+        )
+        == 4
+    )
 
 
 def _pipe_for_a_description(path: Path) -> None:
@@ -101,13 +113,21 @@ def described(path: Path) -> Path:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-2]), "is cut off: it has"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "is too long: it has"),
-    "another": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "is not the one that its description"),
+    "another": (
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        "is not the one that its description",
+    ),
     "no description": (lambda path: described(path).unlink(), "cannot be opened"),
     "a pipe": (_pipe_for_a_description, "cannot be opened .*is no plain file"),
     "brackets": (lambda path: described(path).write_text("[" * 400_000), "cannot be opened"),
-    "half": (lambda path: described(path).write_text('{"format": "course_pp tokens 1"}'), "cannot be opened"),
+    "half": (
+        lambda path: described(path).write_text('{"format": "course_pp tokens 1"}'),
+        "cannot be opened",
+    ),
     "of tomorrow": (
-        lambda path: described(path).write_text(described(path).read_text().replace("tokens 1", "tokens 2")),
+        lambda path: described(path).write_text(
+            described(path).read_text().replace("tokens 1", "tokens 2")
+        ),
         "does not describe a token file of this format",
     ),
 }
@@ -115,13 +135,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_refused(damage: Callable[[Path], object], words: str, file: TokenFile) -> None:
+def test_a_damaged_file_is_refused(
+    damage: Callable[[Path], object], words: str, file: TokenFile
+) -> None:
     damage(file.path)
     with pytest.raises(ValueError, match=words):
         open_tokens(file.path)
 
 
-def test_a_file_that_fails_to_be_written_leaves_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_file_that_fails_to_be_written_leaves_nothing(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="no documents to write"):
         write_tokens(tmp_path / "none.bin", [], tokenizer)
     assert list(tmp_path.iterdir()) == []
@@ -141,7 +165,9 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
 
 
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:
-    with pytest.raises(ValueError, match=r"tokens .*are too few for one sequence of seq_len=1000000"):
+    with pytest.raises(
+        ValueError, match=r"tokens .*are too few for one sequence of seq_len=1000000"
+    ):
         PackedTokens(file, 1_000_000)
 
 
@@ -166,14 +192,20 @@ def test_rows_are_those_in_memory_and_a_worker_gets_no_copy(tmp_path: Path) -> N
     assert equal(next(iter(read_ahead(batches, 2, 4, 1))), Batches(memory, 4, seed=3)[2])
     assert len(pickle.dumps(rows)) < 1000
     assert open_arrow(tmp_path / "rows").digest == rows.digest
-    assert open_arrow(saved(tmp_path / "others", input_ids=IDS.flip(0).tolist())).digest != rows.digest
+    assert (
+        open_arrow(saved(tmp_path / "others", input_ids=IDS.flip(0).tolist())).digest != rows.digest
+    )
 
 
 def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
     refused = {
         "folder .*nothing.* cannot be opened": tmp_path / "nothing",
-        "holds rows of 2 to 3 values of int": saved(tmp_path / "uneven", input_ids=[[1, 2], [1, 2, 3]]),
-        "holds rows of 3 to 3 values of double": saved(tmp_path / "numbers", input_ids=[[0.5, 1.0, 2.0]]),
+        "holds rows of 2 to 3 values of int": saved(
+            tmp_path / "uneven", input_ids=[[1, 2], [1, 2, 3]]
+        ),
+        "holds rows of 3 to 3 values of double": saved(
+            tmp_path / "numbers", input_ids=[[0.5, 1.0, 2.0]]
+        ),
         "cannot be opened .*with lists of token ids": saved(tmp_path / "text", input_ids=["a"]),
         "cannot be opened .*in column 'input_ids'": saved(tmp_path / "other", ids=[[1, 2, 3]]),
         "a sequence has at least 2 tokens": saved(tmp_path / "short", input_ids=[[1, 2]]),
@@ -184,7 +216,9 @@ def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
             open_arrow(folder)
     from datasets import Dataset, DatasetDict
 
-    DatasetDict({"train": Dataset.from_dict({"input_ids": [[1, 2, 3]]})}).save_to_disk(tmp_path / "splits")
+    DatasetDict({"train": Dataset.from_dict({"input_ids": [[1, 2, 3]]})}).save_to_disk(
+        tmp_path / "splits"
+    )
     with pytest.raises(ValueError, match=r"cannot be opened .*of one split"):
         open_arrow(tmp_path / "splits")
     whole = next((tmp_path / "short").glob("*.arrow"))
@@ -220,12 +254,25 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
     path = tmp_path / "data.bin"
     assert main(["tokens", str(path), f"--text={tmp_path}/a.txt", "--tokenizer-size=270"]) == 0
     assert "tokens (uint16) of" in capsys.readouterr().out
-    command = ["source_code/train.py", "--model=tiny", "--steps=2", "--global-batch-size=4", "--microbatches=2"]
+    command = [
+        "source_code/train.py",
+        "--model=tiny",
+        "--steps=2",
+        "--global-batch-size=4",
+        "--microbatches=2",
+    ]
     (tmp_path / "b.txt").write_text("so are they all, all honourable men. " * 20)
-    assert main(["tokens", f"{tmp_path}/two.bin", f"--text={tmp_path}", "--tokenizer-size=270"]) == 0
-    for options in ([f"--tokens={path}", "--workers=1"], [f"--tokens={tmp_path}/two.bin", "--padded"]):
+    assert (
+        main(["tokens", f"{tmp_path}/two.bin", f"--text={tmp_path}", "--tokenizer-size=270"]) == 0
+    )
+    for options in (
+        [f"--tokens={path}", "--workers=1"],
+        [f"--tokens={tmp_path}/two.bin", "--padded"],
+    ):
         assert any("validation loss" in line for line in labelled_lines(2, [*command, *options]))
-    with pytest.raises(ValueError, match="is the data, and knows its tokenizer: leave --tokenizer out"):
+    with pytest.raises(
+        ValueError, match="is the data, and knows its tokenizer: leave --tokenizer out"
+    ):
         DataOptions(tokens=str(path), tokenizer="a.json").load(32, 8)
     DAMAGES["cut"][0](path)
     ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])

@@ -34,7 +34,9 @@ CONFIG = TrainConfig(steps=14, warmup_steps=4, lr=0.5, min_lr=0.2, weight_decay=
     ],
     ids=["cosine", "all cosine", "all warm-up", "linear", "a fifth", "four steps", "constant"],
 )
-def test_the_rate_rises_in_equal_steps_and_falls_along_a_curve(options: dict[str, Any], expected: list[float]) -> None:
+def test_the_rate_rises_in_equal_steps_and_falls_along_a_curve(
+    options: dict[str, Any], expected: list[float]
+) -> None:
     config = TrainConfig(**{"steps": 10, "warmup_steps": 2, "min_lr": 0.2, **options})
     assert [lr_factor(step, config) for step in range(12)] == pytest.approx(expected)
 
@@ -70,16 +72,31 @@ class Foreign(nn.Module):
 def test_only_matrices_of_a_foreign_model_decay_and_each_is_trained_once() -> None:
     model = Foreign()
     names = {id(p): name for name, p in model.named_parameters()}
-    decaying, others = ([names[id(p)] for p in g["params"]] for g in parameter_groups([model], 0.1, [{0: "g.weight"}]))
+    decaying, others = (
+        [names[id(p)] for p in g["params"]]
+        for g in parameter_groups([model], 0.1, [{0: "g.weight"}])
+    )
     assert decaying == ["d.weight", "e.weight"]
-    assert others == ["a.weight", "b.weight", "c.weight", "c.bias", "d.bias", "e.bias", "g.weight", "g.bias"]
+    assert others == [
+        "a.weight",
+        "b.weight",
+        "c.weight",
+        "c.bias",
+        "d.bias",
+        "e.bias",
+        "g.weight",
+        "g.bias",
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"optimizer": "SGD", "betas": (0.9, 0.95)}, "optimizer='SGD' takes dampening, "),
-        ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "nesterov, and not momentun: leave it out"),
+        (
+            {"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}},
+            "nesterov, and not momentun: leave it out",
+        ),
         ({"optimizer_options": {"lr": 0.9}}, "and not lr: leave it out"),
         (
             {"optimizer": "SGD", "optimizer_options": {"nesterov": True}},
@@ -88,7 +105,9 @@ def test_only_matrices_of_a_foreign_model_decay_and_each_is_trained_once() -> No
         ({"betas": (0.9, 1.0)}, "optimizer='AdamW' refuses its options: Invalid beta parameter"),
     ],
 )
-def test_what_an_optimizer_does_not_take_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_what_an_optimizer_does_not_take_is_refused_by_name(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=r".") as refusal:
         build_optimizer([nn.Linear(2, 2)], TrainConfig(**options))
     assert words in str(refusal.value)
@@ -106,7 +125,14 @@ def each_optimizer(
             config = replace(config, optimizer_options={"momentum": 0.9, "nesterov": True})
         first, second = (trainer(config, replace(MODEL, n_layers=1), layout) for _ in range(2))
         whole = [first.train_step().loss]
-        save(root / name, 1, first.modules, first.optimizer, device_mesh=first._mesh, extra=first.state())
+        save(
+            root / name,
+            1,
+            first.modules,
+            first.optimizer,
+            device_mesh=first._mesh,
+            extra=first.state(),
+        )
         loaded = load(root / name, second.modules, second.optimizer, device_mesh=second._mesh)
         second.load_state(loaded.extra)
         whole += [first.train_step().loss for _ in range(2)]
@@ -114,8 +140,12 @@ def each_optimizer(
     return losses
 
 
-@pytest.mark.parametrize("names", [["NAdam", "SGD", "Adagrad"], pytest.param(EVERY, marks=pytest.mark.full)])
-def test_optimizers_and_curves_go_on_exactly_and_shard_like_one_process(names: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [["NAdam", "SGD", "Adagrad"], pytest.param(EVERY, marks=pytest.mark.full)]
+)
+def test_optimizers_and_curves_go_on_exactly_and_shard_like_one_process(
+    names: list[str], tmp_path: Path
+) -> None:
     [alone] = on_ranks(1, each_optimizer, names, tmp_path / "1", 1, timeout_s=60)
     for sharded in on_ranks(2, each_optimizer, names, tmp_path / "2", 2, timeout_s=60):
         for name, (expected, found) in sharded.items():

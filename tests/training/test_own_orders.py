@@ -13,7 +13,16 @@ from course_pp.training import TrainConfig, stages_of_rank
 from course_pp.training.checkpointer import Checkpointer
 from course_pp.training.config import ORDER_FILE, read_order, what_changed, write_order
 from tests.processes import no_process_left
-from tests.training.small import MODEL, RUN, TIED, Trained, assert_equals, in_one_process, train, trainer
+from tests.training.small import (
+    MODEL,
+    RUN,
+    TIED,
+    Trained,
+    assert_equals,
+    in_one_process,
+    train,
+    trainer,
+)
 
 
 @pytest.fixture
@@ -32,7 +41,9 @@ def trained(rank: int, schedule: str, root: Path) -> dict[str, Any]:
         seen[engine] = train(rank, replace(RUN, engine=engine, schedule=schedule), TIED)  # type: ignore[arg-type]
     first = trainer(replace(RUN, steps=1, warmup_steps=1, schedule=schedule), TIED)
     files = {ORDER_FILE: write_order(read_order(schedule))}
-    with Checkpointer(first, root, device_mesh=first._mesh, save_every=1, attachments=files) as checkpointer:
+    with Checkpointer(
+        first, root, device_mesh=first._mesh, save_every=1, attachments=files
+    ) as checkpointer:
         first.fit(checkpointer.after_step)
     kept = str(next(root.glob(f"*/{ORDER_FILE}")))
     second = trainer(replace(RUN, engine="runtime", schedule=kept), TIED)
@@ -61,12 +72,17 @@ def test_two_copies_of_a_stage_are_read_off_the_rows(tmp_path: Path) -> None:
     assert read_order(str(path)).actions == order.actions
     config = replace(RUN, schedule=str(path), engine="runtime")
     assert stages_of_rank(config, 1, 2) == ([0, 1], 2)
-    with pytest.raises(ValueError, match=r"torch cannot run.*holds stage 0 on 2 ranks: use one of .*engine='runtime'"):
+    with pytest.raises(
+        ValueError,
+        match=r"torch cannot run.*holds stage 0 on 2 ranks: use one of .*engine='runtime'",
+    ):
         stages_of_rank(replace(config, engine="parallel"), 1, 2)
 
 
 def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path) -> None:
-    with pytest.raises(ValueError, match=r"own.*is an order of 2 ranks, and there are 3 pipeline ranks"):
+    with pytest.raises(
+        ValueError, match=r"own.*is an order of 2 ranks, and there are 3 pipeline ranks"
+    ):
         stages_of_rank(replace(RUN, schedule=str(own)), 0, 3)
 
 
@@ -74,17 +90,43 @@ def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path) -> None:
     ("write", "words"),
     [
         (lambda path: None, "it cannot be read ([Errno 2] No such file or directory"),
-        (lambda path: path.write_bytes(b"\xff\xfe0F0"), "it cannot be read ('utf-8' codec can't decode"),
+        (
+            lambda path: path.write_bytes(b"\xff\xfe0F0"),
+            "it cannot be read ('utf-8' codec can't decode",
+        ),
         (lambda path: path.write_text(""), "has no actions"),
-        (lambda path: path.write_text("0F0,{0B0}\n"), "own.csv': row 1, column 2 of the CSV text: cannot read '{0B0}'"),
+        (
+            lambda path: path.write_text("0F0,{0B0}\n"),
+            "own.csv': row 1, column 2 of the CSV text: cannot read '{0B0}'",
+        ),
         (lambda path: path.write_text("0F0,0B0\n1F0\n"), "1B0 is missing"),
-        (lambda path: path.write_text("0F0,0F1\n1F0,1F1\n"), "it has forwards alone, and a run trains"),
+        (
+            lambda path: path.write_text("0F0,0F1\n1F0,1F1\n"),
+            "it has forwards alone, and a run trains",
+        ),
         (lambda path: path.write_text("0F0,0B0,0U0\n"), "update their weights within the step (U)"),
         (lambda path: path.write_text("0B0,0F0\n1F0,1B0\n"), "its order cannot run: "),
-        (lambda path: path.write_text("0F0,0B0\n\n1F0,1B0\n"), "it gives rank 1 nothing to do, as row 2 is blank"),
-        (lambda path: path.write_text(to_torch_csv(build("1f1b", 2, 4))), "4 microbatches, and microbatches=2: make"),
+        (
+            lambda path: path.write_text("0F0,0B0\n\n1F0,1B0\n"),
+            "it gives rank 1 nothing to do, as row 2 is blank",
+        ),
+        (
+            lambda path: path.write_text(to_torch_csv(build("1f1b", 2, 4))),
+            "4 microbatches, and microbatches=2: make",
+        ),
     ],
-    ids=["missing", "bytes", "empty", "cell", "half", "forwards", "updates", "deadlock", "idle", "sizes"],
+    ids=[
+        "missing",
+        "bytes",
+        "empty",
+        "cell",
+        "half",
+        "forwards",
+        "updates",
+        "deadlock",
+        "idle",
+        "sizes",
+    ],
 )
 def test_a_file_that_no_run_can_have_is_refused_by_name(
     write: Callable[[Path], Any], words: str, tmp_path: Path
@@ -108,13 +150,17 @@ def test_a_file_that_no_run_can_have_is_refused_by_name(
     ],
     ids=["blank lines", "blank cells", "byte order mark", "windows", "semicolons", "spaces"],
 )
-def test_a_file_as_editors_and_spreadsheets_leave_it_is_read(change: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_file_as_editors_and_spreadsheets_leave_it_is_read(
+    change: Callable[[str], str], tmp_path: Path
+) -> None:
     path, order = tmp_path / "own.csv", build("1f1b", 2, 2)
     path.write_bytes(change(to_torch_csv(order)).encode())
     assert read_order(str(path)).actions == order.actions
 
 
-def test_a_run_that_goes_on_in_another_order_is_told_so_and_how_to_keep_to_the_one_before(own: Path) -> None:
+def test_a_run_that_goes_on_in_another_order_is_told_so_and_how_to_keep_to_the_one_before(
+    own: Path,
+) -> None:
     order, folder = read_order(str(own)), own.parent
     saved = {"schedule": str(own), "microbatches": 2}
     gone = what_changed(saved, folder, "1f1b", None)
@@ -157,5 +203,7 @@ def test_ranks_that_read_different_files_of_one_name_all_refuse(tmp_path: Path) 
 
 
 def test_a_name_that_is_none_says_that_a_file_may_be_given() -> None:
-    with pytest.raises(ValueError, match=r"unknown schedule '\{own\}'.*or a file that ends in \.csv"):
+    with pytest.raises(
+        ValueError, match=r"unknown schedule '\{own\}'.*or a file that ends in \.csv"
+    ):
         TrainConfig(schedule="{own}")

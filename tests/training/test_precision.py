@@ -35,12 +35,20 @@ FP16 = replace(RUN, precision="fp16", clip_norm=math.inf)
 
 
 def lowered(
-    config: TrainConfig, model: ModelConfig = MODEL, layout: DistributedConfig | None = None, padded: bool = False
+    config: TrainConfig,
+    model: ModelConfig = MODEL,
+    layout: DistributedConfig | None = None,
+    padded: bool = False,
 ) -> Trainer:
     """A trainer with float32 parameters that computes in the config's precision."""
-    mesh = init_distributed(layout or DistributedConfig(pp=torch.distributed.get_world_size()), seed=0)
+    mesh = init_distributed(
+        layout or DistributedConfig(pp=torch.distributed.get_world_size()), seed=0
+    )
     indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
-    modules, dtype = [build_stage_module(model, i, n_stages) for i in indices], DTYPES[config.precision]
+    modules, dtype = (
+        [build_stage_module(model, i, n_stages) for i in indices],
+        DTYPES[config.precision],
+    )
     for module in modules:
         apply_tensor_parallel(module, mesh)
         apply_ac(module, "selective" if config.schedule == "1f1b" else "none")
@@ -53,25 +61,46 @@ Case = tuple[TrainConfig, ModelConfig, DistributedConfig | None, bool]
 CASES: dict[str, Case] = {
     "runtime": (replace(BF16, engine="runtime"), MODEL, None, False),
     "parallel, zb_v, tied, padded": (replace(BF16, schedule="zb_v"), TIED, None, True),
-    "runtime, zb_v, tied, padded": (replace(BF16, engine="runtime", schedule="zb_v"), TIED, None, True),
-    "sharded, accumulated": (replace(BF16, accumulation=2), TIED, DistributedConfig(dp_shard=2), True),
+    "runtime, zb_v, tied, padded": (
+        replace(BF16, engine="runtime", schedule="zb_v"),
+        TIED,
+        None,
+        True,
+    ),
+    "sharded, accumulated": (
+        replace(BF16, accumulation=2),
+        TIED,
+        DistributedConfig(dp_shard=2),
+        True,
+    ),
     "tensor": (BF16, MODEL, DistributedConfig(tp=2), False),
     "fp16, sharded": (FP16, MODEL, DistributedConfig(dp_shard=2), False),
     "fp16, runtime, zb_v": (replace(FP16, engine="runtime", schedule="zb_v"), TIED, None, False),
 }
 
 
-def first_steps(rank: int, root: Path) -> dict[str, tuple[list[float], dict[str, Tensor], set[Any], bool]]:
+def first_steps(
+    rank: int, root: Path
+) -> dict[str, tuple[list[float], dict[str, Tensor], set[Any], bool]]:
     """By case: loss, norm and validation loss of a step, its gradient, dtypes, whether a checkpoint goes on exactly."""
     found = {}
     for name, case in CASES.items():
         run, again = lowered(*case), lowered(*case)
         result = run.train_step()
-        gradients = {n: _whole(p.grad) for m in run.modules for n, p in m.named_parameters() if p.grad is not None}
-        dtypes = {p.dtype for m in run.modules for p in m.parameters()} | {g.dtype for g in gradients.values()}
+        gradients = {
+            n: _whole(p.grad)
+            for m in run.modules
+            for n, p in m.named_parameters()
+            if p.grad is not None
+        }
+        dtypes = {p.dtype for m in run.modules for p in m.parameters()} | {
+            g.dtype for g in gradients.values()
+        }
         folder = root / name.replace(" ", "")
         save(folder, 1, run.modules, run.optimizer, device_mesh=run._mesh, extra=run.state())
-        again.load_state(load(folder, again.modules, again.optimizer, device_mesh=again._mesh).extra)
+        again.load_state(
+            load(folder, again.modules, again.optimizer, device_mesh=again._mesh).extra
+        )
         exact = run.train_step().loss == again.train_step().loss
         found[name] = [result.loss, result.grad_norm, result.loss_scale], gradients, dtypes, exact
     return found
@@ -82,7 +111,9 @@ def _whole(gradient: Any) -> Tensor:
     return whole.clone()
 
 
-def reference(model: ModelConfig, padded: bool, dtype: torch.dtype | None) -> tuple[float, float, dict[str, Tensor]]:
+def reference(
+    model: ModelConfig, padded: bool, dtype: torch.dtype | None
+) -> tuple[float, float, dict[str, Tensor]]:
     """Loss, norm and gradient of the first step in one process: in ``dtype``, None being float64."""
     torch.manual_seed(0)
     module = Transformer(model)
@@ -94,20 +125,29 @@ def reference(model: ModelConfig, padded: bool, dtype: torch.dtype | None) -> tu
     scale = 2.0**16 if dtype == torch.float16 else 1.0
     loss = CrossEntropy()(module(batch.inputs, attention_mask=batch.attention_mask), batch.targets)
     (loss * scale).backward()
-    gradients = {name: p.grad / scale for name, p in module.named_parameters() if p.grad is not None}
-    return loss.item(), torch.cat([g.flatten() for g in gradients.values()]).norm().item(), gradients
+    gradients = {
+        name: p.grad / scale for name, p in module.named_parameters() if p.grad is not None
+    }
+    return (
+        loss.item(),
+        torch.cat([g.flatten() for g in gradients.values()]).norm().item(),
+        gradients,
+    )
 
 
 def bound(dtype: torch.dtype) -> float:
-    """How far, relative to its norm, a gradient may lie from another that was rounded at other places.
+    """How far, relative to its norm, a gradient may lie from another that was rounded at other
+    places.
 
-    With u = 2^-8 in bfloat16 and 2^-11 in float16 half the distance between neighbouring numbers, a rounding has a
-    relative error of at most u. A value on its way from the input to the loss is rounded at most 8 times in each of the
-    4 layers (query, key, value and scores, attention, output, gate, up, down, residual or boundary) and once in the
-    head; on the way back each product rounds twice, for its input and its weight: n = 3 · 33 = 99 roundings. Their
-    errors are independent, so that their norms add up as squares: √n · u (Higham & Mary 2019, "A New Approach to
-    Probabilistic Rounding Error Analysis", theorem 2.4, with λ = 1; errors of all numbers of a matrix are averaged by
-    its norm). Both gradients have such an error, so they are at most √2 · √n · u apart: 0.055 and 0.0069.
+    With u = 2^-8 in bfloat16 and 2^-11 in float16 half the distance between neighbouring numbers, a
+    rounding has a relative error of at most u. A value on its way from the input to the loss is
+    rounded at most 8 times in each of the 4 layers (query, key, value and scores, attention,
+    output, gate, up, down, residual or boundary) and once in the head; on the way back each product
+    rounds twice, for its input and its weight: n = 3 · 33 = 99 roundings. Their errors are
+    independent, so that their norms add up as squares: √n · u (Higham & Mary 2019, "A New Approach
+    to Probabilistic Rounding Error Analysis", theorem 2.4, with λ = 1; errors of all numbers of a
+    matrix are averaged by its norm). Both gradients have such an error, so they are at most √2 · √n
+    · u apart: 0.055 and 0.0069.
     """
     return math.sqrt(2 * 99) * torch.finfo(dtype).eps / 2
 
@@ -126,11 +166,16 @@ def test_a_step_equals_one_process_in_half_precision_within_rounding(tmp_path: P
             assert found[2] == (2.0**16 if config.precision == "fp16" else 1), name
             assert dtypes == {torch.float32}, name
             assert goes_on, name
-            seen |= {source if source in expected else "embed.weight": g for source, g in gradients.items()}
+            seen |= {
+                source if source in expected else "embed.weight": g
+                for source, g in gradients.items()
+            }
         assert set(seen) == set(expected), name
         apart = _distance(seen, expected)
         assert apart <= limit, (name, apart)
-        assert _distance(seen, exact) > torch.finfo(dtype).eps / 8, f"{name} was not computed in {dtype}"
+        assert _distance(seen, exact) > torch.finfo(dtype).eps / 8, (
+            f"{name} was not computed in {dtype}"
+        )
 
 
 def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -143,7 +188,9 @@ def test_products_are_in_half_precision_and_norms_and_gradients_are_not(dtype: t
     module, seen = build_stage_module(MODEL, 1, 2), {}
     for name in ("layers.1.attn.q_proj", "layers.1.mlp.down_proj", "layers.1.mlp_norm", "head"):
         part = module.get_submodule(name)
-        part.register_forward_hook(lambda _, args, output, name=name: seen.update({name: output.dtype}))
+        part.register_forward_hook(
+            lambda _, args, output, name=name: seen.update({name: output.dtype})
+        )
     compute_in(module, dtype)
     arrived = torch.randn(2, 8, MODEL.dim).to(dtype).requires_grad_()
     sent = module(arrived)
@@ -166,7 +213,8 @@ def until_it_fits(rank: int) -> list[tuple[float, float, bool, bool]]:
         before = [p.detach().clone() for m in run.modules for p in m.parameters()]
         result = run.train_step()
         changed = any(
-            not p.equal(b) for p, b in zip((p for m in run.modules for p in m.parameters()), before, strict=True)
+            not p.equal(b)
+            for p, b in zip((p for m in run.modules for p in m.parameters()), before, strict=True)
         )
         seen.append((result.loss_scale, result.grad_norm, result.skipped, changed))
     run.train_step()
@@ -211,7 +259,11 @@ def with_a_bad_step(rank: int, engine: Any) -> tuple[list[tuple[int, bool, bool]
     with pytest.raises(NonFiniteGradient) as refusal:
         strict.train_step()
     unchanged = unchanged and all(map(torch.equal, others, before))
-    return [(r.step, r.skipped, math.isfinite(r.loss)) for r in results], unchanged, str(refusal.value)
+    return (
+        [(r.step, r.skipped, math.isfinite(r.loss)) for r in results],
+        unchanged,
+        str(refusal.value),
+    )
 
 
 @pytest.mark.parametrize("engine", ["parallel", "runtime"])
@@ -259,4 +311,7 @@ def test_formats_that_do_not_fit_are_refused() -> None:
     assert "precision='fp32', and a stage computes in torch.float16" in said[1]
     assert "precision='fp32', and a stage computes in torch.bfloat16" in said[2]
     assert "compute in torch.bfloat16 or torch.float16, or in torch.float32 as it is" in said[3]
-    assert all("cannot compute in torch.bfloat16: keep its parameters in float32" in words for words in said[4:])
+    assert all(
+        "cannot compute in torch.bfloat16: keep its parameters in float32" in words
+        for words in said[4:]
+    )

@@ -30,7 +30,9 @@ def preempted(rank: int, root: Path, options: dict[str, Any]) -> tuple[str, list
     run = trainer(RUN)
     try:
         with Preemption() as preemption:
-            checkpointer = Checkpointer(run, root, device_mesh=run._mesh, preemption=preemption, **options)
+            checkpointer = Checkpointer(
+                run, root, device_mesh=run._mesh, preemption=preemption, **options
+            )
             with checkpointer:
                 checkpointer.resume()
                 run.fit(signals_in_step_two)
@@ -42,14 +44,19 @@ def preempted(rank: int, root: Path, options: dict[str, Any]) -> tuple[str, list
     return f"ended after step {run.step}", []
 
 
-@pytest.mark.parametrize("options", [{}, {"asynchronous": True, "save_every": 1}], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "options", [{}, {"asynchronous": True, "save_every": 1}], ids=["sync", "async"]
+)
 def test_all_ranks_save_and_stop_when_one_hears_a_signal_and_go_on_later(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with no_process_left():
         first, second = on_ranks(2, preempted, tmp_path, options, timeout_s=60)
         assert first == second
-        assert first == (f"SIGTERM: saved in {tmp_path} after step 2; go on with --checkpoint-dir {tmp_path}", [1, 1])
+        assert first == (
+            f"SIGTERM: saved in {tmp_path} after step 2; go on with --checkpoint-dir {tmp_path}",
+            [1, 1],
+        )
         found = find_latest(tmp_path)
         assert found is not None
         assert found.name == "step_00000002"

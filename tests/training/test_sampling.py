@@ -47,7 +47,11 @@ def sampled(rank: int, layout: dict[str, int], compiled: bool) -> tuple[list[int
 
 @pytest.mark.parametrize(
     ("layout", "compiled"),
-    [({"pp": 2, "dp_shard": 1}, False), ({"pp": 1, "dp_shard": 2}, False), ({"pp": 2, "dp_shard": 1}, True)],
+    [
+        ({"pp": 2, "dp_shard": 1}, False),
+        ({"pp": 1, "dp_shard": 2}, False),
+        ({"pp": 2, "dp_shard": 1}, True),
+    ],
     ids=["a pipeline", "shards", "compiled"],
 )
 def test_a_sample_is_that_of_the_whole_model(layout: dict[str, int], compiled: bool) -> None:

@@ -29,7 +29,9 @@ def tensors(*rows: list[int]) -> list[Tensor]:
     return [torch.tensor([BOT_ID, *row, EOT_ID]) for row in rows]
 
 
-documents = st.lists(st.lists(st.integers(3, 99), max_size=20), min_size=1).map(lambda rows: tensors(*rows))
+documents = st.lists(st.lists(st.integers(3, 99), max_size=20), min_size=1).map(
+    lambda rows: tensors(*rows)
+)
 lengths = st.integers(2, 9)
 
 
@@ -43,7 +45,11 @@ def test_packed_rows_continue_across_documents() -> None:
 
 def test_padded_rows_hold_one_document_or_a_part_of_one() -> None:
     sequences = padded(tensors([10, 11, 12], [20]), seq_len=3)
-    assert sequences.inputs.tolist() == [[BOT_ID, 10, 11], [12, EOT_ID, PAD_ID], [BOT_ID, 20, EOT_ID]]
+    assert sequences.inputs.tolist() == [
+        [BOT_ID, 10, 11],
+        [12, EOT_ID, PAD_ID],
+        [BOT_ID, 20, EOT_ID],
+    ]
     no = IGNORE_INDEX
     assert sequences.targets.tolist() == [[10, 11, 12], [EOT_ID, no, no], [20, EOT_ID, no]]
     assert sequences.attention_mask is not None
@@ -52,10 +58,14 @@ def test_padded_rows_hold_one_document_or_a_part_of_one() -> None:
 
 
 @given(documents, lengths)
-def test_packing_predicts_every_token_once_and_in_order(documents: list[Tensor], seq_len: int) -> None:
+def test_packing_predicts_every_token_once_and_in_order(
+    documents: list[Tensor], seq_len: int
+) -> None:
     stream = [token for document in documents for token in document.tolist()]
     if len(stream) <= seq_len:
-        with pytest.raises(ValueError, match=f"{len(stream)} tokens are too few .* needs {seq_len + 1}"):
+        with pytest.raises(
+            ValueError, match=f"{len(stream)} tokens are too few .* needs {seq_len + 1}"
+        ):
             packed(documents, seq_len)
         return
     sequences = packed(documents, seq_len)
@@ -94,7 +104,9 @@ def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_
 
 @pytest.mark.parametrize("cut", [packed, padded])
 @pytest.mark.parametrize("seq_len", [1, 0])
-def test_a_sequence_of_fewer_than_two_tokens_is_refused(cut: Callable[..., Sequences], seq_len: int) -> None:
+def test_a_sequence_of_fewer_than_two_tokens_is_refused(
+    cut: Callable[..., Sequences], seq_len: int
+) -> None:
     with pytest.raises(ValueError, match=f"seq_len={seq_len}: .*choose 2 or more"):
         cut(tensors([5, 6, 7]), seq_len)
 
@@ -139,7 +151,11 @@ def test_targets_and_mask_go_with_their_inputs() -> None:
 
 
 def test_validation_batches_cover_the_data_in_order() -> None:
-    assert [shown(batch) for batch in validation_batches(numbered(6), 2)] == [[0, 1], [2, 3], [4, 5]]
+    assert [shown(batch) for batch in validation_batches(numbered(6), 2)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
     assert len(validation_batches(numbered(7), 2)) == 3
 
 
@@ -151,7 +167,9 @@ def test_few_validation_batches_are_spread_over_the_data() -> None:
 
 @pytest.mark.parametrize("global_batch", [0, 12])
 def test_impossible_sizes_are_refused(global_batch: int) -> None:
-    with pytest.raises(ValueError, match=f"global_batch={global_batch} and 10 sequences: choose from 1 to 10"):
+    with pytest.raises(
+        ValueError, match=f"global_batch={global_batch} and 10 sequences: choose from 1 to 10"
+    ):
         Batches(numbered(10), global_batch)
 
 

@@ -40,7 +40,10 @@ def stream(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Stream:
 
 def in_memory(stream: Stream, documents: Iterable[str]) -> Sequences:
     arrange = padded if stream.is_padded else packed
-    return arrange(encode(Corpus("texts", tuple(t for t in documents if t.strip())), stream.tokenizer), stream.seq_len)
+    return arrange(
+        encode(Corpus("texts", tuple(t for t in documents if t.strip())), stream.tokenizer),
+        stream.seq_len,
+    )
 
 
 def test_a_stream_gives_the_rows_in_order_and_begins_again_at_its_end(stream: Stream) -> None:
@@ -74,10 +77,14 @@ def test_every_step_can_be_taken_up_at_its_position(stream: Stream) -> None:
 def test_what_cannot_go_on_is_refused(stream: Stream, tokenizer: Tokenizer) -> None:
     batches = StreamedBatches(stream, 2)
     batches[0], batches[1]
-    other = StreamedBatches(Stream("texts", lambda start: [t + "!" for t in texts(start)], tokenizer, 16), 2)
+    other = StreamedBatches(
+        Stream("texts", lambda start: [t + "!" for t in texts(start)], tokenizer, 16), 2
+    )
     with pytest.raises(ValueError, match="of texts is another than when the run was saved"):
         other.seek(2, batches.state())
-    with pytest.raises(ValueError, match="step=5: a stream is read in order, and its next step is 2"):
+    with pytest.raises(
+        ValueError, match="step=5: a stream is read in order, and its next step is 2"
+    ):
         batches[5]
     with pytest.raises(ValueError, match="blank holds no text from document 0 on"):
         StreamedBatches(Stream("blank", lambda start: [" ", None], tokenizer, 16), 2)[0]
@@ -92,10 +99,15 @@ def test_validation_rows_are_taken_from_the_beginning_and_not_trained_on(stream:
     following = next(text for text in TEXTS[rest.first :] if text.strip())
     ids = stream.tokenizer.encode_document(following)[:16]
     assert StreamedBatches(rest, 1)[0].inputs.tolist()[0][: len(ids)] == ids
-    assert len({rest.digest, stream.digest, replace(stream, is_padded=not stream.is_padded).digest}) == 3
+    assert (
+        len({rest.digest, stream.digest, replace(stream, is_padded=not stream.is_padded).digest})
+        == 3
+    )
 
 
-def of_a_run(rank: int, tokenizer: Tokenizer, is_padded: bool) -> tuple[list[float], list[float], list[str]]:
+def of_a_run(
+    rank: int, tokenizer: Tokenizer, is_padded: bool
+) -> tuple[list[float], list[float], list[str]]:
     """Losses of a run on a stream, of one taken up after its first step, and what is refused."""
 
     def fresh(**change: Any) -> Trainer:
@@ -103,7 +115,9 @@ def of_a_run(rank: int, tokenizer: Tokenizer, is_padded: bool) -> tuple[list[flo
         # Each rank's own documents, if asked for, differ.
         own = (lambda start: [f"{t} {rank}" for t in texts(start)]) if "seed" in change else texts
         small = Stream("texts", own, tokenizer, 8, is_padded=is_padded)
-        made = Trainer(replace(RUN, **change), base.modules, small, rows(17, seed=1), device_mesh=base._mesh)
+        made = Trainer(
+            replace(RUN, **change), base.modules, small, rows(17, seed=1), device_mesh=base._mesh
+        )
         return made
 
     first, second = fresh(), fresh()
@@ -114,7 +128,11 @@ def of_a_run(rank: int, tokenizer: Tokenizer, is_padded: bool) -> tuple[list[flo
     whole += [first.train_step().loss for _ in range(2)]
     found = [second.train_step().loss for _ in range(2)]
     said = []
-    for attempt in (lambda: fresh(workers=1), lambda: fresh(epochs=1, steps=200), lambda: fresh(seed=7).train_step()):
+    for attempt in (
+        lambda: fresh(workers=1),
+        lambda: fresh(epochs=1, steps=200),
+        lambda: fresh(seed=7).train_step(),
+    ):
         with pytest.raises(ValueError, match=r".") as refusal:
             attempt()
         said.append(str(refusal.value))
@@ -122,7 +140,9 @@ def of_a_run(rank: int, tokenizer: Tokenizer, is_padded: bool) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["packed", "padded"])
-def test_a_run_on_a_stream_goes_on_exactly_and_every_rank_refuses_alike(tokenizer: Tokenizer, is_padded: bool) -> None:
+def test_a_run_on_a_stream_goes_on_exactly_and_every_rank_refuses_alike(
+    tokenizer: Tokenizer, is_padded: bool
+) -> None:
     for expected, found, said in on_ranks(2, of_a_run, _small(tokenizer), is_padded, timeout_s=60):
         assert found == expected
         assert "workers=1 cannot be used with a stream" in said[0]
@@ -144,7 +164,9 @@ def _small(tokenizer: Tokenizer) -> Tokenizer:
     return _Small(tokenizer.definition)
 
 
-def test_a_dataset_is_streamed_with_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_streamed_with_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets  # here: it takes a second
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))

@@ -40,25 +40,36 @@ def test_decoding_gives_back_exactly_any_text(tokenizer: Tokenizer, text: str) -
     assert not {PAD_ID, BOT_ID, EOT_ID} & set(ids)
 
 
-def test_special_tokens_have_fixed_ids_and_are_never_encoded_from_text(tokenizer: Tokenizer) -> None:
+def test_special_tokens_have_fixed_ids_and_are_never_encoded_from_text(
+    tokenizer: Tokenizer,
+) -> None:
     assert (PAD_ID, BOT_ID, EOT_ID) == (0, 1, 2)
     assert tokenizer.decode(range(3)) == "".join(SPECIAL_TOKENS)
-    assert tokenizer.decode([BOT_ID, *tokenizer.encode("[EOT] if x"), EOT_ID]) == "[BOT][EOT] if x[EOT]"
+    assert (
+        tokenizer.decode([BOT_ID, *tokenizer.encode("[EOT] if x"), EOT_ID])
+        == "[BOT][EOT] if x[EOT]"
+    )
     for copy in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
         assert min(copy.encode("[PAD][BOT][EOT]")) >= len(SPECIAL_TOKENS)
 
 
-def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(cache_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(
+    cache_dir: Path, tmp_path: Path
+) -> None:
     path, text = tmp_path / "tokenizer.json", "[BOT] the cat " * 9
     path.write_text(foreign_tokenizer().to_str())
-    with pytest.raises(ValueError, match=r"tokenizer\.json': \[BOT\] are no special tokens .* add_special_tokens"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json': \[BOT\] are no special tokens .* add_special_tokens"
+    ):
         load_tokenizer(path)
     mended = tokenizers.Tokenizer.from_file(str(path))
     mended.add_special_tokens(list(SPECIAL_TOKENS))
     mended.save(str(path))
     tokenizer = load_tokenizer(path)
     pad, bot, eot = tokenizer.special_ids
-    assert (pad, bot, eot) == tuple(mended.token_to_id(token) for token in SPECIAL_TOKENS) != (0, 1, 2)
+    assert (
+        (pad, bot, eot) == tuple(mended.token_to_id(token) for token in SPECIAL_TOKENS) != (0, 1, 2)
+    )
     assert tokenizer.vocab_size == 1 + max(mended.get_vocab().values())
     assert tokenizer.decode(tokenizer.encode(text)) == text, "neither cut nor padded"
     [document] = encode(Corpus("one", (text,)), tokenizer, cache_dir)
@@ -93,7 +104,9 @@ def test_documents_are_encoded_one_by_one(tokenizer: Tokenizer, cache_dir: Path)
     for _ in ("encoded", "remembered"):
         documents = encode(corpus, tokenizer, cache_dir)
         assert [d.dtype for d in documents] == [torch.int64] * 3
-        assert [d.tolist() for d in documents] == [tokenizer.encode_document(d) for d in corpus.documents]
+        assert [d.tolist() for d in documents] == [
+            tokenizer.encode_document(d) for d in corpus.documents
+        ]
         assert tokenizer.decode(documents[2]) == "[BOT][EOT] two[EOT]"
 
 
@@ -111,7 +124,9 @@ class TestCache:
 
         return forbid
 
-    def test_the_second_call_computes_nothing(self, cache_dir: Path, forbid_work: Callable[[], None]) -> None:
+    def test_the_second_call_computes_nothing(
+        self, cache_dir: Path, forbid_work: Callable[[], None]
+    ) -> None:
         tokenizer = train_tokenizer(SMALL, 300, cache_dir)
         documents = encode(SMALL, tokenizer, cache_dir)
         forbid_work()
@@ -127,7 +142,9 @@ class TestCache:
         with pytest.raises(AssertionError, match="computed again"):
             train_tokenizer(other, size, cache_dir)
 
-    def test_it_lies_under_the_users_cache_directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_lies_under_the_users_cache_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
         train_tokenizer(SMALL, 300)
         assert len(list((tmp_path / "xdg" / "course_pp").iterdir())) == 1
@@ -136,8 +153,12 @@ class TestCache:
         train_tokenizer(SMALL, 300)
         assert len(list((tmp_path / ".cache" / "course_pp").iterdir())) == 1
 
-    @pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: whole[:-5], lambda whole: whole[:-1] + b"?"])
-    def test_a_damaged_file_is_rebuilt(self, cache_dir: Path, damage: Callable[[bytes], bytes]) -> None:
+    @pytest.mark.parametrize(
+        "damage", [lambda whole: b"", lambda whole: whole[:-5], lambda whole: whole[:-1] + b"?"]
+    )
+    def test_a_damaged_file_is_rebuilt(
+        self, cache_dir: Path, damage: Callable[[bytes], bytes]
+    ) -> None:
         tokenizer = train_tokenizer(SMALL, 300, cache_dir)
         documents = encode(SMALL, tokenizer, cache_dir)
         whole = {path: path.read_bytes() for path in cache_dir.iterdir()}
@@ -172,7 +193,9 @@ def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Pa
         "child = os.fork(); os.write(1, b'%r\\n' % tokenizer.encode('text'));"
         "child and sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(cache_dir)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(cache_dir)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert len(set(done.stdout.splitlines())) == 1
 

@@ -26,9 +26,15 @@ from course_pp.training import TrainConfig
             {"profile": 2, "log_folder": "logs", "steps": 3},
             "profile=2 steps are traced after 2 that warm up, but steps",
         ),
-        ({"batch": 20}, "batch=20 does not divide into 8 microbatches = 8 parts: use a multiple, such as 24"),
+        (
+            {"batch": 20},
+            "batch=20 does not divide into 8 microbatches = 8 parts: use a multiple, such as 24",
+        ),
         ({"optimizer": "adamw"}, "did you mean 'AdamW'?"),
-        ({"decay_steps": 5}, "decay_steps=5 belongs to lr_schedule='wsd', not to lr_schedule='cosine'"),
+        (
+            {"decay_steps": 5},
+            "decay_steps=5 belongs to lr_schedule='wsd', not to lr_schedule='cosine'",
+        ),
         ({"lr_schedule": "wsd", "decay_steps": 181}, "decay_steps=181 are more than steps=200"),
         ({"epochs": 2, "steps": 9}, "epochs=2 and steps=9 both say how long to train"),
         ({"loss_scale": 1000.0}, "loss_scale=1000.0 must be a power of two"),
@@ -43,7 +49,9 @@ def test_the_refusal_names_value_rule_and_remedy(arguments: dict[str, Any], word
 
 
 def test_data_parallel_ranks_share_the_batch() -> None:
-    with pytest.raises(ValueError, match="2 accumulation × 4 microbatches × 5 data-parallel ranks = 40 parts"):
+    with pytest.raises(
+        ValueError, match="2 accumulation × 4 microbatches × 5 data-parallel ranks = 40 parts"
+    ):
         TrainConfig(batch=48, microbatches=4, accumulation=2).rows_of_a_microbatch(5)
 
 

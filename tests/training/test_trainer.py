@@ -18,7 +18,16 @@ from course_pp.training import TrainConfig, Trainer
 from course_pp.training.logs import METRICS
 from course_pp.training.optim import lr_factor
 from tests.processes import no_process_left
-from tests.training.small import MODEL, RUN, TIED, assert_equals, in_one_process, rows, train, trainer
+from tests.training.small import (
+    MODEL,
+    RUN,
+    TIED,
+    assert_equals,
+    in_one_process,
+    rows,
+    train,
+    trainer,
+)
 
 RUNTIME = replace(RUN, engine="runtime")
 ALONE = DistributedConfig()
@@ -36,7 +45,9 @@ def run(n_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     ids=["packed", "tied, padded and accumulated"],
 )
 @pytest.mark.parametrize("config", [RUN, RUNTIME], ids=["parallel", "runtime"])
-def test_two_stages_equal_one_process(config: TrainConfig, model: ModelConfig, padded: bool, accumulation: int) -> None:
+def test_two_stages_equal_one_process(
+    config: TrainConfig, model: ModelConfig, padded: bool, accumulation: int
+) -> None:
     config = replace(config, accumulation=accumulation)
     ranks = run(2, train, config, model, None, padded)
     assert_equals(ranks, in_one_process(config, model, padded))
@@ -70,7 +81,9 @@ def resumed(rank: int, change: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     second.load_state(json.loads(json.dumps(first.state())))
     found += [second.train_step() for _ in range(2)]
-    return [(r.step, r.loss, r.grad_norm, r.lr) for r in expected], [(r.step, r.loss, r.grad_norm, r.lr) for r in found]
+    return [(r.step, r.loss, r.grad_norm, r.lr) for r in expected], [
+        (r.step, r.loss, r.grad_norm, r.lr) for r in found
+    ]
 
 
 def test_a_run_taken_up_from_its_state_goes_on_exactly() -> None:
@@ -79,7 +92,9 @@ def test_a_run_taken_up_from_its_state_goes_on_exactly() -> None:
 
 
 def test_a_run_may_be_taken_up_with_another_cut_of_the_batch_and_another_engine() -> None:
-    expected, found = run(1, resumed, {"accumulation": 4, "microbatches": 1, "engine": "runtime"})[0]
+    expected, found = run(1, resumed, {"accumulation": 4, "microbatches": 1, "engine": "runtime"})[
+        0
+    ]
     for before, after in zip(expected, found, strict=True):
         assert after == pytest.approx(before, rel=1e-12)
 
@@ -130,7 +145,10 @@ OTHERS: dict[str, Any] = {
 def test_a_run_goes_on_only_with_the_hyperparameters_it_began_with() -> None:
     (said,) = run(1, refusals_of_others)
     for name, value in OTHERS.items():
-        assert f"{name} is {value} here and {getattr(RUN, name)} in the state: resume with what" in said[name]
+        assert (
+            f"{name} is {value} here and {getattr(RUN, name)} in the state: resume with what"
+            in said[name]
+        )
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -151,10 +169,16 @@ def refusals(rank: int) -> dict[str, str]:
         "state of one rank": lambda: run.load_state(state if rank else {**state, "step": 9}),
         "runtime on data ranks": lambda: trainer(RUNTIME, layout=layout),
         "ranks disagree": lambda: trainer(replace(RUN, lr=0.1 * (1 + rank)), layout=layout),
-        "data of one rank": lambda: Trainer(RUN, run.modules, rows(8 + 8 * rank), device_mesh=run._mesh),
-        "no stages on one rank": lambda: Trainer(RUN, run.modules[:rank], rows(), device_mesh=run._mesh),
+        "data of one rank": lambda: Trainer(
+            RUN, run.modules, rows(8 + 8 * rank), device_mesh=run._mesh
+        ),
+        "no stages on one rank": lambda: Trainer(
+            RUN, run.modules[:rank], rows(), device_mesh=run._mesh
+        ),
         "too few rows": lambda: Trainer(RUN, run.modules, rows(4), device_mesh=run._mesh),
-        "no validation": lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh).evaluate(),
+        "no validation": (
+            lambda: Trainer(RUN, run.modules, rows(), device_mesh=run._mesh).evaluate()
+        ),
         "folder": lambda: trainer(replace(RUN, log_folder="/dev/null/logs"), layout=layout).fit(),
     }
     said = {}
@@ -196,11 +220,17 @@ def fitted(rank: int, config: TrainConfig) -> tuple[Any, list[int]]:
     return trainer(config).fit(after_step=lambda _, result: seen.append(result.step)), seen
 
 
-def test_fit_logs_on_one_rank_evaluates_and_traces_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_fit_logs_on_one_rank_evaluates_and_traces_every_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     config = replace(RUN, log_folder=str(tmp_path), log_every=1, eval_every=2, profile=1)
     (first, seen), (second, _) = run(2, fitted, config)
     assert seen == [1, 2, 3]
-    assert (first.steps, first.loss, first.validation_loss) == (3, second.loss, second.validation_loss)
+    assert (first.steps, first.loss, first.validation_loss) == (
+        3,
+        second.loss,
+        second.validation_loss,
+    )
 
     records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [(r["event"], r["step"]) for r in records] == [

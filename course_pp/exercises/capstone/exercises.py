@@ -24,7 +24,16 @@ from course_pp.exercises.expect import close, expect_int, expect_list, expect_nu
 from course_pp.exercises.formula import Formula, flawed, why
 from course_pp.exercises.mistakes import Mistake, Stopped
 from course_pp.launch import on_ranks
-from course_pp.plan import Cluster, Layout, ModelConfig, Prediction, cluster_of, gpu_named, model_named, predict
+from course_pp.plan import (
+    Cluster,
+    Layout,
+    ModelConfig,
+    Prediction,
+    cluster_of,
+    gpu_named,
+    model_named,
+    predict,
+)
 from course_pp.plan.calibration import MEGATRON as PUBLISHED
 from course_pp.plan.timing import model_flops
 from course_pp.schedule import Action, Schedule
@@ -32,7 +41,9 @@ from course_pp.schedule import Action, Schedule
 __all__ = ["MODEL", "PUBLISHED", "SIZES", "TEXT"]
 
 
-def bytes_held(rank: int, pp: int, shard: int, layers: int, layer: int, matrix: int, kept: float, m: int) -> float:
+def bytes_held(
+    rank: int, pp: int, shard: int, layers: int, layer: int, matrix: int, kept: float, m: int
+) -> float:
     """Bytes on a rank of a 1F1B pipeline whose parameters are sharded."""
     n_layers = layers // pp + (rank < layers % pp)
     parameters = n_layers * layer
@@ -94,8 +105,8 @@ def _counted(case: tuple[Any, ...], got: float, right: float) -> str:
     rank, pp, shard, layers, layer, matrix, kept, m = case
     n, ends = layers // pp + (rank < layers % pp), (rank == 0) + (rank == pp - 1)
     return (
-        f"16 bytes × ({n} layers × {layer:,} + {ends} × {matrix:,}) / {shard}, and {min(pp - rank, m)} microbatches × "
-        f"{n} layers × {kept:g} bytes"
+        f"16 bytes × ({n} layers × {layer:,} + {ends} × {matrix:,}) / {shard}, and"
+        f" {min(pp - rank, m)} microbatches × {n} layers × {kept:g} bytes"
     )
 
 
@@ -108,14 +119,18 @@ grade_bytes_held = Formula(
 )
 
 
-def break_even(n: int, parameters: float, batch: int, speed: float, bandwidth: float, each: int) -> float:
+def break_even(
+    n: int, parameters: float, batch: int, speed: float, bandwidth: float, each: int
+) -> float:
     """Tokens a sequence from which data parallelism is as fast as 1F1B."""
-    # Ring: (n - 1) / n * 2 * each * parameters / bandwidth; bubble: (n - 1) / n * 6 * parameters * tokens / speed.
+    # Ring: (n - 1) / n * 2 * each * parameters / bandwidth; bubble: (n - 1) / n * 6 * parameters *
+    # tokens / speed.
     return each * speed / (3 * bandwidth)
 
 
 _SAME_WORK = (
-    "Both ways do the work of the whole batch, in the same time. What differs is bubble and ring, each once a step."
+    "Both ways do the work of the whole batch, in the same time. What differs is bubble and ring,"
+    " each once a step."
 )
 _TOKENS = "each * speed / (3 * bandwidth)"
 _WRONG_TOKENS = (
@@ -160,8 +175,8 @@ grade_break_even = Formula(
         (64, 7e10, 64, 6e14, 3e11, 2),
     ],
     _WRONG_TOKENS,
-    "Set the ring, `2 * (n - 1) / n * each * parameters / bandwidth`, equal to the bubble, n - 1 microbatches of a "
-    "stage, and solve for the tokens.",
+    "Set the ring, `2 * (n - 1) / n * each * parameters / bandwidth`, equal to the bubble, n - 1"
+    " microbatches of a stage, and solve for the tokens.",
     same=_reached,
 )
 
@@ -213,7 +228,10 @@ def grade_fastest_layout(answer: Answer) -> None:
     except Stopped as stopped:
         if stopped.error != "ValueError":
             raise
-        cause = "`predict` raises ValueError for what cannot be laid out: `try` it, and pass that layout over."
+        cause = (
+            "`predict` raises ValueError for what cannot be laid out: `try` it, and pass that"
+            " layout over."
+        )
         raise Mistake(stopped.symptom, cause, stopped.example) from None
     for run, case, got in zip(_RUNS, cases, layouts, strict=True):
         what = f"`fastest_layout` of {run[0]} on {run[1]}, {run[2]} sequences of {run[3]:,} tokens,"
@@ -229,24 +247,36 @@ def _judge_layout(what: str, case: _Case, got: Any) -> None:
     cluster = case[1]
     plain = Layout(got.pp, got.tp, got.dp_shard, ac=got.ac)
     if got != plain:
-        changed = [each.name for each in fields(got) if getattr(got, each.name) != getattr(plain, each.name)]
+        changed = [
+            each.name
+            for each in fields(got)
+            if getattr(got, each.name) != getattr(plain, each.name)
+        ]
         names = " and ".join(f"`{name}`" for name in changed)
-        cause = f"Leave {names} out of the call of `Layout`: the exercise compares layouts that differ in nothing else."
+        cause = (
+            f"Leave {names} out of the call of `Layout`: the exercise compares layouts that differ"
+            " in nothing else."
+        )
         raise Mistake(f"{what} is {got}, which changes more than pp, tp, dp_shard and ac.", cause)
     if got.tp > cluster.gpus_per_node:
         raise Mistake(f"{what} has tp={got.tp}, which leaves the node of {cluster.gpus_per_node}.")
     try:
         found = predict(case[0], got, *case[1:])
     except ValueError as error:
-        raise Mistake(f"{what} is {got}, which cannot be laid out.", f"`predict` says: {error}.") from None
+        raise Mistake(
+            f"{what} is {got}, which cannot be laid out.", f"`predict` says: {error}."
+        ) from None
     if not found.fits:
         over = max(found.total_memory) - found.budget
         raise Mistake(
-            f"{what} is {got}: {over / 1e9:.1f} GB too many on the fullest rank.", "Pass over what does not `.fits`."
+            f"{what} is {got}: {over / 1e9:.1f} GB too many on the fullest rank.",
+            "Pass over what does not `.fits`.",
         )
     best = min(_fitting(*case), key=lambda each: each.step_s)
     if found.step_s > best.step_s * (1 + 1e-9):
-        symptom = f"{what} is {got}: {found.step_s:.4g} s a step. There is one of {best.step_s:.4g} s."
+        symptom = (
+            f"{what} is {got}: {found.step_s:.4g} s a step. There is one of {best.step_s:.4g} s."
+        )
         raise Mistake(symptom, _why_slower(case, found, best))
 
 
@@ -265,21 +295,30 @@ def _why_slower(case: _Case, found: Prediction, best: Prediction) -> str:
         (found.step_s == min(of_pp),
          f"It is the fastest with pp={got.pp}. Was every pp that divides the GPUs tried? The best has {fastest.pp}."),
     )  # fmt: skip
-    return why(rules, "Compare the `step_s` of every pp, tp and ac; the data-parallel ranks are what is left.")
+    return why(
+        rules,
+        "Compare the `step_s` of every pp, tp and ac; the data-parallel ranks are what is left.",
+    )
 
 
 @cache
-def _fitting(model: ModelConfig, cluster: Cluster, batch: int, seq_len: int) -> tuple[Prediction, ...]:
+def _fitting(
+    model: ModelConfig, cluster: Cluster, batch: int, seq_len: int
+) -> tuple[Prediction, ...]:
     return tuple(_predictions(model, cluster, batch, seq_len))
 
 
-def _predictions(model: ModelConfig, cluster: Cluster, batch: int, seq_len: int) -> Iterator[Prediction]:
+def _predictions(
+    model: ModelConfig, cluster: Cluster, batch: int, seq_len: int
+) -> Iterator[Prediction]:
     n = cluster.n_gpus
     for pp in (each for each in range(1, n + 1) if n % each == 0):
         for tp in (each for each in range(1, cluster.gpus_per_node + 1) if n // pp % each == 0):
             for ac in ("none", "selective", "full"):
                 try:
-                    found = predict(model, Layout(pp, tp, n // pp // tp, ac=ac), cluster, batch, seq_len)
+                    found = predict(
+                        model, Layout(pp, tp, n // pp // tp, ac=ac), cluster, batch, seq_len
+                    )
                 except ValueError:
                     continue
                 if found.fits:
@@ -332,12 +371,17 @@ _OF_PART = {
 
 def _named(case: tuple[Prediction], got: str, right: str) -> str:
     left = case[0].gains()
-    return f"Twice of {got!r} leaves {left[got]:.1%} of a sequence's time. Twice of {right!r} leaves {left[right]:.1%}."
+    return (
+        f"Twice of {got!r} leaves {left[got]:.1%} of a sequence's time. Twice of {right!r} leaves"
+        f" {left[right]:.1%}."
+    )
 
 
 def _as_resource(value: Any, call: str) -> str:
     if not isinstance(value, str) or value not in _RESOURCES:
-        raise Mistake(f"`{call}` is {value!r:.60}.", f"Return one of {', '.join(map(repr, _RESOURCES))}.")
+        raise Mistake(
+            f"`{call}` is {value!r:.60}.", f"Return one of {', '.join(map(repr, _RESOURCES))}."
+        )
     return value
 
 
@@ -346,7 +390,11 @@ def _largest_part(prediction: Prediction) -> str:
 
 
 def _largest_wait(prediction: Prediction) -> str:
-    waits = {part: seconds for part, seconds in prediction.parts.items() if part not in ("compute", "recompute")}
+    waits = {
+        part: seconds
+        for part, seconds in prediction.parts.items()
+        if part not in ("compute", "recompute")
+    }
     return _OF_PART[max(waits, key=waits.__getitem__)]
 
 
@@ -356,7 +404,10 @@ def _longest_alone(prediction: Prediction) -> str:
     return min(_RESOURCES, key=lambda each: left[each] * (2 if each == "global batch" else 1))
 
 
-_NOT_WHAT_HELPS = "The largest part is not what helps most: of some parts doubling a resource takes nearly nothing."
+_NOT_WHAT_HELPS = (
+    "The largest part is not what helps most: of some parts doubling a resource takes nearly"
+    " nothing."
+)
 _COMPARE = "Change one resource with `replace`, predict again, and compare times a sequence."
 _WRONG_BOTTLENECKS = (
     (_longest_alone, "With twice the batch a step does twice the work: compare times a sequence, of all four."),
@@ -392,7 +443,10 @@ def planned_report(
     m = batch // layout.n_data // layout.microbatch_size
     mfu = model_flops(model, batch, seq_len) / (step_s * cluster.gpu.peak * cluster.n_gpus)
     parameters = model.layer_parameters
-    held = [sum(parameters[start:end]) for start, end in compute_layer_assignment(model.n_layers, layout.pp)]
+    held = [
+        sum(parameters[start:end])
+        for start, end in compute_layer_assignment(model.n_layers, layout.pp)
+    ]
     held[0] += model.n_embedding_parameters
     held[-1] += model.n_head_parameters
     return m, mfu, held
@@ -427,7 +481,11 @@ class _Patient:
         return tokens, mfu, first, second
 
 
-PATIENTS = {"A": _Patient(_ill("batch")), "B": _Patient(_ill("peak")), "C": _Patient(_ill("embedding"))}
+PATIENTS = {
+    "A": _Patient(_ill("batch")),
+    "B": _Patient(_ill("peak")),
+    "C": _Patient(_ill("embedding")),
+}
 """Three planners, each with one illness."""
 
 
@@ -455,7 +513,14 @@ _CASES: tuple[tuple[str, str, Layout, int, int, float], ...] = (
 def _case(
     name: str, where: str, layout: Layout, batch: int, seq_len: int, step_s: float
 ) -> tuple[ModelConfig, Layout, Cluster, int, int, float]:
-    return replace(model_named(name), tie_embeddings=False), layout, cluster_of(where), batch, seq_len, step_s
+    return (
+        replace(model_named(name), tie_embeddings=False),
+        layout,
+        cluster_of(where),
+        batch,
+        seq_len,
+        step_s,
+    )
 
 
 _THREE = "m, MFU, and the parameters of each pipeline rank"
@@ -473,13 +538,23 @@ def _as_report(got: Any, what: str) -> Report:
 
 def _why_report(case: tuple[Any, ...], got: Report, right: Report) -> str:
     rules = (
-        (got[0] != right[0], "A rank's sequences, divided by those of a microbatch: both data-parallel sizes count."),
-        (not close(got[1], right[1]), "Operations a second over the peak of all GPUs: `model_flops` counts a step's."),
-        (len(got[2]) != len(right[2]), "There is one number of parameters for each of the `pp` pipeline ranks."),
+        (
+            got[0] != right[0],
+            "A rank's sequences, divided by those of a microbatch: both data-parallel sizes count.",
+        ),
+        (
+            not close(got[1], right[1]),
+            "Operations a second over the peak of all GPUs: `model_flops` counts a step's.",
+        ),
+        (
+            len(got[2]) != len(right[2]),
+            "There is one number of parameters for each of the `pp` pipeline ranks.",
+        ),
     )
     return why(
         rules,
-        "Layers as `compute_layer_assignment` shares them, and what the ends hold, before anything cuts them further.",
+        "Layers as `compute_layer_assignment` shares them, and what the ends hold, before anything"
+        " cuts them further.",
     )
 
 
@@ -529,10 +604,12 @@ EXERCISES: tuple[Exercise, ...] = (
 
 
 def data_parallel(n_ranks: int) -> Schedule:
-    """Data parallelism as a schedule: every rank does its own work, then the gradients go round a ring.
+    """Data parallelism as a schedule: every rank does its own work, then the gradients go round a
+    ring.
 
-    Stage 0 is the work of a rank, one "microbatch" each. The stages that follow are the 2 (n - 1) steps of the
-    all-reduce: part c of the gradients starts on rank c, and each step of it is one rank further.
+    Stage 0 is the work of a rank, one "microbatch" each. The stages that follow are the 2 (n - 1)
+    steps of the all-reduce: part c of the gradients starts on rank c, and each step of it is one
+    rank further.
     """
     n_stages = 2 * (n_ranks - 1) + 1
     placement = tuple(tuple((c + s) % n_ranks for c in range(n_ranks)) for s in range(n_stages))
@@ -544,12 +621,17 @@ def data_parallel(n_ranks: int) -> Schedule:
 
 
 def beside_data(
-    model: ModelConfig, way: Literal["pp", "tp"], cluster: Cluster, tokens: Sequence[int], per_rank: int = 4
+    model: ModelConfig,
+    way: Literal["pp", "tp"],
+    cluster: Cluster,
+    tokens: Sequence[int],
+    per_rank: int = 4,
 ) -> dict[int, float]:
-    """Step times of pipeline (``pp``) or tensor parallelism (``tp``) alone over those of data parallelism alone.
+    """Step times of pipeline (``pp``) or tensor parallelism (``tp``) alone over those of data
+    parallelism alone.
 
-    Data parallelism is torch's DDP, whose ring runs beside the last backward. Memory does not count: what does not fit
-    is timed all the same.
+    Data parallelism is torch's DDP, whose ring runs beside the last backward. Memory does not
+    count: what does not fit is timed all the same.
 
     Args:
         tokens: of a sequence; a microbatch is one.
@@ -557,7 +639,8 @@ def beside_data(
     """
     n = cluster.n_gpus
     longer = replace(model, max_seq_len=max(tokens))
-    plain = Layout(precision="bfloat16")  # in mixed precision one data-parallel rank would cast its weights, too
+    # in mixed precision one data-parallel rank would cast its weights, too
+    plain = Layout(precision="bfloat16")
     layouts = plain.with_(**{way: n}), plain.with_(dp_replicate=n, reduces="backward")
 
     def ratio(seq_len: int) -> float:
@@ -575,14 +658,16 @@ TEXT = (
 SEQ_LEN, BATCH = 64, 16
 MODEL = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=300, max_seq_len=SEQ_LEN)
 SIZES = (
-    f"--dim {MODEL.dim} --layers {MODEL.n_layers} --heads {MODEL.n_heads} --tokenizer-size {MODEL.vocab_size} "
-    f"--seq-len {SEQ_LEN} --global-batch-size {BATCH} --eval-batches 1 --lr 0.01 --lr-schedule constant --warmup 4"
+    f"--dim {MODEL.dim} --layers {MODEL.n_layers} --heads {MODEL.n_heads} --tokenizer-size"
+    f" {MODEL.vocab_size} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --eval-batches 1 --lr"
+    " 0.01 --lr-schedule constant --warmup 4"
 )
 """``MODEL`` as flags of ``train.py``, and how it is trained."""
 
 
 def train_and_die(flags: str, n_ranks: int, rank: int, step: int) -> None:
-    """Run ``train.py`` with ``flags`` on the notebook's own ranks; ``rank`` gets a SIGKILL when ``step`` begins.
+    """Run ``train.py`` with ``flags`` on the notebook's own ranks; ``rank`` gets a SIGKILL when
+    ``step`` begins.
 
     Raises:
         RankDied: once it has.
@@ -596,7 +681,9 @@ def _script() -> Path:
     for folder in (here, *here.parents):
         if (found := folder / "source_code" / "train.py").exists():
             return found
-    raise FileNotFoundError(f"there is no source_code/train.py in {here} or above: open the notebook in its folder")
+    raise FileNotFoundError(
+        f"there is no source_code/train.py in {here} or above: open the notebook in its folder"
+    )
 
 
 def _run_script(rank: int, script: str, flags: Sequence[str], dying: int, step: int) -> None:
@@ -617,7 +704,10 @@ def _run_script(rank: int, script: str, flags: Sequence[str], dying: int, step: 
 
 def step_seconds(log_folder: Path) -> float:
     """Seconds of a step, the median of the lines in ``metrics.jsonl`` but the first, whose steps also connect ranks."""
-    lines = [json.loads(line) for line in (log_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (log_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     speeds = [line["tokens_per_s"] for line in lines if line["event"] == "train"]
     return BATCH * SEQ_LEN / median(speeds[1:] or speeds)
 
@@ -632,7 +722,8 @@ def saved_bytes(checkpoint: Path) -> list[dict[str, int]]:
     held: dict[int, dict[str, int]] = {}
     for entry in contents(checkpoint):
         first, *_, last = entry.key.split(".")
-        if first not in _KINDS or last == "step":  # of the counters, equal everywhere, one rank writes its own
+        # of the counters, equal everywhere, one rank writes its own
+        if first not in _KINDS or last == "step":
             continue
         for piece in entry.pieces:
             mine = held.setdefault(piece.rank, dict.fromkeys(_KINDS.values(), 0))
@@ -647,7 +738,9 @@ def planned_bytes(layout: Layout) -> list[dict[str, int]]:
     for rank in range(layout.n_ranks):
         on_paper, stages = run.memory(rank), layout.stages(MODEL, layout.place(rank).pp)
         counters = 4 * sum(stage.total(len) for stage in stages)
-        held.append({"parameters": on_paper["parameters"], "moments": on_paper["optimizer"] - counters})
+        held.append(
+            {"parameters": on_paper["parameters"], "moments": on_paper["optimizer"] - counters}
+        )
     return held
 
 

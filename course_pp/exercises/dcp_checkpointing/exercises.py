@@ -21,7 +21,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
 
 
-def rectangle(shape: tuple[int, int], tp_cuts: str, tp: int, tp_rank: int, dp: int, dp_rank: int) -> Box:
+def rectangle(
+    shape: tuple[int, int], tp_cuts: str, tp: int, tp_rank: int, dp: int, dp_rank: int
+) -> Box:
     """(offsets, sizes) of what this rank holds of a matrix."""
     offsets, sizes = [0, 0], list(shape)
     if tp_cuts != "nothing":
@@ -77,14 +79,24 @@ _CUTS = (
 
 def _read_box(value: Any, call: str) -> Box:
     offsets, sizes = (
-        tuple(expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(expect_list(row, f"{call}[{i}]", 2)))
+        tuple(
+            expect_int(each, f"{call}[{i}][{j}]")
+            for j, each in enumerate(expect_list(row, f"{call}[{i}]", 2))
+        )
         for i, row in enumerate(expect_list(value, call, 2))
     )
     return offsets, sizes
 
 
-_CASES = [(shape, cut, tp, t, dp, d) for shape, cut, tp, dp in _CUTS for t in range(tp) for d in range(dp)]
-_HELD = Formula(rectangle, [case for case in _CASES if 0 not in rectangle(*case)[1]], _WRONG_RECTANGLES, read=_read_box)
+_CASES = [
+    (shape, cut, tp, t, dp, d) for shape, cut, tp, dp in _CUTS for t in range(tp) for d in range(dp)
+]
+_HELD = Formula(
+    rectangle,
+    [case for case in _CASES if 0 not in rectangle(*case)[1]],
+    _WRONG_RECTANGLES,
+    read=_read_box,
+)
 # Where something empty lies makes no difference.
 _EMPTY = Formula(
     lambda *case: rectangle(*case)[1],
@@ -149,11 +161,16 @@ _WANTED: tuple[Box, ...] = (
 
 
 def _read_boxes(value: Any, call: str) -> dict[Any, Box]:
-    return {file: _read_box(box, f"{call}[{file!r}]") for file, box in expect_dict(value, call).items()}
+    return {
+        file: _read_box(box, f"{call}[{file!r}]") for file, box in expect_dict(value, call).items()
+    }
 
 
 _grade_overlaps = Formula(
-    overlaps, [(each, pieces) for pieces in _PIECES for each in _WANTED], _WRONG_OVERLAPS, read=_read_boxes
+    overlaps,
+    [(each, pieces) for pieces in _PIECES for each in _WANTED],
+    _WRONG_OVERLAPS,
+    read=_read_boxes,
 )
 
 
@@ -175,7 +192,10 @@ def newest_whole(directories: dict[str, Sizes], manifests: dict[str, Sizes]) -> 
 
 _SIZES = {"0.distcp": 100, "1.distcp": 101, "state.json": 102}
 _UNSEALED = dict(_SIZES)
-_NO_NAME = "Only `step_` and a number is the name of a checkpoint: the others are being written, or somebody's copies."
+_NO_NAME = (
+    "Only `step_` and a number is the name of a checkpoint: the others are being written, or"
+    " somebody's copies."
+)
 
 _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
     ({"step_4": _SIZES, "step_8": _SIZES, "step_6": _SIZES}, "step_8",
@@ -206,7 +226,10 @@ _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
 
 
 def _grade_newest_whole(answer: Answer) -> None:
-    cases = [(files, {name: _SIZES for name in files if files[name] is not _UNSEALED}) for files, _, _ in _LISTINGS]
+    cases = [
+        (files, {name: _SIZES for name in files if files[name] is not _UNSEALED})
+        for files, _, _ in _LISTINGS
+    ]
     examples = ["directories = {}\nmanifests = {}".format(*case) for case in cases]
     try:
         found = answer.calls(cases, call=answer.name)
@@ -219,8 +242,13 @@ def _grade_newest_whole(answer: Answer) -> None:
             raise Mistake(f"`newest_whole` gave {got!r:.60}; a name or None is asked for.")
         if got != right:
             if got is None and i == 0:
-                cause = f"`{right}` is whole: it has a manifest, and every file in that is there with its size."
-            raise Mistake(f"`newest_whole` gave {got!r}, which should be {right!r}.", cause, examples[i])
+                cause = (
+                    f"`{right}` is whole: it has a manifest, and every file in that is there with"
+                    " its size."
+                )
+            raise Mistake(
+                f"`newest_whole` gave {got!r}, which should be {right!r}.", cause, examples[i]
+            )
 
 
 def save_together(rank: int, write: Callable[[], None], publish: Callable[[], None]) -> None:
@@ -269,8 +297,8 @@ def _saved_once(rank: int, fn: Callable[..., Any], slow: int | None) -> list[_Ev
         dist.all_gather_object(ranks, n_barriers)
         if (most := max(ranks)) > (fewest := min(ranks)):
             raise Mistake(
-                f"Rank {ranks.index(most)} called `barrier` {_times(most)}, rank {ranks.index(fewest)} "
-                f"{_times(fewest)}.",
+                f"Rank {ranks.index(most)} called `barrier` {_times(most)}, rank"
+                f" {ranks.index(fewest)} {_times(fewest)}.",
                 "A barrier returns when all ranks have called it: every rank has to call each.",
             )
 
@@ -290,14 +318,20 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
     """Of one save: how early each is told, symptom, cause."""
 
     def when(wanted: str) -> list[tuple[int, int]]:
-        return sorted((at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted)
+        return sorted(
+            (at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted
+        )
 
     written, begun, published = when("written"), when("begun"), when("published")
     writers = [rank for _, rank in written]
     for rank in range(_N_SAVERS):
         if writers.count(rank) > 1:
             told = f"Rank {rank} wrote its piece {_times(writers.count(rank))}."
-            yield 2, told, "Write once, before the barrier: whoever publishes takes it that all have written."
+            yield (
+                2,
+                told,
+                "Write once, before the barrier: whoever publishes takes it that all have written.",
+            )
     for rank in {*range(_N_SAVERS)}.difference(writers):
         yield 0, f"Rank {rank} never wrote its piece.", "Every rank writes its own piece."
     if not begun:
@@ -305,15 +339,25 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
         return
     if len(begun) > 1:
         by = sorted({str(rank) for _, rank in begun})
-        told = f"`publish()` was called {_times(len(begun))}, by rank{'s' * (len(by) > 1)} {', '.join(by)}."
+        told = (
+            f"`publish()` was called {_times(len(begun))}, by rank{'s' * (len(by) > 1)}"
+            f" {', '.join(by)}."
+        )
         yield 2, told, "One rank publishes, once; the others wait for it."
     first, publisher = begun[0]
     if (pieces := len({rank for at, rank in written if at < first})) < _N_SAVERS:
         told = f"Rank {publisher} published when {pieces} of {_N_SAVERS} pieces were there."
-        yield 3, told, "Who publishes must know that all the others have written: a barrier after `write()`."
+        yield (
+            3,
+            told,
+            "Who publishes must know that all the others have written: a barrier after `write()`.",
+        )
     if (back := when("returned")[0]) < published[0]:
         told = f"Rank {back[1]} returned before the checkpoint was published."
-        cause = "Who returns takes the checkpoint for granted, and may load it or delete the one before: a barrier "
+        cause = (
+            "Who returns takes the checkpoint for granted, and may load it or delete the one"
+            " before: a barrier "
+        )
         yield 4, told, f"{cause}after `publish()`, on all ranks."
 
 
@@ -339,7 +383,8 @@ def checkpoint_entries(
 
 
 _N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
-# In the first, each key that is too short has two meanings. In the last, what has no order of its own has another.
+# In the first, each key that is too short has two meanings. In the last, what has no order of its
+# own has another.
 _RUNS = (
     ("pp × dp_shard = 2 × 2", 2, False), ("pp × dp_shard = 4 × 1", 4, False), ("pp × dp_shard = 1 × 4", 1, False),
     ("the optimizer's groups, biases first, and the mesh's dimensions in another order,", 2, True),
@@ -363,7 +408,9 @@ def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, t
         layers[str(number)] = nn.Linear(3, 3, dtype=torch.float64)
     stage = nn.ModuleDict({"layers": layers})
     groups = [[p for p in stage.parameters() if p.dim() == dims] for dims in (1, 2)]
-    optimizer = torch.optim.AdamW([{"params": each} for each in groups] if regrouped else stage.parameters())
+    optimizer = torch.optim.AdamW(
+        [{"params": each} for each in groups] if regrouped else stage.parameters()
+    )
     for parameter in stage.parameters():
         parameter.grad = parameter.detach() ** 2
     optimizer.step()
@@ -376,9 +423,16 @@ def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
         stage_index, shard = divmod(rank, _N_RANKS // pp)
         stage, optimizer = _trained(pp, stage_index, reordered)
         generator = torch.manual_seed(1000 * pp + rank).get_state()
-        place = {"dp_shard": shard, "pp": stage_index} if reordered else {"pp": stage_index, "dp_shard": shard}
+        place = (
+            {"dp_shard": shard, "pp": stage_index}
+            if reordered
+            else {"pp": stage_index, "dp_shard": shard}
+        )
         given = expect_dict(fn(stage, optimizer, dict(place), _STEP), what)
-        entries = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in given.items()}
+        entries = {
+            key: value.detach().clone() if isinstance(value, Tensor) else value
+            for key, value in given.items()
+        }
         optimizer.step()
         later = expect_dict(fn(stage, optimizer, dict(place), _STEP + 1), what)
         found.append(_Given(place, generator, entries, list(later)))
@@ -387,23 +441,32 @@ def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
 
 def _grade_checkpoint_entries(answer: Answer) -> None:
     runs = list(zip(*answer.on_ranks(_N_RANKS, _entries_on_rank), strict=True))
-    merged = [_judge_run(f"With {where}", ranks) for (where, _, _), ranks in zip(_RUNS, runs, strict=True)]
+    merged = [
+        _judge_run(f"With {where}", ranks) for (where, _, _), ranks in zip(_RUNS, runs, strict=True)
+    ]
     first = merged[0]
     for (where, _, reordered), other in zip(_RUNS, merged, strict=True):
         for key in {**first, **other}:
             alone = key not in first or key not in other
-            if _is_generator(first.get(key, other.get(key))) or (not alone and _equal(first[key], other[key])):
+            if _is_generator(first.get(key, other.get(key))) or (
+                not alone and _equal(first[key], other[key])
+            ):
                 continue
             cause = (
-                "Another layout looks for it by a key that it makes itself: names of the whole model work, numbers of "
-                "stages and ranks do not."
+                "Another layout looks for it by a key that it makes itself: names of the whole"
+                " model work, numbers of stages and ranks do not."
             )
             if reordered:
                 cause = (
-                    "`optimizer.state_dict()` numbers parameters in the order of its groups, which need not be that "
-                    "of `named_parameters()`. `optimizer.state[parameter]` needs no number."
+                    "`optimizer.state_dict()` numbers parameters in the order of its groups, which"
+                    " need not be that of `named_parameters()`. `optimizer.state[parameter]` needs"
+                    " no number."
                 )
-            what = "is written with one of the two alone" if alone else "means something else with each"
+            what = (
+                "is written with one of the two alone"
+                if alone
+                else "means something else with each"
+            )
             raise Mistake(f"`{key}` {what}: {_RUNS[0][0]}, and {where}.", cause)
     _compare_places([given for ranks in runs for given in ranks])
 
@@ -416,13 +479,22 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
         for key, value in given.entries.items():
             if hasattr(value, "ndim") and not isinstance(value, Tensor):
                 symptom = f"{where} `{key}` on rank {rank} is of class {type(value).__name__}."
-                raise Mistake(symptom, "An entry is a tensor or a number: leave tensors as they are.")
+                raise Mistake(
+                    symptom, "An entry is a tensor or a number: leave tensors as they are."
+                )
             if key in merged and not _equal(merged[key], value):
-                symptom = f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different values"
-                raise Mistake(f"{symptom}: whoever writes last wins.", _why_two_meanings(str(key), value))
+                symptom = (
+                    f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different"
+                    " values"
+                )
+                raise Mistake(
+                    f"{symptom}: whoever writes last wins.", _why_two_meanings(str(key), value)
+                )
             merged[key], writer[key] = value, rank
     stage, optimizer = _trained(1, 0)
-    needed = {f"the weight {name}": parameter.detach() for name, parameter in stage.named_parameters()}
+    needed = {
+        f"the weight {name}": parameter.detach() for name, parameter in stage.named_parameters()
+    }
     for name, parameter in stage.named_parameters():
         needed |= {f"{slot} of {name}": value for slot, value in optimizer.state[parameter].items()}
     for name, value in needed.items():
@@ -433,19 +505,23 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
         raise Mistake(f"{where} no entry holds the step, {_STEP}.", cause)
     missing = [rank for rank, given in enumerate(ranks) if not _keys_of(given.generator, merged)]
     if len(missing) == len(ranks):
-        raise Mistake(f"{where} no rank's random number generator is saved.", "`torch.get_rng_state()` is its state.")
+        raise Mistake(
+            f"{where} no rank's random number generator is saved.",
+            "`torch.get_rng_state()` is its state.",
+        )
     if missing:
         raise Mistake(
             f"{where} the generator of rank {missing[0]} is not saved.",
-            "After resuming, it would draw what another rank draws: the same dropout masks twice. Every rank saves "
-            "its own.",
+            "After resuming, it would draw what another rank draws: the same dropout masks twice."
+            " Every rank saves its own.",
         )
     for rank, given in enumerate(ranks):
         if changed := sorted(map(str, set(given.entries) ^ set(given.later))):
             key = " ".join(changed[0].split())
             raise Mistake(
                 f"After one more step, rank {rank} writes other keys, such as `{key:.60}`.",
-                "Who loads knows names and coordinates, and none of the values: make the keys of those.",
+                "Who loads knows names and coordinates, and none of the values: make the keys of"
+                " those.",
             )
     return merged
 
@@ -453,7 +529,10 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
 def _why_missing(wanted: Any, entries: dict[Any, Any]) -> str:
     for key, each in entries.items():
         if _is_in_another_dtype(each, wanted):
-            return f"`{key}` has it in {each.dtype}: a checkpoint keeps the dtype, {wanted.dtype}, and all digits."
+            return (
+                f"`{key}` has it in {each.dtype}: a checkpoint keeps the dtype, {wanted.dtype}, and"
+                " all digits."
+            )
     return "Weights and every slot of the optimizer's state are needed."
 
 
@@ -472,8 +551,8 @@ def _why_two_meanings(key: str, value: Any) -> str:
         return "Every rank has a generator of its own: its key needs the rank's coordinates."
     if any(part.isdigit() for part in key.split(".")) and "layers" not in key:
         return (
-            "An optimizer numbers the parameters of its own rank: 0 is another one on each stage. Take the "
-            "parameter's name."
+            "An optimizer numbers the parameters of its own rank: 0 is another one on each stage."
+            " Take the parameter's name."
         )
     return "The key does not say of which parameter it is: two ranks mean different things by it."
 
@@ -486,14 +565,17 @@ def _compare_places(everyone: Sequence[_Given]) -> None:
         for place, other in keys:
             if key == other and place != given.place and [*place] != [*given.place]:
                 raise Mistake(
-                    f"`{key}` has two meanings: {place}, and, where a mesh has its dimensions in another order, "
-                    f"{given.place}.",
-                    "Numbers alone do not say of which dimension. Write the names of the dimensions in, too.",
+                    f"`{key}` has two meanings: {place}, and, where a mesh has its dimensions in"
+                    f" another order, {given.place}.",
+                    "Numbers alone do not say of which dimension. Write the names of the dimensions"
+                    " in, too.",
                 )
             if (key == other) != (place == given.place) and [*place] == [*given.place]:
                 raise Mistake(
-                    f"`{key}` does not follow from the coordinates: other layouts have another rank there.",
-                    "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all coordinates into the key.",
+                    f"`{key}` does not follow from the coordinates: other layouts have another rank"
+                    " there.",
+                    "Rank 1 of 4 × 1 and rank 1 of 2 × 2 are in different places. Write all"
+                    " coordinates into the key.",
                 )
         keys.append((given.place, key))
 

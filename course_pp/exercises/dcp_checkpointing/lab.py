@@ -60,7 +60,8 @@ PROMPT = torch.tensor([list(b"Ranks die")])
 
 
 class Trainee:
-    """The model at any layout of at most one pipeline stage a rank, in float64, with its optimizer and its data.
+    """The model at any layout of at most one pipeline stage a rank, in float64, with its optimizer
+    and its data.
 
     Attributes:
         mesh: of the ranks, None for one process.
@@ -78,7 +79,12 @@ class Trainee:
         self._pipeline: Any = None
         if pp > 1:
             stage = build_pipeline_stage(
-                self.module, self.mesh, "cpu", _ROWS // _MICROBATCHES, _SEQ_LEN, param_dtype=torch.float64
+                self.module,
+                self.mesh,
+                "cpu",
+                _ROWS // _MICROBATCHES,
+                _SEQ_LEN,
+                param_dtype=torch.float64,
             )
             self._pipeline = build_pipeline_schedule(stage, _MICROBATCHES, CrossEntropy())
 
@@ -87,7 +93,9 @@ class Trainee:
         rows = self.batches[step]
         if die:
             forwards = count(1)
-            self.module.register_forward_pre_hook(lambda *_: _die() if next(forwards) == 3 else None)
+            self.module.register_forward_pre_hook(
+                lambda *_: _die() if next(forwards) == 3 else None
+            )
         self.optimizer.zero_grad()
         if self._pipeline is not None:
             loss = self._pipeline.step(rows.inputs, target=rows.targets)
@@ -137,14 +145,19 @@ def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def pieces_read(pieces: Sequence[Piece], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Piece]:
+def pieces_read(
+    pieces: Sequence[Piece], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> list[Piece]:
     """Return what a rank that wants the rectangle at ``offsets`` reads of a tensor's pieces."""
-    reads = overlaps((offsets, sizes), {piece.file: (piece.offsets, piece.sizes) for piece in pieces})
+    reads = overlaps(
+        (offsets, sizes), {piece.file: (piece.offsets, piece.sizes) for piece in pieces}
+    )
     return [Piece(*box, file, 0) for file, box in reads.items()]
 
 
 def saves_in_a_hurry(folder: Path) -> str:
-    """Save step 2 by hand on two ranks, with no barrier: once rank 1 is slow to write, once rank 0 to rename.
+    """Save step 2 by hand on two ranks, with no barrier: once rank 1 is slow to write, once rank 0
+    to rename.
 
     Returns:
         What each rank finds as the newest when its save returns, and which files there are then.
@@ -153,7 +166,10 @@ def saves_in_a_hurry(folder: Path) -> str:
     for slow, what in ((1, "rank 1 writes late"), (0, "rank 0 renames late")):
         place = folder / f"rank {slow} is slow"
         found = on_ranks(2, _save_in_a_hurry, place, slow)
-        told.append(f"{what}: back with {', '.join(f'{newest} (rank {r})' for r, newest in enumerate(found))}")
+        told.append(
+            f"{what}: back with"
+            f" {', '.join(f'{newest} (rank {r})' for r, newest in enumerate(found))}"
+        )
         told += [f"    {'/'.join(path.parts[-2:])}" for path in sorted(place.glob("*_2/*"))]
     return "\n".join(told)
 
@@ -186,7 +202,8 @@ class SavedMeanwhile:
 
     Attributes:
         copied: bytes that a save copied, over those of the weights.
-        stalls: for each save, how long training stood still, as a share of a synchronous save's time.
+        stalls: for each save, how long training stood still, as a share of a synchronous save's
+            time.
         slower: how many times as long a step takes while a save is written; the median.
     """
 
@@ -197,8 +214,8 @@ class SavedMeanwhile:
     def __str__(self) -> str:
         later = sorted(self.stalls[1:])[len(self.stalls[1:]) // 2]
         return (
-            f"training stood still for {self.stalls[0]:.0%} of a synchronous save at the first, {later:.0%} at the "
-            f"later ones\na step meanwhile takes × {self.slower:.2f}"
+            f"training stood still for {self.stalls[0]:.0%} of a synchronous save at the first,"
+            f" {later:.0%} at the later ones\na step meanwhile takes × {self.slower:.2f}"
         )
 
 
@@ -256,7 +273,9 @@ class _Patient:
 
     def __init__(self, rank: int, dropout: float) -> None:
         torch.manual_seed(0)
-        blocks: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)]
+        blocks: list[nn.Module] = [
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)
+        ]
         mine = OrderedDict((str(i), blocks[i]) for i in (2 * rank, 2 * rank + 1))
         self.rank, self.stage, self.step = rank, nn.Sequential(mine).double(), 0
         self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=0.02)
@@ -327,5 +346,6 @@ PATIENTS: dict[str, Callable[[int, float], Symptoms]] = {
         "C": ("rng.{place}", "rng"),
     }.items()
 }
-"""Trainers on two ranks, each ill in another way: called with rank and dropout, they save after three steps, resume,
-and take three more."""
+"""Trainers on two ranks, each ill in another way: called with rank and dropout, they save after
+three steps, resume, and take three more.
+"""

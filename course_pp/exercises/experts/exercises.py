@@ -29,7 +29,10 @@ def route(logits: list[float], k: int) -> list[tuple[int, float]]:
 _Route = list[tuple[int, float]]
 _OF_ALL = "for expert in best)"
 _WEIGHT = "math.exp(logits[expert]) / total) for"
-_NO_SUM = "The weights of the chosen experts have to sum to 1: divide each `exp` by the sum over the chosen."
+_NO_SUM = (
+    "The weights of the chosen experts have to sum to 1: divide each `exp` by the sum over the"
+    " chosen."
+)
 
 
 def _softmax(logits: list[float]) -> list[float]:
@@ -105,7 +108,12 @@ _WRONG_ROUTES = (
      "The weights sum to 1 already: do not divide them by k."),
 )  # fmt: skip
 
-_LOGITS = ([0.5, 2.0, -1.0, 1.0], [-3.0, -1.0, -2.0, -0.5, -4.0], [1.0, 0.0], [0.25, 3.0, 2.5, -2.0, 0.75, 1.5])
+_LOGITS = (
+    [0.5, 2.0, -1.0, 1.0],
+    [-3.0, -1.0, -2.0, -0.5, -4.0],
+    [1.0, 0.0],
+    [0.25, 3.0, 2.5, -2.0, 0.75, 1.5],
+)
 # Where logits are equal, all of these are chosen: which of them would be, is nobody's business.
 _EQUAL = [([1.0, 2.0, 1.0], 3), ([0.5, 0.5], 2), ([-1.0, 1.5, 0.0, 1.5], 2)]
 _ROUTES = [(logits, k) for logits, k in product(_LOGITS, (2, 1, 3)) if k <= len(logits)] + _EQUAL
@@ -117,7 +125,9 @@ def _read_route(value: Any, call: str) -> _Route:
     pairs = []
     for i, pair in enumerate(expect_list(value, call, remedy=_PAIR)):
         expert, weight = expect_list(pair, f"{call}[{i}]", 2, _PAIR)
-        pairs.append((expect_int(expert, f"{call}[{i}][0]", _PAIR), expect_number(weight, f"{call}[{i}][1]")))
+        pairs.append(
+            (expect_int(expert, f"{call}[{i}][0]", _PAIR), expect_number(weight, f"{call}[{i}][1]"))
+        )
     return pairs
 
 
@@ -154,7 +164,10 @@ def _why_route(case: tuple[Any, ...], got: _Route, right: _Route) -> str:
          "The weights are right, but not each belongs to its expert."),
         (not close(sum(weights), 1), _NO_SUM),
     )  # fmt: skip
-    return why(rules, "The weight of an expert is `exp` of its logit over the sum of `exp` over the chosen k.")
+    return why(
+        rules,
+        "The weight of an expert is `exp` of its logit over the sum of `exp` over the chosen k.",
+    )
 
 
 def splits(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -166,11 +179,18 @@ def splits(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
     return sends, gets
 
 
-_TWO_LISTS = "Two lists are asked for, each with a number for each rank: the rows it sends, and the rows it gets."
-_EXCLUDED = (
-    "With `each` experts a rank, rank s has those from `s * each` up to `(s + 1) * each`, which a slice excludes."
+_TWO_LISTS = (
+    "Two lists are asked for, each with a number for each rank: the rows it sends, and the rows it"
+    " gets."
 )
-_OFFSETS = "Those are offsets, where each part begins or ends. The lengths are asked for: do not add them up."
+_EXCLUDED = (
+    "With `each` experts a rank, rank s has those from `s * each` up to `(s + 1) * each`, which a"
+    " slice excludes."
+)
+_OFFSETS = (
+    "Those are offsets, where each part begins or ends. The lengths are asked for: do not add"
+    " them up."
+)
 _ITSELF = "A rank's own rows belong to the exchange: it copies them to itself."
 _BLOCKS = "Experts lie on ranks in blocks: with 4 experts on 2 ranks, rank 0 has 0 and 1."
 _SENDS, _GETS = "(other + 1) * each])", "(rank + 1) * each])"
@@ -271,7 +291,11 @@ def _why_splits(case: tuple[Any, ...], got: Any, right: Any) -> str:
          "What it sends is right. What it gets from rank s is row s, over the experts of this "
          "rank."),
     )  # fmt: skip
-    return why(rules, f"It sends its own row, over the experts of each rank, and gets its own experts. {_EXCLUDED}")
+    return why(
+        rules,
+        "It sends its own row, over the experts of each rank, and gets its own experts."
+        f" {_EXCLUDED}",
+    )
 
 
 def _counts(n_ranks: int, n_experts: int, seed: int) -> list[list[int]]:
@@ -280,7 +304,9 @@ def _counts(n_ranks: int, n_experts: int, seed: int) -> list[list[int]]:
 
 
 _SPLITS = [
-    (_counts(n, e, seed), rank) for n, e, seed in ((2, 4, 1), (3, 6, 2), (2, 8, 3), (4, 4, 4)) for rank in range(n)
+    (_counts(n, e, seed), rank)
+    for n, e, seed in ((2, 4, 1), (3, 6, 2), (2, 8, 3), (4, 4, 4))
+    for rank in range(n)
 ]
 
 
@@ -309,10 +335,19 @@ def balance(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]
 _LOSS, _GRADIENT = "loss = n_experts * sum", "n_experts * f / n_tokens"
 _PRODUCTS = "f * p for f, p in zip(fractions, means"
 _SCORE_TWICE = (_PRODUCTS, "p * p for f, p in zip(fractions, means")
-_F_IS_A_COUNT = "f is a count of choices, as a fraction of all; your answer takes the mean score, P, in its place."
+_F_IS_A_COUNT = (
+    "f is a count of choices, as a fraction of all; your answer takes the mean score, P, in its"
+    " place."
+)
 _NO_SOFTMAX = "The rows are scores already, which sum to 1: no softmax is left to take."
-_BOTH = "The loss comes first, one number; then its gradient, rows like `scores`: a number for each token and expert."
-_THROUGH_P = "f is a count and stays as it is: the gradient of scores[t][e] comes through P and is N · f[e] / T."
+_BOTH = (
+    "The loss comes first, one number; then its gradient, rows like `scores`: a number for each"
+    " token and expert."
+)
+_THROUGH_P = (
+    "f is a count and stays as it is: the gradient of scores[t][e] comes through P and is N · f[e]"
+    " / T."
+)
 
 
 def _chosen(row: list[float], k: int) -> list[int]:
@@ -473,7 +508,9 @@ def _why_balance(case: tuple[Any, ...], got: Any, right: Any) -> str:
          f"{loss_is} The gradient of scores[t][e] is N · f[e] / T: yours is {factors[0]:.4g} times "
          "that."),
     )  # fmt: skip
-    return why(rules, f"{loss_is} The gradient of scores[t][e] is N · f[e] / T, the same for all tokens.")
+    return why(
+        rules, f"{loss_is} The gradient of scores[t][e] is N · f[e] / T, the same for all tokens."
+    )
 
 
 def moved(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
@@ -510,11 +547,18 @@ def _first_of_each_end(bias: list[float], counts: list[list[int]], step: float) 
 
 _SIGN = "((n < mean) - (n > mean))"
 _MEAN = "sum(tokens) / len(tokens)"
-_ONLY_SIGN = "By `step`, up or down, however far the count is off: only the sign of the difference counts."
+_ONLY_SIGN = (
+    "By `step`, up or down, however far the count is off: only the sign of the difference counts."
+)
 _NEAR = "However near the mean a count is: only one that has just the mean stays where it is."
 _NOT_ROUNDED = "The mean need not be a whole number: divide with `/`, and do not round."
-_NOT_ENDS_ALONE = "Only the fullest and the emptiest move in your answer: compare every expert with the mean."
-_ONE_EACH = "One bias for each expert is asked for, in a list: the counts of all rows are added up for each expert."
+_NOT_ENDS_ALONE = (
+    "Only the fullest and the emptiest move in your answer: compare every expert with the mean."
+)
+_ONE_EACH = (
+    "One bias for each expert is asked for, in a list: the counts of all rows are added up for each"
+    " expert."
+)
 
 _WRONG_MOVES = (
     (_moved_each_time,
@@ -597,7 +641,8 @@ _MOVES = [
     # Counts so near the mean that a tolerance, or a mean without its fraction, takes them for it.
     ([0.25, 0.0, -0.5, 0.125], [[500, 501, 500, 500], [500, 500, 500, 500]], 0.25),
     ([0.25, 0.0, -0.5, 0.125], [[500, 499, 500, 500], [500, 500, 500, 500]], 0.25),
-    # The mean lies in the middle between two counts: rounding takes it for one of them, a tolerance for both.
+    # The mean lies in the middle between two counts: rounding takes it for one of them, a tolerance
+    # for both.
     ([0.0, 0.0], [[2, 3]], 0.125),
     # No token chose expert 2, and two rows are equal.
     ([0.0, 0.0, 0.0], [[0, 3, 0], [0, 3, 0], [6, 0, 0]], 0.25),
@@ -624,7 +669,10 @@ def _why_moved(case: tuple[Any, ...], got: list[float], right: list[float]) -> s
         (tokens[e] == mean, f"{about}: it stays where it is."),
         (close(by, 0) and tokens[e] > mean, f"{about}: it goes down by `step`."),
         (close(by, 0), f"{about}: it goes up by `step`."),
-        (not close(abs(by), step), f"{about}: it moves by `step`, {step:g}, and yours by {by:.4g}."),
+        (
+            not close(abs(by), step),
+            f"{about}: it moves by `step`, {step:g}, and yours by {by:.4g}.",
+        ),
     )
     return why(rules, f"{about}: an expert with more goes down, one with fewer goes up.")
 
@@ -713,7 +761,9 @@ def _mixed(rank: int, fn: Callable[..., Any], crowd: _Crowd) -> _Mixed:
         return _Mixed(output.detach() if isinstance(output, Tensor) else output, {}, calls)
     (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
     named = {"x": x, "weights": weights}
-    named |= {f"expert {i}'s {name}": p for i, e in enumerate(experts) for name, p in e.named_parameters()}
+    named |= {
+        f"expert {i}'s {name}": p for i, e in enumerate(experts) for name, p in e.named_parameters()
+    }
     return _Mixed(output.detach(), {name: each.grad for name, each in named.items()}, calls)
 
 
@@ -732,7 +782,9 @@ def _grade_mixture(answer: Answer) -> None:
             cause = _why_output(output, right.output, crowd)
             raise Mistake(f"{crowd} the output is not the weighted sum.", cause)
         if not found.gradients:
-            raise Mistake(f"{crowd} the output has no gradient.", "Leave out `detach`, `no_grad` and `.data`.")
+            raise Mistake(
+                f"{crowd} the output has no gradient.", "Leave out `detach`, `no_grad` and `.data`."
+            )
         _judge_calls(crowd, found, right)
         for name, got in found.gradients.items():
             gradient = right.gradients[name]
@@ -794,18 +846,27 @@ def _judge_calls(crowd: _Crowd, found: _Mixed, right: _Mixed) -> None:
             (calls == [_TOKENS],
              "It computes all tokens: give it those that chose it. That is what sparse means."),
         )  # fmt: skip
-        cause = why(rules, "One call each, with the rows of the tokens that chose it: that is what sparse means.")
+        cause = why(
+            rules,
+            "One call each, with the rows of the tokens that chose it: that is what sparse means.",
+        )
         called = f"was called with {calls} rows, not with {wanted}" if calls else "was never called"
         raise Mistake(f"{crowd} expert {i} {called}.", cause)
 
 
 _PUT_BACK = "torch.zeros_like(computed).index_copy(0, order, computed)"
 _SORTED_WEIGHTS = " * weights.flatten()[order].view(len(x), k, 1)"
-_NOT_BACK = "The rows are not in the order of the tokens: row i of what was computed belongs at `order[i]`."
+_NOT_BACK = (
+    "The rows are not in the order of the tokens: row i of what was computed belongs at `order[i]`."
+)
 _WEIGHTED = " * weights[..., None]"
-_DROPS = "An expert takes {} rows and drops the rest, as over a capacity: let it have all of its rows."
+_DROPS = (
+    "An expert takes {} rows and drops the rest, as over a capacity: let it have all of its rows."
+)
 _ALREADY = "The weights are used as they are: each token's sum to 1 already."
-_NO_MEAN = "Add the k rows of a token up, and do not divide by k: the weights make a mean of them already."
+_NO_MEAN = (
+    "Add the k rows of a token up, and do not divide by k: the weights make a mean of them already."
+)
 
 _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
     ((_PUT_BACK, "computed"), _NOT_BACK),
@@ -863,7 +924,9 @@ def _as_they_come(experts: list[nn.Module], chosen: Tensor) -> list[nn.Module]:
     return [experts[there.index(e)] if e in there else experts[e] for e in range(len(experts))]
 
 
-def _over_capacity(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor, most: int) -> Tensor:
+def _over_capacity(
+    x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor, most: int
+) -> Tensor:
     """The mixture whose experts take ``most`` rows each; the other rows are zeros."""
     pairs = chosen.flatten()
     place = torch.stack([(pairs[:i] == expert).sum() for i, expert in enumerate(pairs)])
@@ -905,11 +968,14 @@ def _why_output(got: Tensor, right: Tensor, crowd: _Crowd) -> str:
     )  # fmt: skip
     return why(
         rules,
-        "Sort (token, choice) pairs by expert, compute, put them back in the tokens' order, weigh, add up k rows each.",
+        "Sort (token, choice) pairs by expert, compute, put them back in the tokens' order, weigh,"
+        " add up k rows each.",
     )
 
 
-_GRADE_ROUTE = Formula(route, _ROUTES, _WRONG_ROUTES, _why_route, read=_read_route, same=_same_route)
+_GRADE_ROUTE = Formula(
+    route, _ROUTES, _WRONG_ROUTES, _why_route, read=_read_route, same=_same_route
+)
 _GRADE_SPLITS = Formula(splits, _SPLITS, _WRONG_SPLITS, _why_splits, read=_read_splits)
 _GRADE_BALANCE = Formula(balance, _BALANCES, _WRONG_BALANCES, _why_balance, read=_read_balance)
 _GRADE_MOVED = Formula(moved, _MOVES, _WRONG_MOVES, _why_moved, read=_read_numbers)

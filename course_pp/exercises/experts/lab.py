@@ -17,14 +17,21 @@ from course_pp.exercises.formula import flawed
 from course_pp.launch import RanksHung, on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, MoE, Transformer, build_stage_module
 from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
-from course_pp.parallel import CollectiveCounter, DistributedConfig, apply_expert_parallel, init_distributed
+from course_pp.parallel import (
+    CollectiveCounter,
+    DistributedConfig,
+    apply_expert_parallel,
+    init_distributed,
+)
 from course_pp.runtime import Pipeline
 from course_pp.schedule import build
 from course_pp.step.loss import Attached
 
 Balance = Literal["loss", "bias", "none"]
 
-CONFIG = ModelConfig(64, 4, 4, 128, max_seq_len=64, n_experts=8, top_k=2, expert_dim=64, balance="none")
+CONFIG = ModelConfig(
+    64, 4, 4, 128, max_seq_len=64, n_experts=8, top_k=2, expert_dim=64, balance="none"
+)
 """Of the small model with experts in each of four layers; its tokens are characters."""
 _ROWS, _MICROBATCHES, _LR = 16, 4, 3e-3
 _TEXT = torch.tensor([min(byte, 127) for byte in Path(argparse.__file__).read_bytes()])
@@ -33,7 +40,9 @@ _TEXT = torch.tensor([min(byte, 127) for byte in Path(argparse.__file__).read_by
 def rows_of_text(n_rows: int, seed: int = 0) -> Tensor:
     """Return pieces of a Python source file, (n_rows, 65) characters: inputs and, one further, targets."""
     length = CONFIG.max_seq_len + 1
-    starts = torch.randint(len(_TEXT) - length, (n_rows,), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        len(_TEXT) - length, (n_rows,), generator=torch.Generator().manual_seed(seed)
+    )
     return torch.stack([_TEXT[start : start + length] for start in starts])
 
 
@@ -41,7 +50,9 @@ def choices_of(text: str, layer: int = 0) -> list[list[int]]:
     """Return the experts that each character chooses in a layer of the untrained model, best first."""
     found: list[Tensor] = []
     model = _untrained()
-    _mixtures(model)[layer].router.register_forward_hook(lambda router, args, routing: found.append(routing.experts))
+    _mixtures(model)[layer].router.register_forward_hook(
+        lambda router, args, routing: found.append(routing.experts)
+    )
     with torch.no_grad():
         model(torch.tensor([[ord(letter) for letter in text]]))
     return found[0].tolist()
@@ -67,7 +78,8 @@ class Exchange(NamedTuple):
     """What data ranks exchange in one forward and backward, their experts shared out.
 
     Attributes:
-        sends: ``sends[i][j]`` rows from rank i to rank j, on the way to the experts of the first layer.
+        sends: ``sends[i][j]`` rows from rank i to rank j, on the way to the experts of the first
+            layer.
         each_layer: all-to-alls of a layer.
     """
 
@@ -76,10 +88,12 @@ class Exchange(NamedTuple):
 
     @property
     def over_input(self) -> float:
-        """Bytes that leave a rank in one layer's exchanges of rows, there and back, forward and backward, over the
-        bytes of that layer's input; the mean over ranks.
+        """Bytes that leave a rank in one layer's exchanges of rows, there and back, forward and
+        backward, over the bytes of that layer's input; the mean over ranks.
         """
-        leave = sum(rows for i, row in enumerate(self.sends) for j, rows in enumerate(row) if i != j)
+        leave = sum(
+            rows for i, row in enumerate(self.sends) for j, rows in enumerate(row) if i != j
+        )
         return 4 * leave / sum(map(sum, self.sends)) * CONFIG.top_k
 
 
@@ -96,7 +110,10 @@ def _exchanged_on_rank(rank: int, ep: int) -> tuple[list[int], float]:
         model(rows_of_text(4 * ep)[:, :-1].chunk(ep)[rank]).square().mean().backward()
     load = _mixtures(model)[0].router.load
     assert load is not None
-    return load[0].view(ep, -1).sum(1).tolist(), counter.counts.total(collective="all_to_all").number / CONFIG.n_layers
+    return (
+        load[0].view(ep, -1).sum(1).tolist(),
+        counter.counts.total(collective="all_to_all").number / CONFIG.n_layers,
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +139,10 @@ class Trained:
     def tokens(self, layer: int) -> list[int]:
         """Return how many tokens each expert of a layer got in the last ten steps."""
         return [
-            sum(each) for each in zip(*(loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]), strict=True)
+            sum(each)
+            for each in zip(
+                *(loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]), strict=True
+            )
         ]
 
     @property
@@ -136,7 +156,9 @@ class Trained:
 
 def train(balance: Balance, coefficient: float = 0.0, n_steps: int = 50) -> Trained:
     """Train the model in two stages on two ranks, under 1F1B with four microbatches."""
-    return on_ranks(2, _train_on_rank, replace(CONFIG, balance=balance, balance_coef=coefficient), n_steps)[0]
+    return on_ranks(
+        2, _train_on_rank, replace(CONFIG, balance=balance, balance_coef=coefficient), n_steps
+    )[0]
 
 
 def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> Trained:
@@ -161,7 +183,8 @@ class Middle:
 
     Attributes:
         attached: the sum of each in the step.
-        difference: the largest of a router's gradient on stage 0, from one process's that adds all losses up.
+        difference: the largest of a router's gradient on stage 0, from one process's that adds all
+            losses up.
         more_messages: sent by stage 0, against the same step without such losses.
     """
 
@@ -174,7 +197,8 @@ def loss_in_the_middle() -> Middle:
     """Run that step on two ranks in float64, with and without losses of routers."""
     config = replace(CONFIG, balance="loss")
     (attached, gradient, sent), (_, _, before) = (
-        on_ranks(2, _step_with_losses, each)[0] for each in (config, replace(config, balance="none"))
+        on_ranks(2, _step_with_losses, each)[0]
+        for each in (config, replace(config, balance="none"))
     )
     torch.manual_seed(0)
     model, rows = Transformer(config).double(), rows_of_text(_ROWS)
@@ -187,7 +211,9 @@ def loss_in_the_middle() -> Middle:
     return Middle(attached, float((gradient - right).abs().max()), sent - before)
 
 
-def _step_with_losses(rank: int, config: ModelConfig) -> tuple[dict[str, float], Tensor | None, int]:
+def _step_with_losses(
+    rank: int, config: ModelConfig
+) -> tuple[dict[str, float], Tensor | None, int]:
     torch.manual_seed(0)
     stage, rows = build_stage_module(config, rank, 2).double(), rows_of_text(_ROWS)
     pipeline = Pipeline(build("1f1b", 2, _MICROBATCHES), {rank: stage}, CrossEntropy())
@@ -195,16 +221,24 @@ def _step_with_losses(rank: int, config: ModelConfig) -> tuple[dict[str, float],
     stage.zero_grad()
     with CollectiveCounter() as counter:
         pipeline.step(rows[:, :-1], target=rows[:, 1:])
-    return pipeline.attached, _mixtures(stage)[0].router.weight.grad, counter.counts.total(collective="send").number
+    return (
+        pipeline.attached,
+        _mixtures(stage)[0].router.weight.grad,
+        counter.counts.total(collective="send").number,
+    )
 
 
-# A layer whose experts lie on two ranks, in a step written out by hand, and what becomes of it with one flaw.
+# A layer whose experts lie on two ranks, in a step written out by hand, and what becomes of it with
+# one flaw.
 
 _DIM, _TOKENS, _TOP_K, _N_EXPERTS = 8, 24, 2, 4
 
 
-def step_with_experts(x: Tensor, own: Sequence[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward and backward of a mixture whose experts lie in blocks on the ranks; the loss is the mean square.
+def step_with_experts(
+    x: Tensor, own: Sequence[nn.Module], chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """Forward and backward of a mixture whose experts lie in blocks on the ranks; the loss is the
+    mean square.
 
     Args:
         x: (tokens, dim) of this rank, with its choices and their weights, (tokens, k).
@@ -261,7 +295,10 @@ class Symptoms(NamedTuple):
     experts: float
 
     def __str__(self) -> str:
-        return f"{self.right:.0%} of the outputs right, experts' gradients {self.experts:.2f} of the right ones"
+        return (
+            f"{self.right:.0%} of the outputs right, experts' gradients {self.experts:.2f} of the"
+            " right ones"
+        )
 
 
 def ward_round(name: str) -> str:
@@ -276,7 +313,9 @@ def ward_round(name: str) -> str:
 def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> Symptoms:
     """Of a step in which, if ``idle``, nobody asks for an expert of rank 1."""
     drawn = torch.Generator().manual_seed(0)
-    scores = torch.rand(_TOKENS, _N_EXPERTS // 2 if idle else _N_EXPERTS, generator=drawn, dtype=torch.float64)
+    scores = torch.rand(
+        _TOKENS, _N_EXPERTS // 2 if idle else _N_EXPERTS, generator=drawn, dtype=torch.float64
+    )
     weights, chosen = scores.topk(_TOP_K)
     x = torch.randn(_TOKENS, _DIM, generator=drawn, dtype=torch.float64)
     experts, again = _experts(), _experts()
@@ -286,7 +325,8 @@ def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> Symptoms:
     whole = mixture(x, again, chosen, weights)
     whole.square().mean().backward()
     found, right = (
-        [p.grad for expert in part for p in expert.parameters() if p.grad is not None] for part in (own, alone)
+        [p.grad for expert in part for p in expert.parameters() if p.grad is not None]
+        for part in (own, alone)
     )
     same = torch.isclose(out, whole.chunk(2)[rank]).all(1)
     return Symptoms(same.double().mean().item(), _size(found) / _size(right))
@@ -298,16 +338,27 @@ def _size(gradients: list[Tensor]) -> float:
 
 def _experts() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(_DIM, 16), nn.Tanh(), nn.Linear(16, _DIM)).double() for _ in range(_N_EXPERTS)]
+    return [
+        nn.Sequential(nn.Linear(_DIM, 16), nn.Tanh(), nn.Linear(16, _DIM)).double()
+        for _ in range(_N_EXPERTS)
+    ]
 
 
 _LIMIT_S = 3.0
 _GETS = "sends, gets = counts.sum(1).tolist(), came.sum(1).tolist()\n"
 _PATIENTS: dict[str, tuple[Callable[..., Tensor], bool]] = {
-    "A": (flawed(step_with_experts, (_GETS, f"{_GETS}    if not sum(gets):\n        return x\n")), True),
+    "A": (
+        flawed(step_with_experts, (_GETS, f"{_GETS}    if not sum(gets):\n        return x\n")),
+        True,
+    ),
     "B": (flawed(step_with_experts, ("gradient /= n", "pass")), False),
     "C": (flawed(step_with_experts, ("computed[into.argsort()]", "computed")), False),
-    "D": (flawed(step_with_experts, ("expert(part)", "torch.cat([expert(part[:10]), part[10:] * 0])")), False),
+    "D": (
+        flawed(
+            step_with_experts, ("expert(part)", "torch.cat([expert(part[:10]), part[10:] * 0])")
+        ),
+        False,
+    ),
 }
 PATIENTS = tuple(_PATIENTS)
 """Their names; each is :func:`step_with_experts` with one flaw."""

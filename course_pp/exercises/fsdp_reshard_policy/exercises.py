@@ -49,7 +49,10 @@ _WRONG_GATHERS = (
 )  # fmt: skip
 
 _EITHER = (True, False)
-_GATHERS = [(again, *size, pp) for size, again, pp in product(((8, 4), (1, 7), (3, 1), (5, 2)), _EITHER, _EITHER)]
+_GATHERS = [
+    (again, *size, pp)
+    for size, again, pp in product(((8, 4), (1, 7), (3, 1), (5, 2)), _EITHER, _EITHER)
+]
 _GRADE_GATHERS = Formula(gathers, _GATHERS, _WRONG_GATHERS)
 
 
@@ -58,7 +61,8 @@ def rank_bytes(layers: int, layer: int, root: int, n: int, reshard: bool, pipeli
     model = layers * layer + root
     shard = model / n
     if pipeline:
-        return 3 * shard + model + model  # parameters and gradients are whole until the last microbatch
+        # parameters and gradients are whole until the last microbatch
+        return 3 * shard + model + model
     gathered = root + (min(2, layers) if reshard else layers) * layer
     return 4 * shard + gathered
 
@@ -107,7 +111,10 @@ def choose_reshard(
     return True if min(2, layers) * layer <= room else None
 
 
-_NEITHER = "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither policy does."
+_NEITHER = (
+    "Under a pipeline True does not lower the peak: if everything gathered does not fit, neither"
+    " policy does."
+)
 
 _WRONG_CHOICES = (
     (("False if fits else None", "not fits"), _NEITHER),
@@ -131,13 +138,18 @@ _WRONG_CHOICES = (
 )  # fmt: skip
 
 _TIMES = ((4, 1), (4, 4), (4, 6), (4, 8), (4, 40))
-_CHOICES = [(room, 8, 10, *times, pp) for room, times, pp in product((100, 80, 79, 20, 19, 9), _TIMES, _EITHER)]
+_CHOICES = [
+    (room, 8, 10, *times, pp)
+    for room, times, pp in product((100, 80, 79, 20, 19, 9), _TIMES, _EITHER)
+]
 _CHOICES += [(room, 8, 1, 1, 1, False) for room in (8, 2, 1)]
 
 
 def _read_choice(value: Any, call: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
-        raise Mistake(f"`{call}` is {value!r:.60}; True, False or None is asked for.", "Is it a comparison?")
+        raise Mistake(
+            f"`{call}` is {value!r:.60}; True, False or None is asked for.", "Is it a comparison?"
+        )
     return value
 
 
@@ -147,7 +159,9 @@ def _sizes_of_choice(case: tuple[Any, ...], got: Any, right: Any) -> str:
     return f"{sizes}; a forward takes {forward}, a gather {gather}"
 
 
-_GRADE_CHOOSE_RESHARD = Formula(choose_reshard, _CHOICES, _WRONG_CHOICES, read=_read_choice, example=_sizes_of_choice)
+_GRADE_CHOOSE_RESHARD = Formula(
+    choose_reshard, _CHOICES, _WRONG_CHOICES, read=_read_choice, example=_sizes_of_choice
+)
 
 
 def hsdp_bytes(model: float, replicate: int, shard: int, reshard: bool) -> tuple[float, float]:
@@ -160,7 +174,10 @@ def hsdp_bytes(model: float, replicate: int, shard: int, reshard: bool) -> tuple
 
 _ADDED_UP = "2 * (model / shard)"
 _ROUNDS = "3 if reshard else 2"
-_REDUCED = "When replicas add up, the gradient is reduced and scattered already: each rank has a shard of it."
+_REDUCED = (
+    "When replicas add up, the gradient is reduced and scattered already: each rank has a shard"
+    " of it."
+)
 
 _WRONG_HSDP = (
     ((_ADDED_UP, "2 * model"), _REDUCED),
@@ -184,14 +201,19 @@ _HSDP_BYTES = [(*mesh, again) for mesh, again in product(_MESHES, _EITHER)]
 
 
 def _read_pair(value: Any, call: str) -> list[float]:
-    return [expect_number(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))]
+    return [
+        expect_number(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))
+    ]
 
 
 _GRADE_HSDP_BYTES = Formula(hsdp_bytes, _HSDP_BYTES, _WRONG_HSDP, read=_read_pair)
 
 
 def accumulate_sharded(
-    model: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module
+    model: nn.Module,
+    microbatches: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    loss_fn: nn.Module,
 ) -> None:
     """Leave in .grad the gradient of the mean loss over all microbatches of all ranks."""
     m = len(microbatches)
@@ -207,7 +229,9 @@ def _one_layer(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
-_BENCH = Bench(lambda step, seat: None, width=6, block=_one_layer, rows=_N_RANKS * _ROWS_EACH, n_blocks=3)
+_BENCH = Bench(
+    lambda step, seat: None, width=6, block=_one_layer, rows=_N_RANKS * _ROWS_EACH, n_blocks=3
+)
 
 
 class _Step(NamedTuple):
@@ -232,9 +256,16 @@ def _grade_accumulate_sharded(answer: Answer) -> None:
         first, second = answer.on_ranks(_N_RANKS, _stepped, m)[0]
         _judge_step(where, m, first)
         try:
-            _judge_step(f"{where}, the first step is right. In the second, after `model.zero_grad()`,", m, second)
+            _judge_step(
+                f"{where}, the first step is right. In the second, after `model.zero_grad()`,",
+                m,
+                second,
+            )
         except Mistake as e:
-            cause = "The first step left something behind: look at what it tells the model, and what it keeps."
+            cause = (
+                "The first step left something behind: look at what it tells the model, and what it"
+                " keeps."
+            )
             raise Mistake(e.symptom, cause, e.example) from None
 
 
@@ -272,31 +303,44 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
     missing = [name for name, gradient in step.gradients.items() if gradient is None]
     if missing:
         cause = (
-            "Either no backward has run, or its gradients were never reduced, so that no shard of them is left: before "
-            "the last microbatch's backward, `model.set_requires_gradient_sync(True)`."
+            "Either no backward has run, or its gradients were never reduced, so that no shard of"
+            " them is left: before the last microbatch's backward,"
+            " `model.set_requires_gradient_sync(True)`."
         )
         if step.reductions:
-            cause = "Parameters are gathered still, and the gradient is the shards': let the last backward free them."
+            cause = (
+                "Parameters are gathered still, and the gradient is the shards': let the last"
+                " backward free them."
+            )
         raise Mistake(f"{where} `{missing[0]}.grad` is None after the step.", cause)
     ratio = _common_ratio(step.gradients, right)
     if ratio is None:
         symptom = f"{where} the gradients differ from one process's, and by no single factor."
         raise Mistake(symptom, _why_no_factor(step, m))
     if abs(ratio - 1) > TOLERANCE:
-        raise Mistake(f"{where} the gradients are {ratio:.4g} times one process's.", _why_factor(ratio, m))
+        raise Mistake(
+            f"{where} the gradients are {ratio:.4g} times one process's.", _why_factor(ratio, m)
+        )
     if step.reductions != groups:
         raise Mistake(
-            f"{where} the gradients are right, but {step.reductions} reduce-scatters were begun for {groups} groups.",
-            "Each backward reduces, unless the model was told before that its gradients are not complete: "
-            "`model.set_requires_gradient_sync(…)`.",
+            f"{where} the gradients are right, but {step.reductions} reduce-scatters were begun for"
+            f" {groups} groups.",
+            "Each backward reduces, unless the model was told before that its gradients are not"
+            " complete: `model.set_requires_gradient_sync(…)`.",
         )
     if m > 1 and step.most_rows > _ROWS_EACH:
         cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
-        raise Mistake(f"{where} the gradients are right, but the model was given {step.most_rows} rows at once.", cause)
+        raise Mistake(
+            f"{where} the gradients are right, but the model was given {step.most_rows} rows at"
+            " once.",
+            cause,
+        )
     if step.most_kept > 1:
         raise Mistake(
-            f"{where} the gradients are right, but the activations of {step.most_kept} microbatches were held at once.",
-            "Call backward for each microbatch before the next forward, not once for the sum of all losses.",
+            f"{where} the gradients are right, but the activations of {step.most_kept} microbatches"
+            " were held at once.",
+            "Call backward for each microbatch before the next forward, not once for the sum of all"
+            " losses.",
         )
 
 
@@ -313,32 +357,52 @@ def _why_no_factor(step: _Step, m: int) -> str:
     for name, index in (("first", 0), ("last", -1)):
         model = _BENCH.model()
         # The microbatch of every rank.
-        x, target = (torch.cat([part.chunk(m)[index] for part in rows.chunk(_N_RANKS)]) for rows in _BENCH.batch(m))
+        x, target = (
+            torch.cat([part.chunk(m)[index] for part in rows.chunk(_N_RANKS)])
+            for rows in _BENCH.batch(m)
+        )
         _BENCH.loss_fn(model(x), target).backward()
         part = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if m > 1 and _common_ratio(step.gradients, part) is not None:
             return (
-                f"Only the {name} microbatch is in them. Gradients add up over microbatches unless they are cleared, "
-                "and what `model.set_requires_gradient_sync(…)` says holds for the backwards after it."
+                f"Only the {name} microbatch is in them. Gradients add up over microbatches unless"
+                " they are cleared, and what `model.set_requires_gradient_sync(…)` says holds for"
+                " the backwards after it."
             )
     if _BENCH.n_blocks < step.reductions < m * _BENCH.n_blocks:
-        return "Some backwards reduce and some do not: it is the last microbatch's, and no other, that has to."
+        return (
+            "Some backwards reduce and some do not: it is the last microbatch's, and no other, that"
+            " has to."
+        )
     if step.reductions > _BENCH.n_blocks and m > 1:
-        return "What is divided or cleared after one backward is lost for, or divided again with, the next."
-    return "Every microbatch counts, with its own target and 1/m, and the gradients of all of them are reduced."
+        return (
+            "What is divided or cleared after one backward is lost for, or divided again with, the"
+            " next."
+        )
+    return (
+        "Every microbatch counts, with its own target and 1/m, and the gradients of all of them are"
+        " reduced."
+    )
 
 
 def _why_factor(ratio: float, m: int) -> str:
     causes = {
-        1 / _N_RANKS: "FSDP averages over its ranks while it reduces. Dividing by their number is the second time.",
+        1 / _N_RANKS: (
+            "FSDP averages over its ranks while it reduces. Dividing by their number is the second"
+            " time."
+        ),
         float(_N_RANKS): "The mean over the ranks is FSDP's business: leave it alone.",
         float(m): "1/m is missing: each microbatch adds the gradient of its own mean.",
-        m / _N_RANKS: "FSDP averages over ranks, not over microbatches: divide by m, and not by the number of ranks.",
+        m / _N_RANKS: (
+            "FSDP averages over ranks, not over microbatches: divide by m, and not by the number of"
+            " ranks."
+        ),
         1 / m: "1/m enters twice.",
         1 / (m * _N_RANKS): "Once 1/m is enough, and the mean over the ranks is FSDP's business.",
     }
     return next(
-        (cause for factor, cause in causes.items() if abs(ratio - factor) < TOLERANCE), "Look where it is scaled."
+        (cause for factor, cause in causes.items() if abs(ratio - factor) < TOLERANCE),
+        "Look where it is scaled.",
     )
 
 

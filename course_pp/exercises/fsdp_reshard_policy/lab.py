@@ -17,7 +17,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 from course_pp.exercises.formula import flawed
 from course_pp.exercises.fsdp_reshard_policy.exercises import accumulate_sharded
 from course_pp.launch import on_ranks
-from course_pp.model import CrossEntropy, ModelConfig, PipelineStageModule, Transformer, build_stage_module
+from course_pp.model import (
+    CrossEntropy,
+    ModelConfig,
+    PipelineStageModule,
+    Transformer,
+    build_stage_module,
+)
 from course_pp.parallel import (
     CollectiveCounts,
     DistributedConfig,
@@ -58,7 +64,10 @@ class KeptShare:
     shares: tuple[float, ...]
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:18} whole {whole}, on each rank {part}" for name, (whole, part) in self.shapes.items())
+        return "\n".join(
+            f"{name:18} whole {whole}, on each rank {part}"
+            for name, (whole, part) in self.shapes.items()
+        )
 
 
 class Right(NamedTuple):
@@ -69,7 +78,9 @@ class Right(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def step_of(module: PipelineStageModule, mesh: DeviceMesh | None, n_microbatches: int = _MICROBATCHES) -> Step:
+def step_of(
+    module: PipelineStageModule, mesh: DeviceMesh | None, n_microbatches: int = _MICROBATCHES
+) -> Step:
     """Return this rank's forward and backward of its part of the batch: a plain one, or 1F1B if the mesh has ``pp``."""
     inputs, targets = (rows.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for rows in _batch())
     loss_fn = CrossEntropy()
@@ -92,7 +103,9 @@ def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare
     return KeptShare(shapes, tuple(n_bytes / everything for _, n_bytes in ranks))
 
 
-def count(layout: DistributedConfig, ac: Recomputation = "none") -> dict[bool, list[CollectiveCounts]]:
+def count(
+    layout: DistributedConfig, ac: Recomputation = "none"
+) -> dict[bool, list[CollectiveCounts]]:
     """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False."""
     return {reshard: on_ranks(4, _counted, layout, reshard, ac) for reshard in _POLICIES}
 
@@ -101,7 +114,9 @@ def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts
     """Predict the same counts by formula."""
     sizes: dict[str, Any] = {"batch_size": 1, "seq_len": _SEQ_LEN, "n_microbatches": _MICROBATCHES}
     return list(
-        predict_collectives(CONFIG, layout, reshard_after_forward=reshard, dtype=torch.float64, clip=False, **sizes)
+        predict_collectives(
+            CONFIG, layout, reshard_after_forward=reshard, dtype=torch.float64, clip=False, **sizes
+        )
     )
 
 
@@ -122,7 +137,8 @@ def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float
 
 
 def step_bytes(layout: DistributedConfig) -> dict[bool, dict[str, int]]:
-    """Bytes on rank 0 of four, for both policies, by kind: shards, whole gradients, whole parameters.
+    """Bytes on rank 0 of four, for both policies, by kind: shards, whole gradients, whole
+    parameters.
 
     Each kind at its own peak in the step, the gradients' with both of theirs.
     """
@@ -145,7 +161,9 @@ def largest_difference(module: nn.Module, right: Mapping[str, Tensor]) -> float:
     for name, p in module.named_parameters():
         gradient = p.grad
         assert isinstance(gradient, DTensor)
-        part = distribute_tensor(right[name], gradient.device_mesh, gradient.placements, src_data_rank=None)
+        part = distribute_tensor(
+            right[name], gradient.device_mesh, gradient.placements, src_data_rank=None
+        )
         largest = max(largest, (gradient.to_local() - part.to_local()).abs().max().item())
     return largest
 
@@ -166,8 +184,12 @@ def draw_shares(share: Callable[[float, bool], float], crossing: float) -> Chart
     axes = figure.axes_with_margins(left=0.7, right=0.2, bottom=0.55, top=0.4)
     for reshard, color, style in ((False, BLUE, "-"), (True, VERMILION, "--")):
         shares = [share(each, reshard) for each in tokens]
-        axes.plot(tokens, shares, lw=2, color=color, ls=style, label=f"reshard_after_forward={reshard}")
-    axes.set(xscale="log", xlabel="tokens on a rank in a step", ylabel="share of the time computing")
+        axes.plot(
+            tokens, shares, lw=2, color=color, ls=style, label=f"reshard_after_forward={reshard}"
+        )
+    axes.set(
+        xscale="log", xlabel="tokens on a rank in a step", ylabel="share of the time computing"
+    )
     title = f"With perfect overlap, both policies are equally fast from {crossing:,.0f} tokens on"
     axes.set_title(title, loc="left")
     axes.axvline(crossing, color="black", ls=":", label=f"T* = {crossing:,.0f} tokens")
@@ -175,13 +197,16 @@ def draw_shares(share: Callable[[float, bool], float], crossing: float) -> Chart
     last = [share(tokens[-1], reshard) for reshard in (False, True)]
     most = max(share(each, False) / share(each, True) for each in tokens)
     figure.alt_text = (
-        f"Share of a step spent computing against tokens a rank, by formula. {title}. Below, False is up to {most:.2g} "
-        f"times as high as True; at {tokens[-1]:,.0f} tokens both are at {min(last):.0%}."
+        f"Share of a step spent computing against tokens a rank, by formula. {title}. Below, False"
+        f" is up to {most:.2g} times as high as True; at {tokens[-1]:,.0f} tokens both are at"
+        f" {min(last):.0%}."
     )
     return figure
 
 
-def _build(mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none") -> PipelineStageModule:
+def _build(
+    mesh: DeviceMesh | None, reshard: bool, ac: Recomputation = "none"
+) -> PipelineStageModule:
     module = build_stage_module(CONFIG, get_pp_rank(mesh), get_pp_size(mesh)).double()
     apply_tensor_parallel(module, mesh)
     apply_ac(module, ac)
@@ -195,7 +220,9 @@ def _batch(n_rows: int = _ROWS) -> tuple[Tensor, Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def _counted(rank: int, layout: DistributedConfig, reshard: bool, ac: Recomputation) -> CollectiveCounts:
+def _counted(
+    rank: int, layout: DistributedConfig, reshard: bool, ac: Recomputation
+) -> CollectiveCounts:
     mesh = init_distributed(layout, seed=0)
     module = _build(mesh, reshard, ac)
     step = step_of(module, mesh)
@@ -215,10 +242,14 @@ def _kept(rank: int, layout: DistributedConfig) -> tuple[dict[str, tuple[int, ..
     n_bytes = 0
     for p in parameters.values():
         state = optimizer.state[p]
-        n_bytes += sum(each.to_local().nbytes for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        n_bytes += sum(
+            each.to_local().nbytes for each in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
+        )
     layer = "layers.0."
     return {
-        name.removeprefix(layer): tuple(p.to_local().shape) for name, p in parameters.items() if name.startswith(layer)
+        name.removeprefix(layer): tuple(p.to_local().shape)
+        for name, p in parameters.items()
+        if name.startswith(layer)
     }, n_bytes
 
 
@@ -287,14 +318,24 @@ def _looped(step: Callable[..., None], rank: int) -> Symptoms:
     """A loop over microbatches of one row, without a pipeline."""
     mesh, n_rows = init_distributed(DistributedConfig(), seed=0), 4 * _MICROBATCHES
     module = _build(mesh, reshard=False)
-    inputs, targets = (rows.chunk(4)[get_dp_rank(mesh)].chunk(_MICROBATCHES) for rows in _batch(n_rows))
+    inputs, targets = (
+        rows.chunk(4)[get_dp_rank(mesh)].chunk(_MICROBATCHES) for rows in _batch(n_rows)
+    )
     return _symptoms(mesh, module, lambda: step(module, inputs, targets, CrossEntropy()), n_rows)
 
 
-def _symptoms(mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, n_rows: int) -> Symptoms:
+def _symptoms(
+    mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, n_rows: int
+) -> Symptoms:
     counts, right = count_collectives(step, mesh), one_process(n_rows).gradients
-    gathered, reduced = (counts.total("dp_shard", kind).number / (len(module.layers) + 1) for kind in _KINDS)
-    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if isinstance(p.grad, DTensor)}
+    gathered, reduced = (
+        counts.total("dp_shard", kind).number / (len(module.layers) + 1) for kind in _KINDS
+    )
+    gradients = {
+        name: p.grad.full_tensor()
+        for name, p in module.named_parameters()
+        if isinstance(p.grad, DTensor)
+    }
     ratios = [float(gradient.norm() / right[name].norm()) for name, gradient in gradients.items()]
     return Symptoms(gathered, reduced, sum(ratios) / len(ratios))
 
@@ -302,6 +343,8 @@ def _symptoms(mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, 
 PATIENTS: dict[str, Callable[[int], Symptoms]] = {
     "A": _pipelined,
     "B": partial(_looped, flawed(accumulate_sharded, ("i == m - 1", "True"))),
-    "C": partial(_looped, flawed(accumulate_sharded, ("/ m)", "/ m / torch.distributed.get_world_size())"))),
+    "C": partial(
+        _looped, flawed(accumulate_sharded, ("/ m)", "/ m / torch.distributed.get_world_size())"))
+    ),
 }
 """Steps of eight microbatches on four ranks, each ill in another way; called with the rank."""

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Kept, Outcome, Wrong, judge_gradients, same, scaled, with_norm
+from course_pp.exercises.bench import (
+    Bench,
+    Kept,
+    Outcome,
+    Wrong,
+    judge_gradients,
+    same,
+    scaled,
+    with_norm,
+)
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_list, expect_number
 from course_pp.exercises.formula import Formula, flawed, why
@@ -55,7 +64,8 @@ _GRADE_BUBBLE = Formula(
     bubble,
     [(2, 1), (2, 2), (4, 3), (4, 8), (8, 8), (3, 50), (1, 4)],
     _WRONG_BUBBLES,
-    "Count slots: in how many does a rank work, and how many are there from the first start to the last end?",
+    "Count slots: in how many does a rank work, and how many are there from the first start to the"
+    " last end?",
 )
 
 
@@ -75,10 +85,19 @@ def _grade_order(answer: Answer) -> None:
         call = f"afab_order({p}, {m})"
         lists = expect_list(value, call)
         if len(lists) != p or any(isinstance(each, Action) for each in lists):
-            gave = "one list of actions" if lists and isinstance(lists[0], Action) else f"{len(lists)} of {p} lists"
-            raise Mistake(f"`{call}` gave {gave}.", "Return a list with one list of actions for each rank.")
+            gave = (
+                "one list of actions"
+                if lists and isinstance(lists[0], Action)
+                else f"{len(lists)} of {p} lists"
+            )
+            raise Mistake(
+                f"`{call}` gave {gave}.", "Return a list with one list of actions for each rank."
+            )
         rows = [_read_row(each, f"{call}[{rank}]", rank, m) for rank, each in enumerate(lists)]
-        slow = "The ranks take the microbatches in different orders, so one waits for what another does late."
+        slow = (
+            "The ranks take the microbatches in different orders, so one waits for what another"
+            " does late."
+        )
         judge_orders(f"With p={p} and m={m}", rows, build("gpipe", p, m), "", "", slow)
 
 
@@ -95,10 +114,18 @@ def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
 
     def lacking(action: Action) -> str:
         if action.kind == "B":
-            return 'After all forwards comes the backward of each microbatch, as `Action(rank, "B", i)`.'
-        return f"m is {m}: every rank does the forward and the backward of each microbatch, 0 to {m - 1}."
+            return (
+                'After all forwards comes the backward of each microbatch, as `Action(rank, "B",'
+                " i)`."
+            )
+        return (
+            f"m is {m}: every rank does the forward and the backward of each microbatch, 0 to"
+            f" {m - 1}."
+        )
 
-    row, example = read_order(value, what, [Action(rank, kind, i) for kind in "FB" for i in range(m)], foreign, lacking)
+    row, example = read_order(
+        value, what, [Action(rank, kind, i) for kind in "FB" for i in range(m)], foreign, lacking
+    )
     for before, action in pairwise(row):
         if (before.kind, action.kind) == ("B", "F"):
             cause = "GPipe does all forwards before the first backward."
@@ -107,7 +134,10 @@ def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
 
 
 def accumulate(
-    model: torch.nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: torch.nn.Module
+    model: torch.nn.Module,
+    microbatches: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    loss_fn: torch.nn.Module,
 ) -> float:
     """Add the gradient of the mean loss over all rows to .grad, one microbatch at a time; return that mean."""
     rows = sum(len(microbatch) for microbatch in microbatches)
@@ -138,10 +168,16 @@ _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
     (lambda n: [0.0] * (len(n) - 1) + [1.0],
      "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
 )  # fmt: skip
-_EACH = "Each microbatch's share is `loss_fn(output, target)`, in this order, times its rows over all rows."
+_EACH = (
+    "Each microbatch's share is `loss_fn(output, target)`, in this order, times its rows over all"
+    " rows."
+)
 _ADDS = "Add to `.grad`, as `backward` does: do not clear or scale what is there."
 BENCH = Bench(
-    lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, seat.m, seat.loss_fn, seat.link), before=1.0
+    lambda step, seat: step(
+        *seat.stages, seat.inputs, seat.targets, seat.m, seat.loss_fn, seat.link
+    ),
+    before=1.0,
 )
 
 
@@ -159,30 +195,48 @@ def _grade_accumulate(answer: Answer) -> None:
     for sizes, result in zip(cases, answer.on_ranks(1, _accumulated, cases)[0], strict=True):
         cut = f"microbatches of {', '.join(map(str, sizes))} rows"
         microbatches, targets = _cut(sizes)
-        parts = torch.stack([_own_gradient(model, x, target) for x, target in zip(microbatches, targets, strict=True)])
+        parts = torch.stack(
+            [
+                _own_gradient(model, x, target)
+                for x, target in zip(microbatches, targets, strict=True)
+            ]
+        )
         right = _weighted(parts, [n / sum(sizes) for n in sizes])
         if result.gradient is None:
-            raise Mistake(f"With {cut} the parameters have no gradient.", "Call backward on each microbatch's share.")
+            raise Mistake(
+                f"With {cut} the parameters have no gradient.",
+                "Call backward on each microbatch's share.",
+            )
         if not same(result.gradient, right):
             # What was there before is lost, too, if gradients are zeroed.
-            found, shares = (result.gradient, result.gradient + 1), [(share(sizes), cause) for share, cause in _SHARES]
-            rules = [(any(same(each, _weighted(parts, share)) for each in found), cause) for share, cause in shares]
+            found, shares = (
+                (result.gradient, result.gradient + 1),
+                [(share(sizes), cause) for share, cause in _SHARES],
+            )
+            rules = [
+                (any(same(each, _weighted(parts, share)) for each in found), cause)
+                for share, cause in shares
+            ]
             ratio = float(result.gradient.norm() / right.norm())
             away = float((result.gradient - right).norm() / right.norm())
             raise Mistake(
                 f"With {cut} the gradients differ from those of the whole batch.",
                 why([*rules, (_shifted(result.gradient, right), _ADDS)], _EACH),
-                f"norms over that of the right gradient: yours {ratio:.3f}, the difference {away:.3f}",
+                f"norms over that of the right gradient: yours {ratio:.3f}, the difference"
+                f" {away:.3f}",
             )
         seen = f"With {cut} the gradients are right, but"
         if len(sizes) > 1 and result.most_rows == sum(sizes):
-            cause = "Give it one microbatch at a time: the whole batch at once is what does not fit."
+            cause = (
+                "Give it one microbatch at a time: the whole batch at once is what does not fit."
+            )
             raise Mistake(f"{seen} the model was given all rows at once.", cause)
         if result.most_kept > 1:
             raise Mistake(
                 f"{seen} the activations of {result.most_kept} microbatches were held at once.",
-                "A backward frees what its forward has kept. Call it for each microbatch's share before the next "
-                "forward, not once for the sum of all losses, and without `retain_graph`.",
+                "A backward frees what its forward has kept. Call it for each microbatch's share"
+                " before the next forward, not once for the sum of all losses, and without"
+                " `retain_graph`.",
             )
         loss = expect_number(result.loss, f"accumulate with {cut}")
         mean = BENCH.loss_fn(model(torch.cat(microbatches)), torch.cat(targets)).item()
@@ -211,7 +265,9 @@ def _shifted(found: Tensor, right: Tensor) -> bool:
     return float((found - right).std()) < 1e-9
 
 
-def _accumulated(rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int]]) -> list[_Accumulated]:
+def _accumulated(
+    rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int]]
+) -> list[_Accumulated]:
     results = []
     for sizes in cases:
         model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), Kept()
@@ -221,8 +277,13 @@ def _accumulated(rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int
         weights = {name: p.detach() for name, p in model.named_parameters()}
         with unchanged(microbatches=microbatches, targets=targets, model=weights), kept.watching():
             loss = fn(model, microbatches, targets, BENCH.loss_fn)
-        added = torch.cat([p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None] or [torch.zeros(1)])
-        results.append(_Accumulated(loss, added if added.any() else None, kept.most_rows, kept.most_forwards))
+        added = torch.cat(
+            [p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None]
+            or [torch.zeros(1)]
+        )
+        results.append(
+            _Accumulated(loss, added if added.any() else None, kept.most_rows, kept.most_forwards)
+        )
     return results
 
 
@@ -249,14 +310,26 @@ _WRONG_PEAKS = (
 )  # fmt: skip
 _GRADE_PEAK_BYTES = Formula(
     peak_bytes,
-    [(1, 10, 70, False), (4, 10, 70, False), (4, 10, 70, True), (1, 8, 30, True), (32, 4096, 90_000, True)],
+    [
+        (1, 10, 70, False),
+        (4, 10, 70, False),
+        (4, 10, 70, True),
+        (1, 8, 30, True),
+        (32, 4096, 90_000, True),
+    ],
     _WRONG_PEAKS,
-    "When the first backward begins, what is kept of each of the m microbatches, and what of one of them more?",
+    "When the first backward begins, what is kept of each of the m microbatches, and what of one of"
+    " them more?",
 )
 
 
 def mended_step(
-    stage: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, m: int, loss_fn: torch.nn.Module, link: Link
+    stage: torch.nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    m: int,
+    loss_fn: torch.nn.Module,
+    link: Link,
 ) -> torch.Tensor | None:
     """One AFAB step with m microbatches; the mean loss of the batch on the last rank."""
     in_flight, losses, sends = [], [], []
@@ -280,7 +353,9 @@ def mended_step(
 
 
 PATIENTS = {
-    "A": flawed(mended_step, ("y in in_flight:", "y in in_flight if link.is_last else reversed(in_flight):")),
+    "A": flawed(
+        mended_step, ("y in in_flight:", "y in in_flight if link.is_last else reversed(in_flight):")
+    ),
     "B": flawed(mended_step, ("targets.chunk(m)", "[targets[i::m] for i in range(m)]")),
     "C": flawed(mended_step, ("y.backward()", "(m * y).backward()")),
 }
@@ -295,7 +370,8 @@ def _grade_mended_step(answer: Answer) -> None:
             where,
             ranks,
             expected,
-            "Backward has to start from the output that still has its graph, on every rank and for every microbatch.",
+            "Backward has to start from the output that still has its graph, on every rank and for"
+            " every microbatch.",
             partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
         )
 
@@ -313,7 +389,10 @@ def _judge_loss(where: str, m: int, last: Outcome, right: float) -> None:
          "That is what a single microbatch adds: sum over all of them."),
         (m == 1, "With one microbatch nothing is cut: look at what the stage and `loss_fn(output, target)` are given."),
     )  # fmt: skip
-    cut = "The loss is known before any backward: compare how inputs and targets are cut into microbatches."
+    cut = (
+        "The loss is known before any backward: compare how inputs and targets are cut into"
+        " microbatches."
+    )
     raise Mistake(f"{where} the loss is {found:.8g}; one process has {right:.8g}.", why(rules, cut))
 
 
@@ -322,7 +401,8 @@ def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> 
 
     everywhere = len(wrong) == len(expected)
     by_one = [
-        same(gradient, right, float((gradient * right).sum() / right.square().sum())) for gradient, right in pairs
+        same(gradient, right, float((gradient * right).sum() / right.square().sum()))
+        for gradient, right in pairs
     ]
     rules = (
         (everywhere and scaled(wrong, expected, m),
@@ -395,14 +475,22 @@ class Compared(NamedTuple):
             f"rank {rank} × {size:.2f} cos {cosine:.2f}"
             for rank, (size, cosine) in enumerate(zip(self.sizes, self.cosines, strict=True))
         ]
-        return f"loss {self.loss:.4f} (one process {self.loss_of_one:.4f}); gradients: {', '.join(ranks)}"
+        return (
+            f"loss {self.loss:.4f} (one process {self.loss_of_one:.4f}); gradients:"
+            f" {', '.join(ranks)}"
+        )
 
 
 def examine(step: Callable[..., Any], m: int, *given: Any) -> Compared:
     """Run ``step(stage, inputs, targets, m, loss_fn, link, *given)`` on three real ranks, beside one process."""
-    ward = replace(_WARD, call=lambda step, seat: BENCH.call(lambda *args: step(*args, *given), seat))
+    ward = replace(
+        _WARD, call=lambda step, seat: BENCH.call(lambda *args: step(*args, *given), seat)
+    )
     ranks, (loss, expected) = ward.ran(step, 3, m), ward.one_process(m)
-    pairs = [(_flat(rank.gradients), _flat({name: expected[name] for name in rank.gradients})) for rank in ranks]
+    pairs = [
+        (_flat(rank.gradients), _flat({name: expected[name] for name in rank.gradients}))
+        for rank in ranks
+    ]
     return Compared(
         loss=float(ranks[-1].returned),
         loss_of_one=loss,
@@ -412,7 +500,9 @@ def examine(step: Callable[..., Any], m: int, *given: Any) -> Compared:
     )
 
 
-_WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=32, block=with_norm, rows=2, n_blocks=6, before=None)
+_WARD = replace(
+    BENCH, loss_fn=nn.MSELoss(), width=32, block=with_norm, rows=2, n_blocks=6, before=None
+)
 
 
 def _flat(gradients: Mapping[str, Tensor | None]) -> Tensor:
@@ -446,8 +536,8 @@ class Slots:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"m = {m:2}: m + 1 slots of {self.slot_ms(m):5.2f} ms are {(m + 1) * self.slot_ms(m):5.1f} ms; measured "
-            f"{self.step_ms(m):5.1f} ms"
+            f"m = {m:2}: m + 1 slots of {self.slot_ms(m):5.2f} ms are"
+            f" {(m + 1) * self.slot_ms(m):5.1f} ms; measured {self.step_ms(m):5.1f} ms"
             for m in self.shared
         )
 
@@ -458,11 +548,15 @@ def time_cuts(sizes: Sequence[int], rows: int = 512, repeats: int = 3) -> Slots:
     return Slots(alone, shared)
 
 
-def _shortest_steps(rank: int, sizes: Sequence[int], rows: int, repeats: int) -> dict[int, Timeline]:
+def _shortest_steps(
+    rank: int, sizes: Sequence[int], rows: int, repeats: int
+) -> dict[int, Timeline]:
     width, p, recorder = 512, dist.get_world_size(), Recorder()
     stage = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     x, y, best = torch.randn(rows, width), torch.randn(rows, width), dict[int, Timeline]()
-    pipelines = {m: Pipeline(build("gpipe", p, m), stage, nn.MSELoss(), recorder=recorder) for m in sizes}
+    pipelines = {
+        m: Pipeline(build("gpipe", p, m), stage, nn.MSELoss(), recorder=recorder) for m in sizes
+    }
     for m in tuple(sizes) * repeats:
         recorder.clear()
         pipelines[m].step(x, target=y)

@@ -34,8 +34,8 @@ def warm_up_forwards(rank: int, p: int, v: int) -> int:
 
 
 _LAST_CHUNK = (
-    "The first backward is in the *last* chunk. Before it a rank does a round of p forwards in each other chunk, and "
-    "some in the last."
+    "The first backward is in the *last* chunk. Before it a rank does a round of p forwards in each"
+    " other chunk, and some in the last."
 )
 _WRONG_WARM_UPS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank),
@@ -62,25 +62,40 @@ def _why_warm_up(case: tuple[Any, ...], got: int, enough: int) -> str:
          "While the first microbatch is on its way to the last rank, each rank behind needs one to work on."),
     )  # fmt: skip
     return why(
-        rules, "A round of p in each chunk but the last, and in the last chunk one for each rank behind this one."
+        rules,
+        "A round of p in each chunk but the last, and in the last chunk one for each rank behind"
+        " this one.",
     )
 
 
 def _with_that_warm_up(case: tuple[Any, ...], got: int, enough: int) -> str:
     rank, p, v = case
     m = 3 * p
-    schedule = with_warm_up(lambda r: max(0, got) if r == rank else warm_up_forwards(r, p, v), p, m, v)
+    schedule = with_warm_up(
+        lambda r: max(0, got) if r == rank else warm_up_forwards(r, p, v), p, m, v
+    )
     if problems := check(schedule):
-        return f"If the other ranks do as many as they should, that order cannot run: {problems[0]}."
+        return (
+            f"If the other ranks do as many as they should, that order cannot run: {problems[0]}."
+        )
     run = simulate(schedule)
     if got < enough:
-        return f"{m} microbatches then take {run.makespan:g} units; {3 * (m * v + p - 1)} are enough."
-    return f"It then holds {run.peak_activations[rank]} activations of a chunk at its peak, and is no faster."
+        return (
+            f"{m} microbatches then take {run.makespan:g} units; {3 * (m * v + p - 1)} are enough."
+        )
+    return (
+        f"It then holds {run.peak_activations[rank]} activations of a chunk at its peak, and is no"
+        " faster."
+    )
 
 
 _GRADE_WARM_UP = Formula(
     warm_up_forwards,
-    [(rank, p, v) for p, v in ((4, 2), (2, 2), (4, 3), (3, 4), (4, 1), (1, 3), (6, 2)) for rank in range(p)],
+    [
+        (rank, p, v)
+        for p, v in ((4, 2), (2, 2), (4, 3), (3, 4), (4, 1), (1, 3), (6, 2))
+        for rank in range(p)
+    ],
     _WRONG_WARM_UPS,
     _why_warm_up,
     read=partial(expect_int, remedy="A count of forwards is whole."),
@@ -88,7 +103,9 @@ _GRADE_WARM_UP = Formula(
 )
 
 
-def best_chunks(p: int, m: int, layers: int, forward: float, backward: float, latency: float) -> int:
+def best_chunks(
+    p: int, m: int, layers: int, forward: float, backward: float, latency: float
+) -> int:
     """The number of chunks a rank with the shortest step; it divides the number of a rank's layers."""
     steps = {}
     for v in range(1, layers + 1):
@@ -98,7 +115,9 @@ def best_chunks(p: int, m: int, layers: int, forward: float, backward: float, la
     return min(steps, key=lambda v: steps[v])
 
 
-def _steps(p: int, m: int, layers: int, forward: float, backward: float, latency: float) -> dict[int, float]:
+def _steps(
+    p: int, m: int, layers: int, forward: float, backward: float, latency: float
+) -> dict[int, float]:
     """How long a step takes with each number of chunks: the formula of the text."""
     return {
         v: (m * v + p - 1) * (forward + backward) / v + 2 * (v * p - 1) * latency * (p > 1)
@@ -107,12 +126,17 @@ def _steps(p: int, m: int, layers: int, forward: float, backward: float, latency
     }
 
 
-def _nearest_to_root(p: int, m: int, layers: int, forward: float, backward: float, latency: float) -> int:
+def _nearest_to_root(
+    p: int, m: int, layers: int, forward: float, backward: float, latency: float
+) -> int:
     root = ((p - 1) / p * (forward + backward) / (2 * latency)) ** 0.5 if latency else layers
     return min((v for v in range(1, layers + 1) if layers % v == 0), key=lambda v: abs(v - root))
 
 
-_BOTH = "More chunks shorten the bubble, and each adds 2 p messages to the way in and out. Weigh the two."
+_BOTH = (
+    "More chunks shorten the bubble, and each adds 2 p messages to the way in and out. Weigh the"
+    " two."
+)
 _NO_LATENCY = "Without latency every chunk more shortens the bubble."
 _WRONG_CHUNKS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda p, m, layers, *_: layers, _BOTH),
@@ -135,7 +159,11 @@ def _why_other_chunks(case: tuple[Any, ...], v: int, best: int) -> str:
         (v == layers and latency > 0, _BOTH),
         (not latency, _NO_LATENCY),
     )  # fmt: skip
-    return why(rules, "Add up the work, (m v + p - 1) turns of a chunk, and what latency adds, 2 (v p - 1) messages.")
+    return why(
+        rules,
+        "Add up the work, (m v + p - 1) turns of a chunk, and what latency adds, 2 (v p - 1)"
+        " messages.",
+    )
 
 
 _GRADE_CHUNKS = Formula(
@@ -172,7 +200,9 @@ def with_warm_up(warm_up: Callable[[int], int], p: int, m: int, v: int) -> Sched
     """Interleaved 1F1B in rounds of p microbatches, where rank r does ``warm_up(r)`` forwards before it takes turns."""
     rows = []
     for rank in range(p):
-        forwards, backwards = ([a for a in order_in_rounds(rank, p, m, v, p) if a.kind == kind] for kind in "FB")
+        forwards, backwards = (
+            [a for a in order_in_rounds(rank, p, m, v, p) if a.kind == kind] for kind in "FB"
+        )
         ahead = min(m * v, warm_up(rank))
         row = forwards[:ahead]
         for pair in zip(forwards[ahead:], backwards, strict=False):
@@ -181,7 +211,15 @@ def with_warm_up(warm_up: Callable[[int], int], p: int, m: int, v: int) -> Sched
     return Schedule("interleaved_1f1b", looped(p, v), tuple(rows))
 
 
-_SIZES = [(4, 8, 2, 4), (4, 16, 2, 8), (4, 8, 2, 8), (2, 6, 3, 3), (1, 4, 2, 2), (3, 9, 3, 3), (4, 4, 2, 4)]
+_SIZES = [
+    (4, 8, 2, 4),
+    (4, 16, 2, 8),
+    (4, 8, 2, 8),
+    (2, 6, 3, 3),
+    (1, 4, 2, 2),
+    (3, 9, 3, 3),
+    (4, 4, 2, 4),
+]
 _UNEVEN = [(4, 10, 2, 6), (2, 5, 2, 4)]
 _MOST = "The warm-up is all forwards at most: `min(m * v, (v - 1) * n + 2 * (p - 1 - rank))`."
 _COUNT = "Count the warm-up: n in each chunk but the last, then 2 for each rank behind."
@@ -192,22 +230,30 @@ def _grade_order(answer: Answer) -> None:
     try:
         _grade_orders_of(answer, _UNEVEN)
     except Mistake as e:
-        cause = "n need not divide m: the last round takes what is left, `range(first, min(first + n, m))`."
-        raise Mistake(e.symptom, cause if "microbatches are 0" in e.cause else e.cause or cause, e.example) from None
+        cause = (
+            "n need not divide m: the last round takes what is left, `range(first, min(first + n,"
+            " m))`."
+        )
+        raise Mistake(
+            e.symptom, cause if "microbatches are 0" in e.cause else e.cause or cause, e.example
+        ) from None
 
 
 def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int, int, int]]) -> None:
     values = iter(answer.calls([(rank, *size) for size in sizes for rank in range(size[0])]))
     for p, m, v, n in sizes:
         rows = [_read_order(next(values), rank, p, m, v, n) for rank in range(p)]
-        reference = Schedule("rounds", looped(p, v), tuple(tuple(order_in_rounds(r, p, m, v, n)) for r in range(p)))
+        reference = Schedule(
+            "rounds", looped(p, v), tuple(tuple(order_in_rounds(r, p, m, v, n)) for r in range(p))
+        )
         judge_orders(
             f"With p={p}, m={m}, v={v}, rounds of {n} and messages that take 1",
             rows,
             reference,
             partial(_why_impossible, p=p, m=m, v=v, n=n),
             _why_crowded,
-            "Some warm-up is too short: with Megatron-LM's room it has 2 forwards for each rank behind.",
+            "Some warm-up is too short: with Megatron-LM's room it has 2 forwards for each rank"
+            " behind.",
             [Costs(latency=1)],
         )
 
@@ -216,7 +262,9 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
     """The actions that were meant, each once, forwards and backwards each in rounds."""
     held = [chunk * p + rank for chunk in range(v)]
     wanted = order_in_rounds(rank, p, m, v, n)
-    warm_up = next(at for at, action in enumerate([*wanted, Action(0, "B", 0)]) if action.kind == "B") - 1
+    warm_up = (
+        next(at for at, action in enumerate([*wanted, Action(0, "B", 0)]) if action.kind == "B") - 1
+    )
 
     cut_short = (v - 1) * n + 2 * (p - 1 - rank) > m * v
 
@@ -230,7 +278,10 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
             return _MOST
         if wanted.index(action) >= len(wanted) - warm_up:
             return "After the last forward, as many backwards are left as the warm-up had forwards."
-        return "A round adds the forwards and the backwards of its microbatches, in each of the v chunks."
+        return (
+            "A round adds the forwards and the backwards of its microbatches, in each of the v"
+            " chunks."
+        )
 
     def repeated(action: Action) -> str:
         return _MOST if cut_short else "Each phase goes on where the one before stopped."
@@ -241,27 +292,41 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
         mine, theirs = ([a for a in each if a.kind == kind] for each in (row, wanted))
         if mine != theirs:
             both = f"yours   {' '.join(map(str, mine))}\nrounds  {' '.join(map(str, theirs))}"
-            raise Mistake(f"`{what}` has its {word} in another order.", _why_not_in_rounds(mine, theirs), both)
+            raise Mistake(
+                f"`{what}` has its {word} in another order.", _why_not_in_rounds(mine, theirs), both
+            )
     return row
 
 
 def _why_not_in_rounds(mine: Sequence[Action], theirs: Sequence[Action]) -> str:
     if theirs[0].kind == "B" and mine[0].microbatch > theirs[0].microbatch:
-        return "What went first through the last chunk comes back first: microbatches keep their order in backward."
+        return (
+            "What went first through the last chunk comes back first: microbatches keep their order"
+            " in backward."
+        )
     if theirs[0].kind == "B" and mine[0].stage != theirs[0].stage:
         return "A gradient begins at the end of the model: in backward the last chunk comes first."
     if [a.stage for a in mine] != [a.stage for a in theirs]:
         return (
-            "A round is n microbatches through one chunk, then the same n through the next; then comes the next round."
+            "A round is n microbatches through one chunk, then the same n through the next; then"
+            " comes the next round."
         )
-    return "The first round takes microbatches 0 to n - 1 in their order, each later one those that come next."
+    return (
+        "The first round takes microbatches 0 to n - 1 in their order, each later one those that"
+        " come next."
+    )
 
 
 def _why_impossible(orders: Orders, p: int, m: int, v: int, n: int) -> str:
-    before_backward = [next((i for i, a in enumerate(row) if a.kind == "B"), len(row)) for row in orders.rows]
+    before_backward = [
+        next((i for i, a in enumerate(row) if a.kind == "B"), len(row)) for row in orders.rows
+    ]
     with_p = [min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
     if n != p and before_backward == with_p:
-        return "The first backward is in the last chunk: before it come rounds of n, not of p, in every other chunk."
+        return (
+            "The first backward is in the last chunk: before it come rounds of n, not of p, in"
+            " every other chunk."
+        )
     return f"{_COUNT} After it come pairs, each a forward and then a backward."
 
 
@@ -280,7 +345,10 @@ def stages_of_rank(rank: int, p: int, v: int, shape: str) -> list[int]:
     return stages
 
 
-_DEALT = "Stages are dealt round, like cards: stage s is on rank s % p, so chunk c of rank r is stage c * p + r."
+_DEALT = (
+    "Stages are dealt round, like cards: stage s is on rank s % p, so chunk c of rank r is stage c"
+    " * p + r."
+)
 _WRONG_STAGES: tuple[tuple[Callable[..., list[int]], str], ...] = (
     (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)),
      "Neighbours in the model are then on one rank: a microbatch visits each rank once, and the way in is as long as "
@@ -302,12 +370,17 @@ def _why_elsewhere(case: tuple[Any, ...], stages: list[int], wanted: list[int]) 
          "The first two chunks are right. The third goes down the ranks again, and the fourth back: a zigzag."),
     )  # fmt: skip
     return why(
-        rules, "Every second chunk goes back: chunk 1 begins where chunk 0 ended, on the last rank, and ends on rank 0."
+        rules,
+        "Every second chunk goes back: chunk 1 begins where chunk 0 ended, on the last rank, and"
+        " ends on rank 0.",
     )
 
 
 def _read_stages(value: Any, call: str) -> list[int]:
-    return [expect_int(stage, f"{call}[{chunk}]") for chunk, stage in enumerate(expect_list(value, call))]
+    return [
+        expect_int(stage, f"{call}[{chunk}]")
+        for chunk, stage in enumerate(expect_list(value, call))
+    ]
 
 
 _GRADE_STAGES = Formula(
@@ -326,10 +399,12 @@ _GRADE_STAGES = Formula(
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank among the others when stage s is on rank ``s % n_ranks``, and the one kind of tensor that travels.
+    """This rank among the others when stage s is on rank ``s % n_ranks``, and the one kind of
+    tensor that travels.
 
-    Messages from one rank to another arrive in the order in which they were sent; nothing else says which chunk one is
-    for. Activations and gradients are kept apart, also where both neighbours are one rank.
+    Messages from one rank to another arrive in the order in which they were sent; nothing else says
+    which chunk one is for. Activations and gradients are kept apart, also where both neighbours are
+    one rank.
 
     Attributes:
         shape: of one microbatch's activation; its gradient has the same.
@@ -364,15 +439,18 @@ class Ring:
     def send_activation(self, y: Tensor) -> dist.Work:
         """Start to send y to the rank after this one. Raises ValueError for anything but an activation."""
         if y.shape != self.shape:
-            raise ValueError(f"an activation has shape {self.shape}, not {tuple(y.shape)}: the last stage sends none")
+            raise ValueError(
+                f"an activation has shape {self.shape}, not {tuple(y.shape)}: the last stage sends"
+                " none"
+            )
         return self._send(y.detach(), self.rank + 1, tag=0)
 
     def send_gradient(self, dx: Tensor | None) -> dist.Work:
         """Start to send dL/dx to the rank before this one. Raises ValueError where backward has left none."""
         if dx is None:
             raise ValueError(
-                "there is no gradient to send: stage 0 has none, for nobody waits for it; any other has one after a "
-                "backward from a `y` that was computed from this `x`"
+                "there is no gradient to send: stage 0 has none, for nobody waits for it; any other"
+                " has one after a backward from a `y` that was computed from this `x`"
             )
         return self._send(dx, self.rank - 1, tag=1)
 
@@ -467,14 +545,20 @@ def _by_chunk(ranks: Sequence[Outcome], v: int, m: int) -> tuple[FoundByChunk, d
     for outcome in ranks:
         # By the number of the block, with which a name begins.
         blocks = groupby(outcome.gradients.items(), key=lambda item: item[0].split(".")[0])
-        found.append({f"chunk {c}": _finding(dict(block), expected) for c, (_, block) in enumerate(blocks)})
+        found.append(
+            {f"chunk {c}": _finding(dict(block), expected) for c, (_, block) in enumerate(blocks)}
+        )
     return FoundByChunk(tuple(found), mean(ranks[-1].losses or [0.0]), loss), expected
 
 
 def _finding(gradients: Gradients, expected: Mapping[str, Tensor]) -> str:
     if all(gradient is None for gradient in gradients.values()):
         return "none"
-    return "right" if all(same(gradient, expected[name]) for name, gradient in gradients.items()) else "wrong"
+    return (
+        "right"
+        if all(same(gradient, expected[name]) for name, gradient in gradients.items())
+        else "wrong"
+    )
 
 
 class FoundByChunk(Findings):
@@ -482,15 +566,24 @@ class FoundByChunk(Findings):
 
     def __str__(self) -> str:
         last = len(self.by_rank) - 1
-        lines = [f"loss {self.value:.4f}, one process {self.of_one:.4f}; gradients on ranks 0 to {last}:"]
+        lines = [
+            f"loss {self.value:.4f}, one process {self.of_one:.4f}; gradients on ranks 0 to {last}:"
+        ]
         for chunk in self.by_rank[0]:
-            lines.append(f"  {chunk}: {', '.join(f'{found[chunk]:5}' for found in self.by_rank)}".rstrip())
+            lines.append(
+                f"  {chunk}: {', '.join(f'{found[chunk]:5}' for found in self.by_rank)}".rstrip()
+            )
         return "\n".join(lines)
 
 
 _WHY_RAISED = {
-    "IndexError": "`chunks` has the v stages of this rank: that of stage s is `chunks[s // ring.n_ranks]`.",
-    "KeyError": "A backward looks up what the forward of its own stage and microbatch kept: the same key, `stage, i`.",
+    "IndexError": (
+        "`chunks` has the v stages of this rank: that of stage s is `chunks[s // ring.n_ranks]`."
+    ),
+    "KeyError": (
+        "A backward looks up what the forward of its own stage and microbatch kept: the same key,"
+        " `stage, i`."
+    ),
 }
 
 
@@ -500,7 +593,9 @@ def _grade_healed_step(answer: Answer) -> None:
             ranks = answer.on_ranks(p, _stepped, sizes)
         except Stopped as stopped:
             if stopped.error in _WHY_RAISED:
-                raise Mistake(stopped.symptom, _WHY_RAISED[stopped.error], stopped.example) from None
+                raise Mistake(
+                    stopped.symptom, _WHY_RAISED[stopped.error], stopped.example
+                ) from None
             raise explained(stopped) from None
         for index, (v, m) in enumerate(sizes):
             _judge_step([rank[index] for rank in ranks], v, m)
@@ -521,12 +616,23 @@ def _judge_step(ranks: Sequence[Outcome], v: int, m: int) -> None:
     for rank, outcome in enumerate(ranks):
         order, done = outcome.returned
         if done != order:
-            example = f"rank {rank} was given {' '.join(order[:8])} …\nand did {' '.join(done[:8])} …"
-            cause = "Go through `order`, one action after the other: it says what comes when, and so what is held."
-            raise Mistake(f"{where} the gradients are right, but rank {rank} works in another order.", cause, example)
+            example = (
+                f"rank {rank} was given {' '.join(order[:8])} …\nand did {' '.join(done[:8])} …"
+            )
+            cause = (
+                "Go through `order`, one action after the other: it says what comes when, and so"
+                " what is held."
+            )
+            raise Mistake(
+                f"{where} the gradients are right, but rank {rank} works in another order.",
+                cause,
+                example,
+            )
 
 
-def _why_ill(found: FoundByChunk, ranks: Sequence[Outcome], expected: Mapping[str, Tensor], m: int) -> str:
+def _why_ill(
+    found: FoundByChunk, ranks: Sequence[Outcome], expected: Mapping[str, Tensor], m: int
+) -> str:
     gradients = {name: g for outcome in ranks for name, g in outcome.gradients.items()}
     kinds = {finding for chunks in found.by_rank for finding in chunks.values()}
 
@@ -547,8 +653,8 @@ def _why_ill(found: FoundByChunk, ranks: Sequence[Outcome], expected: Mapping[st
     )  # fmt: skip
     return why(
         rules,
-        "Follow one microbatch: does each stage get what the stage before it sent, and does each backward take the x "
-        "and y of its own stage and microbatch?",
+        "Follow one microbatch: does each stage get what the stage before it sent, and does each"
+        " backward take the x and y of its own stage and microbatch?",
     )
 
 
@@ -606,7 +712,8 @@ PATIENTS: dict[str, Callable[..., None]] = {
 
 
 def examine(step: Callable[..., Any], n_ranks: int = 4, n_microbatches: int = 8) -> FoundByChunk:
-    """Run ``step(chunks, order, microbatches, targets, loss_fn, ring)`` on real ranks, beside one process.
+    """Run ``step(chunks, order, microbatches, targets, loss_fn, ring)`` on real ranks, beside one
+    process.
 
     Each rank has two chunks.
     """

@@ -49,25 +49,42 @@ _GRAPHS: list[tuple[list[set[int]], list[int]]] = [
 
 def _as_cuts(value: Any, call: str) -> list[list[int]]:
     rows = [expect_list(row, f"{call}[{i}]") for i, row in enumerate(expect_list(value, call))]
-    return [[expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(row)] for i, row in enumerate(rows)]
+    return [
+        [expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(row)]
+        for i, row in enumerate(rows)
+    ]
 
 
-def _why_carried(case: tuple[list[set[int]], list[int]], got: list[list[int]], right: list[list[int]]) -> str:
+def _why_carried(
+    case: tuple[list[set[int]], list[int]], got: list[list[int]], right: list[list[int]]
+) -> str:
     reads, begins = case
     if len(got) != len(right):
         return f"There is one list for each of the {len(begins)} cuts."
-    begin, mine, wanted = next(each for each in zip(begins, got, right, strict=True) if each[1] != each[2])
+    begin, mine, wanted = next(
+        each for each in zip(begins, got, right, strict=True) if each[1] != each[2]
+    )
     lost, extra = sorted(set(wanted) - set(mine)), sorted(set(mine) - set(wanted))
     behind = f"For the cut before call {begin}"
     if lost:
         reader = max(call for call in range(begin, len(reads)) if lost[0] in reads[call])
-        which = "is the first behind the cut, and reads it" if reader == begin else "reads it, which may be much later"
+        which = (
+            "is the first behind the cut, and reads it"
+            if reader == begin
+            else "reads it, which may be much later"
+        )
         return f"{behind} the result of call {lost[0]} is lost: call {reader} {which}."
     rules = (
         (not extra, "Each result once, in the order of the calls: a set, sorted."),
-        (bool(extra) and extra[0] >= begin, f"{behind} the result of call {min(extra, default=0)} is made behind it."),
+        (
+            bool(extra) and extra[0] >= begin,
+            f"{behind} the result of call {min(extra, default=0)} is made behind it.",
+        ),
     )
-    return why(rules, f"{behind} nobody reads the result of call {min(extra, default=0)}: it stays where it is.")
+    return why(
+        rules,
+        f"{behind} nobody reads the result of call {min(extra, default=0)}: it stays where it is.",
+    )
 
 
 _grade_carries = Formula(carries, _GRAPHS, otherwise=_why_carried, read=_as_cuts)
@@ -102,10 +119,14 @@ def _as_ties(value: Any, call: str) -> list[dict[Any, Any]]:
 
 
 def _as_sets(rows: list[dict[Any, Any]]) -> list[str]:
-    return sorted(str(sorted((str(stage), str(name)) for stage, name in row.items())) for row in rows)
+    return sorted(
+        str(sorted((str(stage), str(name)) for stage, name in row.items())) for row in rows
+    )
 
 
-def _why_tied(case: tuple[list[dict[str, int]]], got: list[dict[Any, Any]], right: list[dict[int, str]]) -> str:
+def _why_tied(
+    case: tuple[list[dict[str, int]]], got: list[dict[Any, Any]], right: list[dict[int, str]]
+) -> str:
     (stages,) = case
     about = [weight for row in got if (weight := _weight(stages, row)) is not None]
     tied = {_weight(stages, row): row for row in right}
@@ -121,7 +142,11 @@ def _why_tied(case: tuple[list[dict[str, int]]], got: list[dict[Any, Any]], righ
          f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))} hold: two entries "
          "are one weight if their number is the same, whatever the names, and on whichever stages they are."),
     )  # fmt: skip
-    return why(rules, "One entry for each stage that holds it, whichever they are; of two names on a stage the first.")
+    return why(
+        rules,
+        "One entry for each stage that holds it, whichever they are; of two names on a stage the"
+        " first.",
+    )
 
 
 def _weight(stages: list[dict[str, int]], row: Mapping[Any, Any]) -> int | None:
@@ -130,7 +155,10 @@ def _weight(stages: list[dict[str, int]], row: Mapping[Any, Any]) -> int | None:
         (
             stages[stage][name]
             for stage, name in row.items()
-            if isinstance(stage, int) and 0 <= stage < len(stages) and isinstance(name, str) and name in stages[stage]
+            if isinstance(stage, int)
+            and 0 <= stage < len(stages)
+            and isinstance(name, str)
+            and name in stages[stage]
         ),
         None,
     )
@@ -172,8 +200,13 @@ _SENT: list[tuple[list[tuple[int, list[int], int]], list[int]]] = [
     ([], _LINE),
 ]
 
-_STRAIGHT = "Straight, it is sent once to each *rank* that reads it, however many stages it has; its own rank has it."
-_HANDED = "Handed on, it crosses every boundary from the stage that makes it to the *last* that reads it"
+_STRAIGHT = (
+    "Straight, it is sent once to each *rank* that reads it, however many stages it has; its own"
+    " rank has it."
+)
+_HANDED = (
+    "Handed on, it crosses every boundary from the stage that makes it to the *last* that reads it"
+)
 
 
 _LAST, _OTHER_RANK = "range(writer, max(readers))", "rank_of[stage] != rank_of[stage + 1]"
@@ -192,7 +225,9 @@ _grade_skip_bytes = Formula(
     skip_bytes,
     _SENT,
     _WRONG_SENT,
-    lambda case, got, right: f"{_HANDED}, unless both stages are on one rank." if got[0] != right[0] else _STRAIGHT,
+    lambda case, got, right: (
+        f"{_HANDED}, unless both stages are on one rank." if got[0] != right[0] else _STRAIGHT
+    ),
     read=lambda value, call: tuple(
         expect_int(each, f"{call}[{i}]") for i, each in enumerate(expect_list(value, call, 2))
     ),
@@ -215,7 +250,9 @@ def masked_loss(stages: list[nn.Module], tokens: Tensor, mask: Tensor, m: int) -
     return total / counted
 
 
-patient_a = flawed(masked_loss, ("attention_mask=real", "attention_mask=real if stage is stages[0] else None"))
+patient_a = flawed(
+    masked_loss, ("attention_mask=real", "attention_mask=real if stage is stages[0] else None")
+)
 """The mask goes where the tokens go: to the first stage."""
 
 
@@ -247,25 +284,47 @@ def _masks() -> dict[str, Tensor]:
     ragged = torch.ones(4, 6, dtype=torch.int64)
     ragged[0, :3] = ragged[2, :1] = ragged[3, 5:] = 0
     none = torch.ones(4, 6, dtype=torch.int64)
-    return {"no padding": none, "padding behind": right, "padding in front": _left_padded(), "both": ragged}
+    return {
+        "no padding": none,
+        "padding behind": right,
+        "padding in front": _left_padded(),
+        "both": ragged,
+    }
 
 
 def grade_masked_loss(answer: Answer) -> None:
     """Ask for one process's loss, and gradient, whatever is padding, a microbatch at a time."""
     cases = [(mask, m) for mask in _masks() for m in (1, 2, 4)]
-    for (name, m), (loss, gradient, n_rows) in zip(cases, answer.on_ranks(1, _losses, cases)[0], strict=True):
+    for (name, m), (loss, gradient, n_rows) in zip(
+        cases, answer.on_ranks(1, _losses, cases)[0], strict=True
+    ):
         tokens, mask, whole = _batch(), _masks()[name], _stages()
         right = _in_one_piece(whole, tokens, mask, m)
-        expected = torch.autograd.grad(masked_loss(whole, tokens, mask, m), next(iter(whole[0].parameters())))[0]
-        example = f"{name}, {m} microbatch{'es' * (m > 1)}: {loss:.6f}, in one piece {right.item():.6f}."
+        expected = torch.autograd.grad(
+            masked_loss(whole, tokens, mask, m), next(iter(whole[0].parameters()))
+        )[0]
+        example = (
+            f"{name}, {m} microbatch{'es' * (m > 1)}: {loss:.6f}, in one piece {right.item():.6f}."
+        )
         if not close(loss, right.item(), _TOLERANCE):
-            raise Mistake(f"With {name} and m={m} the loss is wrong.", _why_loss(name, m, loss, right.item()), example)
+            raise Mistake(
+                f"With {name} and m={m} the loss is wrong.",
+                _why_loss(name, m, loss, right.item()),
+                example,
+            )
         if gradient is None or not torch.allclose(gradient, expected, rtol=1e-7, atol=1e-10):
             cause = "Return the loss itself: no `.item()` and no `detach` on the way."
             raise Mistake("The loss is right, and its gradient is not.", cause, example)
         if n_rows > len(tokens) // m:
-            cause = "Cut tokens and mask alike, `tokens.chunk(m)` and `mask.chunk(m)`, and take one after the other."
-            raise Mistake(f"With m={m} a stage is given {n_rows} rows at once, not {len(tokens) // m}.", cause, example)
+            cause = (
+                "Cut tokens and mask alike, `tokens.chunk(m)` and `mask.chunk(m)`, and take one"
+                " after the other."
+            )
+            raise Mistake(
+                f"With m={m} a stage is given {n_rows} rows at once, not {len(tokens) // m}.",
+                cause,
+                example,
+            )
 
 
 def _why_loss(name: str, m: int, loss: float, right: float) -> str:
@@ -293,10 +352,15 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
          "divided by the tokens counted in the whole batch?"),
         (name == "no padding", "Each position guesses the next token: `x[:, :-1]` against `rows[:, 1:]`."),
     )  # fmt: skip
-    return why(rules, "Every stage attends, so each has to know what is padding. What does `stage(x)` know?")
+    return why(
+        rules,
+        "Every stage attends, so each has to know what is padding. What does `stage(x)` know?",
+    )
 
 
-def _losses(rank: int, fn: Callable[..., Any], cases: list[tuple[str, int]]) -> list[tuple[float, Any, int]]:
+def _losses(
+    rank: int, fn: Callable[..., Any], cases: list[tuple[str, int]]
+) -> list[tuple[float, Any, int]]:
     """For each case the loss, a gradient, and the most rows that the first stage was given at once."""
     found = []
     for name, m in cases:
@@ -373,7 +437,10 @@ class _Fixed(nn.Module):
 
 
 def _lost_mask() -> str:
-    tokens, masks = _batch(), {"none": torch.ones(4, 6, dtype=torch.int64), "two in front": _left_padded()}
+    tokens, masks = (
+        _batch(),
+        {"none": torch.ones(4, 6, dtype=torch.int64), "two in front": _left_padded()},
+    )
     lines = []
     for name, mask in masks.items():
         ours, one = (step(_stages(), tokens, mask, 2).item() for step in (patient_a, _in_one_piece))
@@ -388,7 +455,9 @@ def _inside_a_tie() -> str:
 def _another_way() -> str:
     first, second = auto_split(_Branching(), 0.1 * torch.ones(2, 8), 2)
     second(**first(0.2 * torch.ones(2, 8)))
-    return "a batch like the example: right; the next: " + _said(lambda: first(9 * torch.ones(2, 8)))
+    return "a batch like the example: right; the next: " + _said(
+        lambda: first(9 * torch.ones(2, 8))
+    )
 
 
 def _fixed_shape() -> str:
@@ -397,7 +466,12 @@ def _fixed_shape() -> str:
     return "3 rows of 6: right; 2 rows of 5: " + _said(lambda: first(torch.ones(2, 5, 8)))
 
 
-PATIENTS: dict[str, Callable[[], str]] = {"A": _lost_mask, "B": _inside_a_tie, "C": _another_way, "D": _fixed_shape}
+PATIENTS: dict[str, Callable[[], str]] = {
+    "A": _lost_mask,
+    "B": _inside_a_tie,
+    "C": _another_way,
+    "D": _fixed_shape,
+}
 
 
 def examine(name: str) -> str:

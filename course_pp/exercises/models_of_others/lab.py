@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +31,13 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_embd": WIDTH, "n_head": 4, "vocab_size": WORDS, "n_positions": 64}
+    sizes: dict[str, Any] = {
+        "n_layer": LAYERS,
+        "n_embd": WIDTH,
+        "n_head": 4,
+        "vocab_size": WORDS,
+        "n_positions": 64,
+    }
     model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=1))
     return model.double().eval()
 
@@ -57,8 +63,14 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.down1, self.down2 = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 4 * width, 2, stride=2)
-        self.down3, self.middle = nn.Conv2d(4 * width, 8 * width, 2, stride=2), nn.Conv2d(8 * width, 8 * width, 1)
+        self.down1, self.down2 = (
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.Conv2d(width, 4 * width, 2, stride=2),
+        )
+        self.down3, self.middle = (
+            nn.Conv2d(4 * width, 8 * width, 2, stride=2),
+            nn.Conv2d(8 * width, 8 * width, 1),
+        )
         self.up3 = nn.ConvTranspose2d(8 * width, 4 * width, 2, stride=2)
         self.up2 = nn.ConvTranspose2d(8 * width, width, 2, stride=2)
         self.up1, self.head = nn.Conv2d(2 * width, width, 3, padding=1), nn.Conv2d(width, 3, 1)
@@ -154,7 +166,10 @@ def time_stages(stages: Sequence[nn.Module], *inputs: Any, repeats: int = 3) -> 
 
 
 def _leaves(value: dict[str, Any]) -> dict[str, Any]:
-    return {"inputs": value["inputs"], "values": tuple(each.detach().requires_grad_() for each in value["values"])}
+    return {
+        "inputs": value["inputs"],
+        "values": tuple(each.detach().requires_grad_() for each in value["values"]),
+    }
 
 
 def ends_apart(n_ranks: int = 2, n_steps: int = 3) -> dict[bool, float]:
@@ -213,7 +228,10 @@ def ladder(n_stages: int = 4) -> list[nn.Module]:
     """Stages down and up again; the last reads what the first wrote."""
     torch.manual_seed(0)
     half = n_stages // 2
-    return [*(Down(level).double() for level in range(half)), *(Up(level).double() for level in reversed(range(half)))]
+    return [
+        *(Down(level).double() for level in range(half)),
+        *(Up(level).double() for level in reversed(range(half))),
+    ]
 
 
 def skip_step(schedule: str, n_ranks: int, m: int = 4) -> tuple[float, int]:
@@ -224,12 +242,18 @@ def skip_step(schedule: str, n_ranks: int, m: int = 4) -> tuple[float, int]:
     """
     ranks = on_ranks(n_ranks, _skip_step, schedule, n_ranks, m)
     expected = _ladder_in_one_process(m)
-    apart = max((gradient - expected[key]).abs().max().item() for found, _ in ranks for key, gradient in found.items())
+    apart = max(
+        (gradient - expected[key]).abs().max().item()
+        for found, _ in ranks
+        for key, gradient in found.items()
+    )
     return apart, sum(n_bytes for _, n_bytes in ranks)
 
 
 def _batch(m: int) -> Tensor:
-    return torch.randn(8 * m, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        8 * m, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Tensor], int]:
@@ -241,18 +265,23 @@ def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Te
         module.zero_grad()
     counts = count_collectives(lambda: pipeline.step(_batch(m), target=_batch(m)))
     sent = sum(tally.n_bytes for (_, kind), tally in counts.tallies.items() if kind == "send")
-    return {f"{s}.{k}": p.grad for s, module in mine.items() for k, p in module.named_parameters()}, sent  # type: ignore[misc]
+    return _gradients(mine.items()), sent
 
 
 def generate_text(n_prompts: Sequence[int], n_tokens: int = 6) -> dict[int, tuple[bool, Timeline]]:
-    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward, or 40 or 80 on a busy machine.
+    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward, or 40 or 80
+    on a busy machine.
 
     Returns:
-        By number of prompts, whether one process writes the same tokens, and what the ranks did when.
+        By number of prompts, whether one process writes the same tokens, and what the ranks did
+        when.
     """
     for forward_s in _FORWARDS_S:
         found = on_ranks(4, _generate, tuple(n_prompts), n_tokens, forward_s)[0]
-        if all(tl.makespan <= _LATE * _forwards_in_a_row(n, n_tokens) * forward_s for n, (_, tl) in found.items()):
+        if all(
+            tl.makespan <= _LATE * _forwards_in_a_row(n, n_tokens) * forward_s
+            for n, (_, tl) in found.items()
+        ):
             break
     return {n: (texts == _written_by_one(n, n_tokens), tl) for n, (texts, tl) in found.items()}
 
@@ -276,7 +305,11 @@ def _generate(
     rank: int, n_prompts: Sequence[int], n_tokens: int, forward_s: float
 ) -> dict[int, tuple[list[list[int]], Timeline]]:
     torch.manual_seed(0)
-    stage, cluster, found = build_stage_module(_WRITER, rank, 4), EmulatedCluster(Costs(forward=forward_s)), {}
+    stage, cluster, found = (
+        build_stage_module(_WRITER, rank, 4),
+        EmulatedCluster(Costs(forward=forward_s)),
+        {},
+    )
     generate({rank: stage}, _prompts(1), 1)  # the first forward does much that is done once
     for n in n_prompts:
         recorder = Recorder()
@@ -305,4 +338,14 @@ def _ladder_in_one_process(m: int) -> dict[str, Tensor]:
         else:
             x = stage(x, **skips.pop())
     mse_loss(x, _batch(m)).backward()
-    return {f"{s}.{k}": p.grad for s, module in enumerate(stages) for k, p in module.named_parameters()}  # type: ignore[misc]
+    return _gradients(enumerate(stages))
+
+
+def _gradients(stages: Iterable[tuple[int, nn.Module]]) -> dict[str, Tensor]:
+    """Return every parameter's gradient by the stage's number and the parameter's name."""
+    gradients: dict[str, Tensor] = {}
+    for stage, module in stages:
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            gradients[f"{stage}.{name}"] = parameter.grad
+    return gradients

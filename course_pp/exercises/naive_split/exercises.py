@@ -68,17 +68,26 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
             raise Mistake(f"In `{call}`, stage {stage} has no layer.", cause, it_is)
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
-            lost = f"layers {end} to {start - 1} are on no stage" if start > end else f"layer {start} is on two stages"
+            lost = (
+                f"layers {end} to {start - 1} are on no stage"
+                if start > end
+                else f"layer {start} is on two stages"
+            )
             cause = "The next stage starts where this one ends."
             if start == end + 1:
-                cause = "Is `end` included? It is the first layer that does not belong to the stage."
+                cause = (
+                    "Is `end` included? It is the first layer that does not belong to the stage."
+                )
             raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
     if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
         covered, left = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}", n_layers - ranges[-1][1]
         ends = (
             (ranges[0][0] != 0, "The first stage starts with layer 0."),
             (left < 0, "Together the stages have more layers than there are."),
-            (left == n_layers % n_stages, f"The layers do not divide evenly, and `//` leaves some over: here {left}."),
+            (
+                left == n_layers % n_stages,
+                f"The layers do not divide evenly, and `//` leaves some over: here {left}.",
+            ),
         )
         cause = why(ends, "The last stage ends with the last layer.")
         raise Mistake(f"`{call}` covers {covered}, not 0 to {n_layers - 1}.", cause, it_is)
@@ -98,15 +107,22 @@ def _grade_assign_layers(answer: Answer) -> None:
         if sorted(sizes) == sorted(right):
             cause = "The split is even, but the extras are not on the earlier stages."
         elif sizes[-1] == n_layers - (n_stages - 1) * sizes[0] and sizes[-1] > sizes[0]:
-            cause = "All extras went to the last stage: give one each to the first `n_layers % n_stages` stages."
+            cause = (
+                "All extras went to the last stage: give one each to the first `n_layers %"
+                " n_stages` stages."
+            )
         else:
-            cause = "No stage may have two layers more than another; rounding up for each gives away too many."
+            cause = (
+                "No stage may have two layers more than another; rounding up for each gives away"
+                " too many."
+            )
         raise Mistake(f"`{call}` is not the split asked for.", cause, example)
 
 
 def balanced_cut(costs: list[float], n_stages: int) -> list[tuple[int, int]]:
     """One (start, end) a stage; its costliest stage is as cheap as can be."""
-    # best[end] = (cost of the costliest stage, ranges) for the first `end` layers on the stages so far
+    # best[end] = (cost of the costliest stage, ranges) for the first `end` layers on the stages so
+    # far
     best: dict[int, tuple[float, list]] = {0: (0.0, [])}
     for stage in range(n_stages):
         longer = {}
@@ -150,9 +166,10 @@ def _grade_balanced_cut(answer: Answer) -> None:
         if e.how != "endless":
             raise
         raise Mistake(
-            f"The small cases are right, but 60 layers on 12 stages took more than {answer.limit_s:g} s.",
-            "There are 10^11 cuts: too many to try. Build the best cut of the first layers on k stages from the best "
-            "cuts of fewer on k - 1.",
+            "The small cases are right, but 60 layers on 12 stages took more than"
+            f" {answer.limit_s:g} s.",
+            "There are 10^11 cuts: too many to try. Build the best cut of the first layers on k"
+            " stages from the best cuts of fewer on k - 1.",
         ) from None
     _judge_cut(*_LONG_CUT, value)
 
@@ -168,15 +185,29 @@ def _judge_cut(costs: list[float], n_stages: int, value: Any) -> None:
     if ranges == compute_layer_assignment(len(costs), n_stages):
         cause = "The same number of layers is not the same cost."
     elif any(cost % 1 for cost in costs):
-        cause = "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over the best one."
+        cause = (
+            "Costs need not be whole numbers, nor near 1: a limit that goes up in steps jumps over"
+            " the best one."
+        )
     elif sum(cost**2 for cost in got) < sum(cost**2 for cost in best):
         cause = "Only the largest sum counts, not how even the sums are, nor their squares."
-    elif all(sum(costs[start : end - 1]) < average < sum(costs[start : end + 1]) for start, end in ranges[:-1]):
-        cause = "One stage after another is filled up to the average: where to cut first depends on what comes later."
+    elif all(
+        sum(costs[start : end - 1]) < average < sum(costs[start : end + 1])
+        for start, end in ranges[:-1]
+    ):
+        cause = (
+            "One stage after another is filled up to the average: where to cut first depends on"
+            " what comes later."
+        )
     else:
-        cause = "A cut is as good as its costliest stage: of all cuts, take the one whose largest sum is smallest."
+        cause = (
+            "A cut is as good as its costliest stage: of all cuts, take the one whose largest sum"
+            " is smallest."
+        )
     example = f"costs of the stages  {got}, at {ranges}\npossible             {best}, at {want}"
-    raise Mistake(f"`{call}` has a stage that costs {max(got):g}; {max(best):g} is possible.", cause, example)
+    raise Mistake(
+        f"`{call}` has a stage that costs {max(got):g}; {max(best):g} is possible.", cause, example
+    )
 
 
 def send_activation(output: Tensor, to: int) -> None:
@@ -244,11 +275,20 @@ class _TokenBench(Bench):
     def seat(self, rank: int, m: int, *_: Any) -> Seat:
         torch.manual_seed(0)
         stage = build_stage_module(self.config, rank, dist.get_world_size()).double()
-        return Seat([stage], *self.batch(m), m, self.loss_fn, Link((m, self.seq_len, self.config.dim), torch.float64))
+        return Seat(
+            [stage],
+            *self.batch(m),
+            m,
+            self.loss_fn,
+            Link((m, self.seq_len, self.config.dim), torch.float64),
+        )
 
 
 _BEFORE = 1.0
-_BENCH = _TokenBench(lambda step, seat: step(dist.get_rank(), *seat.stages, seat.inputs, seat.targets), before=_BEFORE)
+_BENCH = _TokenBench(
+    lambda step, seat: step(dist.get_rank(), *seat.stages, seat.inputs, seat.targets),
+    before=_BEFORE,
+)
 
 
 def _grade_two_rank_step(answer: Answer) -> None:
@@ -264,14 +304,15 @@ def _grade_two_rank_step(answer: Answer) -> None:
             f"With {rows} rows",
             ranks,
             expected,
-            "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that has its graph: was "
-            "that output detached?",
+            "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that"
+            " has its graph: was that output detached?",
             partial(_why_wrong, expected=expected),
         )
         got = expect_number(ranks[1].returned, "two_rank_step(1, stage, tokens, targets)")
         if not close(got, loss):
             raise Mistake(
-                f"All gradients are right, but on rank 1 the step returned {got:.8g}; the loss is {loss:.8g}.",
+                f"All gradients are right, but on rank 1 the step returned {got:.8g}; the loss is"
+                f" {loss:.8g}.",
                 "Return the loss itself, `loss.item()`.",
             )
 
@@ -283,10 +324,19 @@ def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor]) -> str:
     if all(same(mine + _BEFORE, right) for mine, right in pairs):
         return "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step."
     if scaled(wrong, expected, ratio):
-        return f"All of these are {ratio:.6g} times what they should be: once too often added up, or scaled?"
+        return (
+            f"All of these are {ratio:.6g} times what they should be: once too often added up, or"
+            " scaled?"
+        )
     if any(rank == 1 for rank, _ in wrong):
-        return "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with these targets."
-    return "Its `backward` takes what came from rank 1, and that is the activation's gradient: `send_gradient`."
+        return (
+            "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that,"
+            " with these targets."
+        )
+    return (
+        "Its `backward` takes what came from rank 1, and that is the activation's gradient:"
+        " `send_gradient`."
+    )
 
 
 def untrained(stage: nn.Module) -> list[str]:
@@ -312,7 +362,8 @@ def _filled(first: float, others: float) -> Callable[[Tensor], Tensor]:
     return gradient
 
 
-# What is special, of which parameters the gradient is replaced and by what, the names asked for, and the cause.
+# What is special, of which parameters the gradient is replaced and by what, the names asked for,
+# and the cause.
 _STAGES: tuple[tuple[str, Sequence[str], Callable[[Tensor], Tensor | None], Sequence[str], str], ...] = (
     ("every gradient is there", (), torch.zeros_like, (), "Name only what has no gradient."),
     ("layer 0 has `grad` None", _NAMES[:2], lambda p: None, _NAMES[:2],
@@ -342,8 +393,15 @@ def _named_on_rank(rank: int, answer: Callable[..., Any]) -> list[tuple[Any, lis
         for name in replaced:
             parameters[name].grad = gradient(parameters[name].detach())
         stage[2].requires_grad_("frozen" not in what)
-        before = {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
-        found.append((answer(stage), [name for name, p in parameters.items() if not _equal(before[name], p.grad)]))
+        before = {
+            name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()
+        }
+        found.append(
+            (
+                answer(stage),
+                [name for name, p in parameters.items() if not _equal(before[name], p.grad)],
+            )
+        )
     return found
 
 
@@ -352,16 +410,21 @@ def _equal(before: Tensor | None, after: Tensor | None) -> bool:
 
 
 def _grade_untrained(answer: Answer) -> None:
-    for (what, _, _, want, cause), (value, changed) in zip(_STAGES, answer.on_ranks(1, _named_on_rank)[0], strict=True):
+    for (what, _, _, want, cause), (value, changed) in zip(
+        _STAGES, answer.on_ranks(1, _named_on_rank)[0], strict=True
+    ):
         if changed:
             raise Mistake(
                 f"Where {what}, `untrained` changed the gradient of {changed[0]}.",
                 "Look at the gradients only: the optimizer still needs them.",
             )
-        names = expect_list(sorted(value) if isinstance(value, set) else value, f"untrained(stage) where {what}")
+        names = expect_list(
+            sorted(value) if isinstance(value, set) else value, f"untrained(stage) where {what}"
+        )
         if not all(isinstance(name, str) for name in names):
             raise Mistake(
-                f"Where {what}, `untrained` gave {names!r:.80}, not names.", "Take them from `named_parameters()`."
+                f"Where {what}, `untrained` gave {names!r:.80}, not names.",
+                "Take them from `named_parameters()`.",
             )
         if sorted(names) != sorted(want):
             raise Mistake(f"Where {what}, `untrained` gave {names}, not {list(want)}.", cause)
@@ -430,7 +493,10 @@ def _bytes_of(model: nn.Module, forward_and_backward: Callable[[], Any]) -> Byte
     with meter.saving(0, 0):
         forward_and_backward()
     optimizer.step()
-    return {**_state_bytes(model, optimizer), "activations": meter.log().seen_from(0, 0).peaks["activation"]}
+    return {
+        **_state_bytes(model, optimizer),
+        "activations": meter.log().seen_from(0, 0).peaks["activation"],
+    }
 
 
 def _meter(model: nn.Module) -> Meter:
@@ -441,7 +507,8 @@ def _meter(model: nn.Module) -> Meter:
 
 
 def second_forward(config: ModelConfig, budget: int) -> None:
-    """Run a step, and a second forward that stops behind the first layer with activations over ``budget`` bytes.
+    """Run a step, and a second forward that stops behind the first layer with activations over
+    ``budget`` bytes.
 
     Raises:
         MemoryError: names the layer, as an accelerator's allocator would not.
@@ -454,7 +521,9 @@ def second_forward(config: ModelConfig, budget: int) -> None:
 
     def look(name: str) -> None:
         if meter.kept["activation"] > room:
-            raise MemoryError(f"out of memory in layer {name}, with {room / 2**20:.1f} MiB for activations")
+            raise MemoryError(
+                f"out of memory in layer {name}, with {room / 2**20:.1f} MiB for activations"
+            )
 
     for name, layer in model.layers.items():
         layer.register_forward_hook(lambda *_, name=name: look(name))
@@ -464,8 +533,15 @@ def second_forward(config: ModelConfig, budget: int) -> None:
 
 def peaks_while_building(n_ranks: int = 2) -> dict[str, Bytes]:
     """Return for three ways to build rank 0's stage of the deep model the bytes it keeps, and its peak above them."""
-    ways = {"build all, delete": _keep_only, "cut on meta": _cut_on_meta, "only the stage": build_stage_module}
-    return {name: on_ranks(n_ranks, _peak_while_building, build, n_ranks)[0] for name, build in ways.items()}
+    ways = {
+        "build all, delete": _keep_only,
+        "cut on meta": _cut_on_meta,
+        "only the stage": build_stage_module,
+    }
+    return {
+        name: on_ranks(n_ranks, _peak_while_building, build, n_ranks)[0]
+        for name, build in ways.items()
+    }
 
 
 class Comparison(NamedTuple):
@@ -480,12 +556,16 @@ def compare(step: Step) -> Comparison:
     """Run ``step(stage, tokens, targets, recorder)`` on two ranks, and compare with one process."""
     ranks, (loss, right) = _BESIDE_ONE.ran(step, 2, 4), _BESIDE_ONE.one_process(4)
     found = [(g, right[name]) for rank in ranks for name, g in rank.gradients.items()]
-    largest = max(math.inf if g is None else float((g - expected).abs().max()) for g, expected in found)
+    largest = max(
+        math.inf if g is None else float((g - expected).abs().max()) for g, expected in found
+    )
     return Comparison(ranks[1].returned, loss, largest)
 
 
 _BESIDE_ONE = _TokenBench(
-    lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, Recorder()), config=_TINY, seq_len=64
+    lambda step, seat: step(*seat.stages, seat.inputs, seat.targets, Recorder()),
+    config=_TINY,
+    seq_len=64,
 )
 
 
@@ -509,15 +589,24 @@ class Splits:
         rows = []
         for p, run in self.timelines.items():
             nobody = max(0.0, 1 - p * float(run.utilisation))
-            rows.append(f"p = {p}: speed-up {self.speed_up(p):.2f}, busy {run.utilisation:.1%}, nobody {nobody:.1%}")
+            rows.append(
+                f"p = {p}: speed-up {self.speed_up(p):.2f}, busy {run.utilisation:.1%}, nobody"
+                f" {nobody:.1%}"
+            )
         return "\n".join(rows)
 
 
 def time_splits(step: Step, sizes: Sequence[int] = (1, 2, 4), rounds: int = 3) -> Splits:
     """Time a step of the deep model over each number of ranks in ``sizes``; they take turns, ``rounds`` times."""
     runs = [{p: on_ranks(p, _timed, step) for p in sizes} for _ in range(rounds)]
-    timelines = {p: min((each[p][0][1] for each in runs), key=lambda tl: tl.makespan) for p in sizes}
-    memory = {f"rank {r} of {p}": kept for p, ranks in runs[0].items() for r, (kept, _) in enumerate(ranks)}
+    timelines = {
+        p: min((each[p][0][1] for each in runs), key=lambda tl: tl.makespan) for p in sizes
+    }
+    memory = {
+        f"rank {r} of {p}": kept
+        for p, ranks in runs[0].items()
+        for r, (kept, _) in enumerate(ranks)
+    }
     return Splits(timelines, memory)
 
 
@@ -535,7 +624,9 @@ def _tokens(rows: int = 4, seq_len: int = 64) -> tuple[Tensor, Tensor]:
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Each storage once: several tensors may be views of one."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def _state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
@@ -562,9 +653,13 @@ def _keep_only(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
     return drop_other_stages(Transformer(config), stage, n_stages, held)
 
 
-def _peak_while_building(rank: int, build: Callable[[ModelConfig, int, int], nn.Module], n_stages: int) -> Bytes:
+def _peak_while_building(
+    rank: int, build: Callable[[ModelConfig, int, int], nn.Module], n_stages: int
+) -> Bytes:
     def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
 
     build(replace(DEEP, dim=12, vocab_size=16), rank, n_stages)  # first-time costs
     before = peak()

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import Bench, Findings, Outcome, Wrong, judge_gradients, same, scaled, with_norm
+from course_pp.exercises.bench import (
+    Bench,
+    Findings,
+    Outcome,
+    Wrong,
+    judge_gradients,
+    same,
+    scaled,
+    with_norm,
+)
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
 from course_pp.exercises.formula import Formula, flawed, why
@@ -46,7 +55,9 @@ def _grade_order(answer: Answer) -> None:
     try:
         _grade_orders_of(answer, [(4, 2), (3, 1)])
     except Mistake as e:
-        cause = "With fewer microbatches than ranks the warm-up is m at most: `min(m, p - 1 - rank)`."
+        cause = (
+            "With fewer microbatches than ranks the warm-up is m at most: `min(m, p - 1 - rank)`."
+        )
         raise Mistake(e.symptom, e.cause or cause, e.example) from None
 
 
@@ -54,17 +65,23 @@ def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
     calls = [(rank, p, m) for p, m in sizes for rank in range(p)]
     orders = dict(zip(calls, answer.calls(calls), strict=True))
     longest = "Does the warm-up get shorter from rank to rank, down to none on the last?"
-    starved = "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
+    starved = (
+        "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
+    )
     impossible, slow = (partial(_unless_mixed, otherwise=cause) for cause in (longest, starved))
     for p, m in sizes:
         rows = [_read_row(orders[rank, p, m], rank, p, m) for rank in range(p)]
-        judge_orders(f"With p={p} and m={m}", rows, build("1f1b", p, m), impossible, _why_crowded, slow)
+        judge_orders(
+            f"With p={p} and m={m}", rows, build("1f1b", p, m), impossible, _why_crowded, slow
+        )
 
 
 def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
     def foreign(action: Action) -> str:
         if action.kind not in "FB" or action.stage != rank:
-            return f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
+            return (
+                f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}B0` and so on."
+            )
         too_few = " When m is small, the warm-up is all there is of them: take a min."
         return f"The microbatches are 0 to {m - 1}." + too_few * (m < p - 1 - rank)
 
@@ -72,11 +89,19 @@ def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
         if action.kind == "F":
             return ""
         if action.microbatch < m - (p - 1 - rank):
-            return "In the steady state each forward is followed by the oldest backward that is left, 0 first."
-        return "After the last forward, as many backwards are left as the warm-up had forwards: the drain."
+            return (
+                "In the steady state each forward is followed by the oldest backward that is left,"
+                " 0 first."
+            )
+        return (
+            "After the last forward, as many backwards are left as the warm-up had forwards: the"
+            " drain."
+        )
 
     def repeated(action: Action) -> str:
-        before, after = ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
+        before, after = (
+            ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
+        )
         return f"The {after} goes on where the {before} stopped."
 
     wanted = [Action(rank, kind, i) for kind in "FB" for i in range(m)]
@@ -87,7 +112,10 @@ def _unless_mixed(orders: Orders, otherwise: str) -> str:
     for row in orders.rows:
         backwards = [action.microbatch for action in row if action.kind == "B"]
         if backwards != sorted(backwards):
-            return "The next rank works on the oldest microbatch first, and so its gradient comes back first."
+            return (
+                "The next rank works on the oldest microbatch first, and so its gradient comes back"
+                " first."
+            )
     return otherwise
 
 
@@ -101,7 +129,11 @@ def _why_crowded(orders: Orders) -> str:
 
 
 def step_without_deadlock(
-    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+    stage: nn.Module,
+    microbatches: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    loss_fn: nn.Module,
+    link: Link,
 ) -> None:
     """One 1F1B step on this rank."""
     m, in_flight, sends = len(microbatches), deque[tuple](), []
@@ -131,7 +163,8 @@ def step_without_deadlock(
 
 _BEFORE = 1.0
 BENCH = Bench(
-    lambda step, seat: step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link), before=_BEFORE
+    lambda step, seat: step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link),
+    before=_BEFORE,
 )
 _SIZES = {4: (8, 2), 3: (5,), 2: (1, 3)}
 
@@ -143,7 +176,9 @@ def _grade_step(answer: Answer, places_count: bool = False) -> None:
         _grade_step_on(replace(BENCH, n_blocks=5), {5: (8,)}, answer, places_count)
 
 
-def _grade_step_on(bench: Bench, sizes: Mapping[int, Sequence[int]], answer: Answer, places_count: bool) -> None:
+def _grade_step_on(
+    bench: Bench, sizes: Mapping[int, Sequence[int]], answer: Answer, places_count: bool
+) -> None:
     for where, m, ranks in bench.tried(answer, sizes, _demand_drain):
         expected = bench.one_process(m)[1]
         judge_gradients(
@@ -169,7 +204,8 @@ def _demand_drain(rank: int, m: int, order: str) -> None:
     if warm_up and 0 < done == m - warm_up:
         raise Mistake(
             f"With {m} microbatches, rank {rank} returned after {done} of {m} backwards.",
-            "After the last forward, as many backwards are left as the warm-up had forwards: the drain.",
+            "After the last forward, as many backwards are left as the warm-up had forwards: the"
+            " drain.",
             f"rank {rank}  {order}",
         )
 
@@ -192,7 +228,9 @@ def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> 
          "The last rank is right and others are not: the gradient that comes back belongs to the oldest microbatch in "
          "flight. Which one does your backward take?"),
     )  # fmt: skip
-    return why(rules, "Look at which microbatch each backward belongs to, and at what it starts from.")
+    return why(
+        rules, "Look at which microbatch each backward belongs to, and at what it starts from."
+    )
 
 
 def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> None:
@@ -203,15 +241,22 @@ def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> Non
     warm_up, enough, begun = _warm_up(rank, p, m), min(m, p - rank), order.find("B") - 1
     if order == after(warm_up):
         return
-    cause = "One backward follows each forward of the steady state, and the drain comes after the last forward."
+    cause = (
+        "One backward follows each forward of the steady state, and the drain comes after the last"
+        " forward."
+    )
     if rank > 0 and ranks[rank - 1].peak == peak > enough:
         cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank` forwards."
     elif peak < m and order == after(begun):
         cause = (
-            f"The warm-up of rank {rank} is {begun} forwards instead of {warm_up}, `min(m, p - 1 - rank)`. The forward "
-            "that comes after it is in flight, too."
+            f"The warm-up of rank {rank} is {begun} forwards instead of {warm_up}, `min(m, p - 1 -"
+            " rank)`. The forward that comes after it is in flight, too."
         )
-    does = f"holds {peak} activations; 1F1B holds {enough}" if peak > enough else "does not work in the order of 1F1B"
+    does = (
+        f"holds {peak} activations; 1F1B holds {enough}"
+        if peak > enough
+        else "does not work in the order of 1F1B"
+    )
     example = f"rank {rank}  {order}\n1F1B    {after(warm_up)}"
     raise Mistake(f"{where} the gradients are right, but rank {rank} {does}.", cause, example)
 
@@ -275,14 +320,17 @@ def _why_other_room(case: tuple[Any, ...], held: int, enough: int) -> str:
          "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
          "links lie behind this rank?"),
     )  # fmt: skip
-    return why(rules, "A microbatch is on a rank from here to the last, or on a link, there or back.")
+    return why(
+        rules, "A microbatch is on a rank from here to the last, or on a link, there or back."
+    )
 
 
 def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
     rank, p, forward, backward, latency = case
     return (
-        f"There and back, a microbatch is {2 * latency:g} on a link, and a new one comes every {forward + backward:g}: "
-        f"{2 * latency / (forward + backward):.3g} at once. Behind rank {rank} lie {p - 1 - rank} links."
+        f"There and back, a microbatch is {2 * latency:g} on a link, and a new one comes every"
+        f" {forward + backward:g}: {2 * latency / (forward + backward):.3g} at once. Behind rank"
+        f" {rank} lie {p - 1 - rank} links."
     )
 
 
@@ -291,7 +339,9 @@ _GRADE_ROOM = Formula(
     [(rank, *cluster) for cluster in _CLUSTERS for rank in range(cluster[0])],
     _WRONG_ROOM,
     _why_other_room,
-    read=partial(expect_int, remedy="A part of a microbatch needs a whole place: round up, `math.ceil`."),
+    read=partial(
+        expect_int, remedy="A part of a microbatch needs a whole place: round up, `math.ceil`."
+    ),
     example=_shown_room,
 )
 
@@ -331,13 +381,17 @@ def _read_choice(value: Any, call: str) -> tuple[int, int] | None:
     return expect_int(p, f"{call}[0]", both), expect_int(m, f"{call}[1]", both)
 
 
-def _why_other_choice(case: tuple[Any, ...], got: tuple[int, int] | None, right: tuple[int, int] | None) -> str:
+def _why_other_choice(
+    case: tuple[Any, ...], got: tuple[int, int] | None, right: tuple[int, int] | None
+) -> str:
     state, activations, rows, min_rows, budget, max_ranks = case
     if got is None:
         assert right is not None
         if right[0] == max_ranks:
             return "`max_ranks` itself is allowed, and a `range` ends before its end."
-        return "Does your search come across this pair? Rank 0 has `state / p`, and min(m, p)·A/(pm)."
+        return (
+            "Does your search come across this pair? Rank 0 has `state / p`, and min(m, p)·A/(pm)."
+        )
     p, m = got
     if p < 1 or m < 1:
         return "There is at least one rank, and one microbatch."
@@ -359,9 +413,9 @@ def _why_other_choice(case: tuple[Any, ...], got: tuple[int, int] | None, right:
 def _shown_choice(case: tuple[Any, ...], *choices: tuple[int, int] | None) -> str:
     state, activations, rows, min_rows, budget, _ = case
     return "\n".join(
-        f"{(p, m)}: {state} / {p} + {min(m, p)} × {activations} / ({p} × {m}) = "
-        f"{_on_rank_0(state, activations, p, m):g} of {budget} on rank 0; {rows / m:g} of at least {min_rows} rows a "
-        f"microbatch; bubble {(p - 1) / (m + p - 1):.1%}"
+        f"{(p, m)}: {state} / {p} + {min(m, p)} × {activations} / ({p} × {m}) ="
+        f" {_on_rank_0(state, activations, p, m):g} of {budget} on rank 0; {rows / m:g} of at least"
+        f" {min_rows} rows a microbatch; bubble {(p - 1) / (m + p - 1):.1%}"
         for p, m in filter(None, choices)
         if p > 0 and m > 0
     )
@@ -381,11 +435,17 @@ _BUDGETS = [
     (100, 40, 8, 1, 90, 8),
     (400, 10, 16, 1, 85, 4),
 ]
-_GRADE_CHOOSE = Formula(choose, _BUDGETS, _WRONG_CHOICES, _why_other_choice, read=_read_choice, example=_shown_choice)
+_GRADE_CHOOSE = Formula(
+    choose, _BUDGETS, _WRONG_CHOICES, _why_other_choice, read=_read_choice, example=_shown_choice
+)
 
 
 def healed_step(
-    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+    stage: nn.Module,
+    microbatches: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    loss_fn: nn.Module,
+    link: Link,
 ) -> None:
     """One 1F1B step on this rank, with memory for no more than 1F1B holds."""
     m, in_flight, sends = len(microbatches), deque[tuple](), []
@@ -420,33 +480,43 @@ def healed_step(
 
 def _judge_places(where: str, ranks: Sequence[Outcome]) -> None:
     for rank in range(1, len(ranks)):
-        # With few microbatches, the slots that more of them need are let pass. And one more: a name may keep an input
-        # until it names the next one.
+        # With few microbatches, the slots that more of them need are let pass. And one more: a name
+        # may keep an input until it names the next one.
         enough, places = len(ranks) - rank, ranks[rank].places
         if places > enough + 1:
             raise Mistake(
-                f"{where} the gradients are right, but rank {rank} has memory for {places} received activations; 1F1B "
-                f"needs {enough}.",
-                "That many are never in flight at once: a slot is free again after the backward of its microbatch. "
-                "Count the slots, and a copy of each input as well.",
+                f"{where} the gradients are right, but rank {rank} has memory for {places} received"
+                f" activations; 1F1B needs {enough}.",
+                "That many are never in flight at once: a slot is free again after the backward of"
+                " its microbatch. Count the slots, and a copy of each input as well.",
             )
 
 
 PATIENTS = {
     "A": flawed(
         healed_step,
-        ("in_flight.append((x, y))", "in_flight.append((x, y if link.is_last else y.detach().requires_grad_()))"),
-        ("send_gradient(dx, link)", "send_gradient(torch.zeros_like(x) if dx is None else dx, link)"),
+        (
+            "in_flight.append((x, y))",
+            "in_flight.append((x, y if link.is_last else y.detach().requires_grad_()))",
+        ),
+        (
+            "send_gradient(dx, link)",
+            "send_gradient(torch.zeros_like(x) if dx is None else dx, link)",
+        ),
     ),
     "B": flawed(healed_step, ("range(warm_up + 1)", "range(max(1, warm_up))")),
     "C": flawed(
         healed_step,
         ("range(warm_up + 1)]", "range(m)]; outbox = torch.empty(link.shape, dtype=link.dtype)"),
-        ("send_activation(y, link)", "send_activation(y if link.is_last else outbox.copy_(y.detach()), link)"),
+        (
+            "send_activation(y, link)",
+            "send_activation(y if link.is_last else outbox.copy_(y.detach()), link)",
+        ),
     ),
 }
-"""1F1B steps that run and give wrong gradients, each for another reason. With one microbatch B and C are healthy, and C
-is so whenever each message is taken before the next one is written."""
+"""1F1B steps that run and give wrong gradients, each for another reason. With one microbatch B and
+C are healthy, and C is so whenever each message is taken before the next one is written.
+"""
 
 
 EXERCISES = (
@@ -486,12 +556,17 @@ EXERCISES = (
 )  # fmt: skip
 
 
-WARD = replace(BENCH, loss_fn=nn.MSELoss(), width=64, block=with_norm, rows=16, n_blocks=8, before=None)
+WARD = replace(
+    BENCH, loss_fn=nn.MSELoss(), width=64, block=with_norm, rows=16, n_blocks=8, before=None
+)
 """Where the notebook looks at its patients, and at torch's schedules."""
 
 
-def examine(step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeout_s: float = 60.0) -> Findings:
-    """Run ``step(stage, microbatches, targets, loss_fn, link)`` on four real ranks, beside one process.
+def examine(
+    step: Callable[..., Any], m: int = 8, stagger_s: float = 0.0, timeout_s: float = 60.0
+) -> Findings:
+    """Run ``step(stage, microbatches, targets, loss_fn, link)`` on four real ranks, beside one
+    process.
 
     Each rank starts ``stagger_s`` later than the one before, as on a busy cluster.
     """

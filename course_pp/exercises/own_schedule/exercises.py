@@ -23,7 +23,17 @@ from course_pp.parallel import (
     get_stage_indices,
     init_distributed,
 )
-from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, bound, build, optima, simulate
+from course_pp.schedule import (
+    Action,
+    Costs,
+    Schedule,
+    Time,
+    Timeline,
+    bound,
+    build,
+    optima,
+    simulate,
+)
 from course_pp.schedule import check as problems_of
 from course_pp.schedule.heuristics import Desk, Rule
 from course_pp.schedule.problem import Problem
@@ -40,7 +50,8 @@ def lower_bound(p: int, m: int, forward: float, input_grad: float, weight_grad: 
     for rank in range(p):
         down = rank * forward
         bounds.append(down + work)
-        # The last input gradient of this rank still has to go up, and stage 0 then has a weight gradient to do.
+        # The last input gradient of this rank still has to go up, and stage 0 then has a weight
+        # gradient to do.
         bounds.append(down + m * (forward + input_grad) + rank * input_grad + weight_grad)
     return max(bounds)
 
@@ -56,14 +67,19 @@ def _grade_lower_bound(answer: Answer) -> None:
     """Ask for a number that no order beats, and that is as high as two simple arguments make it."""
     for case, got in zip(_BOUNDS, answer.calls(_BOUNDS), strict=True):
         p, m, forward, input_grad, weight_grad = case
-        call, costs = f"lower_bound({', '.join(map(str, case))})", Costs(forward, input_grad, weight_grad)
+        call, costs = (
+            f"lower_bound({', '.join(map(str, case))})",
+            Costs(forward, input_grad, weight_grad),
+        )
         value = expect_number(got, call)
         least, name = min((simulate(build(name, p, m), costs).makespan, name) for name in _NAMED)
         if value > least * (1 + 1e-9):
             raise Mistake(
                 f"`{call}` is {value:g}, yet {name} is done after {float(least):g}.",
-                "A lower bound holds for every order. Each argument must be sure by itself; take the latest of them.",
-                f"`simulate(build({name!r}, {p}, {m}), Costs({forward}, {input_grad}, {weight_grad})).makespan`",
+                "A lower bound holds for every order. Each argument must be sure by itself; take"
+                " the latest of them.",
+                f"`simulate(build({name!r}, {p}, {m}), Costs({forward}, {input_grad},"
+                f" {weight_grad})).makespan`",
             )
         if value < bound(p, m, costs) * (1 - 1e-9):
             work = m * (forward + input_grad + weight_grad)
@@ -74,9 +90,9 @@ def _grade_lower_bound(answer: Answer) -> None:
             )  # fmt: skip
             cause = why(
                 rules,
-                "When the last rank has done its last input gradient, the gradient still goes up through all the "
-                "others, and rank 0 has a weight gradient to do then. Where weight gradients are short, that is what "
-                "counts.",
+                "When the last rank has done its last input gradient, the gradient still goes up"
+                " through all the others, and rank 0 has a weight gradient to do then. Where weight"
+                " gradients are short, that is what counts.",
             )
             raise Mistake(f"`{call}` is {value:g}; more can be said.", cause)
 
@@ -96,11 +112,13 @@ def next_action(able: list[Action], held: int, cap: int) -> Action:
 
 
 def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
-    """The schedule that a rule makes: whenever a rank could start several things at once, the rule says which.
+    """The schedule that a rule makes: whenever a rank could start several things at once, the rule
+    says which.
 
     Args:
-        next_action: ``next_action(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W`` at most, and no
-            ``F`` while the rank holds ``cap`` activations. Raises Mistake for a choice that is not in it.
+        next_action: ``next_action(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W``
+            at most, and no ``F`` while the rank holds ``cap`` activations. Raises Mistake for a
+            choice that is not in it.
         p: ranks, of one stage each.
         m: microbatches.
         cap: how many activations each rank may hold.
@@ -120,10 +138,15 @@ class _Asking(Desk):
     def _look(self, rank: int) -> None:
         choices = sorted(self._choices(rank))
         soonest = [each for each in choices if each[0] == choices[0][0]]
-        self._next[rank] = soonest[0] if len(soonest) == 1 else self._asked(rank, soonest) if soonest else None
+        self._next[rank] = (
+            soonest[0] if len(soonest) == 1 else self._asked(rank, soonest) if soonest else None
+        )
 
     def _asked(self, rank: int, soonest: Sequence[tuple[Time, int, int]]) -> tuple[Time, int, int]:
-        able = {Action(rank, "FIW"[each[2] % 3], self.words[rank].count(each[2])): each for each in soonest}
+        able = {
+            Action(rank, "FIW"[each[2] % 3], self.words[rank].count(each[2])): each
+            for each in soonest
+        }
         held, cap = self.held[rank], self.problem.caps[rank]
         chosen = self._choose(list(able), held, cap)
         if not isinstance(chosen, Action) or chosen not in able:
@@ -149,7 +172,10 @@ def _grade_next_action(answer: Answer) -> None:
     except Stopped as stopped:
         if stopped.how != "raised" or stopped.cause:
             raise
-        cause = "`able` has two or three of F, I and W, and not always the one that you look for: choose among those."
+        cause = (
+            "`able` has two or three of F, I and W, and not always the one that you look for:"
+            " choose among those."
+        )
         raise Mistake(stopped.symptom, cause, stopped.example) from None
     best = {(r.n_ranks, r.n_microbatches, r.cap, r.times): r.makespan for r in optima() if r.split}
     for case, order in zip(_HIDDEN, orders, strict=True):
@@ -158,10 +184,11 @@ def _grade_next_action(answer: Answer) -> None:
         makespan = simulate(order, costs).makespan
         if makespan > _NEAR * best[case]:
             raise Mistake(
-                f"With p = {p}, m = {m}, room for {cap} and F, I, W of {times} the rule's order takes {makespan}; the "
-                f"best takes {best[case]}.",
+                f"With p = {p}, m = {m}, room for {cap} and F, I, W of {times} the rule's order"
+                f" takes {makespan}; the best takes {best[case]}.",
                 _habit(order, costs),
-                f"`show.timeline(simulate(play(next_action, {p}, {m}, {cap}, Costs{times}), Costs{times}))`",
+                f"`show.timeline(simulate(play(next_action, {p}, {m}, {cap}, Costs{times}),"
+                f" Costs{times}))`",
             )
 
 
@@ -182,18 +209,30 @@ def _habit(order: Schedule, costs: Costs) -> str:
             if action.kind != "I":
                 continue
             ready = max(ends[each] for each in _inputs(action, order.n_stages))
-            instead.update(each.action.parts[0].kind for each in row if ready <= each.start < span.start)
+            instead.update(
+                each.action.parts[0].kind for each in row if ready <= each.start < span.start
+            )
     instead.pop("I", None)
     if not instead:
-        return "No gradient waits long for a rank that does something else; where do ranks idle, and for what?"
+        return (
+            "No gradient waits long for a rank that does something else; where do ranks idle, and"
+            " for what?"
+        )
     kind = instead.most_common(1)[0][0]
     does = {"F": "the next forward", "W": "a weight gradient"}[kind]
-    return f"Ranks often do {does} while an input gradient could start, and the rank above waits for that."
+    return (
+        f"Ranks often do {does} while an input gradient could start, and the rank above waits for"
+        " that."
+    )
 
 
 def _inputs(action: Action, n_stages: int) -> list[Action]:
     own = Action(action.stage, "F", action.microbatch)
-    return [own] if action.stage + 1 == n_stages else [own, Action(action.stage + 1, "I", action.microbatch)]
+    return (
+        [own]
+        if action.stage + 1 == n_stages
+        else [own, Action(action.stage + 1, "I", action.microbatch)]
+    )
 
 
 def repair(schedule: Schedule, costs: Costs, cap: int) -> Schedule:
@@ -227,13 +266,18 @@ _CHANGES: tuple[tuple[Schedule, Costs, int, int], ...] = (
 """An order, the costs that it meets, the cap, and the least makespan, which ``optimum`` proves."""
 # Every order in which neighbours can be gone through ends within it.
 _A_TWELFTH = 13 / 12
-_UNDO = "Not every swap is legal. Ask `problems_of(schedule)` first, and undo the swap if it has something to say."
+_UNDO = (
+    "Not every swap is legal. Ask `problems_of(schedule)` first, and undo the swap if it has"
+    " something to say."
+)
 
 
 def _grade_repair(answer: Answer) -> None:
     """Ask for an order of the same actions, legal, within the cap, and nearly as short as the best there is."""
     try:
-        values = answer.calls([(schedule, costs, cap) for schedule, costs, cap, _ in _CHANGES], "repair(…)")
+        values = answer.calls(
+            [(schedule, costs, cap) for schedule, costs, cap, _ in _CHANGES], "repair(…)"
+        )
     except Stopped as stopped:
         rules = (
             (stopped.error == "FrozenInstanceError" or "item assignment" in stopped.symptom,
@@ -250,28 +294,37 @@ def _grade_repair(answer: Answer) -> None:
 def _judge_repair(schedule: Schedule, costs: Costs, cap: int, best: int, got: Any) -> None:
     before = simulate(schedule, costs).makespan
     case = (
-        f"`build('zb_h1', {schedule.n_ranks}, {schedule.n_microbatches})` with F {costs.forward}, latency "
-        f"{costs.latency} and room for {cap}"
+        f"`build('zb_h1', {schedule.n_ranks}, {schedule.n_microbatches})` with F {costs.forward},"
+        f" latency {costs.latency} and room for {cap}"
     )
     if not isinstance(got, Schedule):
-        raise Mistake(f"For {case}, `repair` returned {type(got).__name__}.", "Return a `Schedule`.")
+        raise Mistake(
+            f"For {case}, `repair` returned {type(got).__name__}.", "Return a `Schedule`."
+        )
     if _sorted(got.actions) != _sorted(schedule.actions) or got.placement != schedule.placement:
-        cause = "Change the order on a rank only: swap two neighbours, and keep the swap if it helps."
+        cause = (
+            "Change the order on a rank only: swap two neighbours, and keep the swap if it helps."
+        )
         raise Mistake(f"For {case}, `repair` returned other actions, or on other ranks.", cause)
     if problems := problems_of(got):
         raise Mistake(f"For {case}, the order cannot run: {problems[0]}.", _UNDO)
     tl = simulate(got, costs)
     if max(tl.peak_activations) > cap:
-        cause = "`simulate(…).peak_activations` tells what each rank holds: undo a swap that makes it more than `cap`."
+        cause = (
+            "`simulate(…).peak_activations` tells what each rank holds: undo a swap that makes it"
+            " more than `cap`."
+        )
         raise Mistake(f"For {case}, a rank holds {max(tl.peak_activations)} activations.", cause)
     if tl.makespan > best * _A_TWELFTH:
         cause = (
-            "Go through all neighbours of all ranks again, until no swap helps any more. A swap may leave the makespan "
-            "as it is and still let actions end sooner: keep it too."
+            "Go through all neighbours of all ranks again, until no swap helps any more. A swap may"
+            " leave the makespan as it is and still let actions end sooner: keep it too."
         )
         if tl.makespan >= before:
             cause = "Simulate after each swap with the new costs, and keep what ends sooner."
-        raise Mistake(f"For {case}, it took {before}; now {tl.makespan}; {best} is possible.", cause)
+        raise Mistake(
+            f"For {case}, it took {before}; now {tl.makespan}; {best} is possible.", cause
+        )
 
 
 def _sorted(rows: Sequence[Sequence[object]]) -> list[list[str]]:
@@ -346,7 +399,14 @@ def untangled(programs: list[list[tuple]]) -> list[list[tuple]]:
     return done
 
 
-_ORDERS = [("1f1b", 2, 3), ("1f1b", 3, 4), ("zb_h1", 3, 5), ("zb_h2", 4, 7), ("zb_v", 2, 4), ("gpipe", 3, 3)]
+_ORDERS = [
+    ("1f1b", 2, 3),
+    ("1f1b", 3, 4),
+    ("zb_h1", 3, 5),
+    ("zb_h2", 4, 7),
+    ("zb_v", 2, 4),
+    ("gpipe", 3, 3),
+]
 
 
 def _grade_untangled(answer: Answer) -> None:
@@ -354,30 +414,49 @@ def _grade_untangled(answer: Answer) -> None:
     given = [programs_of(build(name, p, m)) for name, p, m in _ORDERS]
     values = answer.calls([(programs,) for programs in given], "untangled(…)")
     for (name, p, m), before, got in zip(_ORDERS, given, values, strict=True):
-        what, call = f"`untangled` of {name} with p = {p} and m = {m}", f"untangled(… {name}, p = {p}, m = {m} …)"
+        what, call = (
+            f"`untangled` of {name} with p = {p} and m = {m}",
+            f"untangled(… {name}, p = {p}, m = {m} …)",
+        )
         programs = []
         for rank, program in enumerate(expect_list(got, call, p)):
             events = expect_list(program, f"{call}[{rank}]")
-            programs.append([tuple(event) if isinstance(event, list) else event for event in events])
+            programs.append(
+                [tuple(event) if isinstance(event, list) else event for event in events]
+            )
         for rank in range(p):
             _judge_rank(what, rank, before[rank], programs[rank])
         if stuck := hanging(programs):
-            stand = "\n".join(f"rank {rank}: {' '.join(map(str, event))}" for rank, event in stuck.items())
+            stand = "\n".join(
+                f"rank {rank}: {' '.join(map(str, event))}" for rank, event in stuck.items()
+            )
             ranks = ", ".join(map(str, stuck))
-            raise Mistake(f"{what} hangs on rank {ranks}.", _why_stuck(stuck), f"They stand at\n{stand}")
+            raise Mistake(
+                f"{what} hangs on rank {ranks}.", _why_stuck(stuck), f"They stand at\n{stand}"
+            )
 
 
 def _judge_rank(what: str, rank: int, given: Program, got: list[Any]) -> None:
     if Counter(map(repr, given)) != Counter(map(repr, got)):
         cause = "Every event stays on its rank, once. Only the order changes."
         raise Mistake(f"{what} has other events on rank {rank}.", cause)
-    if [event for event in given if event[0] != "recv"] != [event for event in got if event[0] != "recv"]:
-        cause = "The order is the schedule: leave what a rank does and sends as it is, and move receives."
+    if [event for event in given if event[0] != "recv"] != [
+        event for event in got if event[0] != "recv"
+    ]:
+        cause = (
+            "The order is the schedule: leave what a rank does and sends as it is, and move"
+            " receives."
+        )
         raise Mistake(f"{what} changes the order in which rank {rank} works and sends.", cause)
     for at, event in enumerate(given):
         after = [each for each in given[at:] if each[0] != "recv"]
-        if event[0] == "recv" and (late := [each for each in got[: got.index(event)] if each in after]):
-            cause = "What comes after a receive in the order needs it: it may come earlier, never later."
+        if event[0] == "recv" and (
+            late := [each for each in got[: got.index(event)] if each in after]
+        ):
+            cause = (
+                "What comes after a receive in the order needs it: it may come earlier, never"
+                " later."
+            )
             raise Mistake(f"{what} has {event} on rank {rank} after {late[0]}.", cause)
 
 
@@ -390,10 +469,19 @@ def _why_stuck(stuck: dict[int, Event]) -> str:
     while (rank := stuck[rank][1]) not in circle:
         circle[rank] = stuck[rank][0]
     if set(circle.values()) == {"send"}:
-        return "Two neighbours send to one another, and neither receives: one of them has to receive first."
+        return (
+            "Two neighbours send to one another, and neither receives: one of them has to receive"
+            " first."
+        )
     if set(circle.values()) == {"recv"}:
-        return "Everybody receives, and what they wait for comes after their own sends: too many receives are early."
-    return "A rank sends while its receiver waits for something else, which comes later: that receive is too early."
+        return (
+            "Everybody receives, and what they wait for comes after their own sends: too many"
+            " receives are early."
+        )
+    return (
+        "A rank sends while its receiver waits for something else, which comes later: that receive"
+        " is too early."
+    )
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -434,7 +522,9 @@ def drawn(board: Board) -> Schedule:
         return board.schedule
     assert board.level is not None
     reference = board.level.reference
-    print(f"Level {board.level.number} is not complete: this is its worked order, {reference.name}.")
+    print(
+        f"Level {board.level.number} is not complete: this is its worked order, {reference.name}."
+    )
     return reference
 
 
@@ -462,7 +552,8 @@ def _stepped(rank: int, schedule: Schedule) -> float:
     for module in modules:
         module.load_state_dict({name: whole.state_dict()[name] for name in module.state_dict()})
     stages = [
-        build_pipeline_stage(module, mesh, "cpu", _ROWS, _SEQ_LEN, param_dtype=torch.float64) for module in modules
+        build_pipeline_stage(module, mesh, "cpu", _ROWS, _SEQ_LEN, param_dtype=torch.float64)
+        for module in modules
     ]
     pipeline = build_pipeline_schedule(stages, m, loss_fn, schedule)
     differences = [abs(pipeline.step(inputs, target=target).item() - loss.item())]

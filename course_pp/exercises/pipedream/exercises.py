@@ -41,7 +41,12 @@ Weights = Mapping[str, Tensor]
 
 
 def stashed_step(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
+    stage: nn.Module,
+    optimizer: Optimizer,
+    microbatches: Microbatches,
+    targets: Microbatches,
+    loss_fn: Any,
+    link: Link,
 ) -> None:
     """Asynchronous 1F1B on this rank; a backward uses the weights of its forward."""
     m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
@@ -73,7 +78,12 @@ def stashed_step(
 
 
 def healed_versions_step(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
+    stage: nn.Module,
+    optimizer: Optimizer,
+    microbatches: Microbatches,
+    targets: Microbatches,
+    loss_fn: Any,
+    link: Link,
 ) -> None:
     """Asynchronous 1F1B on this rank, which computes each forward again in its backward."""
     m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
@@ -133,7 +143,10 @@ def _run(step: Callable[..., Any], seat: Seat, momentum: float = 0.9) -> Ran:
     stage.register_forward_pre_hook(note)
     optimizer = _optimizer(stage, momentum)
     optimizer.register_step_post_hook(lambda *_: after.append(copy.deepcopy(stage.state_dict())))
-    with unchanged(microbatches=microbatches, targets=targets), last_message_waited_for(rank, rank - 1):
+    with (
+        unchanged(microbatches=microbatches, targets=targets),
+        last_message_waited_for(rank, rank - 1),
+    ):
         step(stage, optimizer, microbatches, targets, seat.loss_fn, seat.link)
     return Ran(after, used.most_bytes // sum(p.nbytes for p in stage.parameters()))
 
@@ -147,7 +160,11 @@ BENCH = Bench(_run)
 
 
 def _trained(
-    rank: int, step: Callable[..., Any], replicas: Sequence[int], sizes: Sequence[int], momentum: float
+    rank: int,
+    step: Callable[..., Any],
+    replicas: Sequence[int],
+    sizes: Sequence[int],
+    momentum: float,
 ) -> list[Ran]:
     """Run a step on this rank, once for each number of microbatches."""
     number = next(s for s in range(len(replicas)) if rank < sum(replicas[: s + 1]))
@@ -155,13 +172,20 @@ def _trained(
 
 
 def _delayed(
-    replicas: Sequence[int], m: int, momentum: float, version: Callable[[int, int], int] | None = None
+    replicas: Sequence[int],
+    m: int,
+    momentum: float,
+    version: Callable[[int, int], int] | None = None,
 ) -> list[list[Weights]]:
-    """For each stage its weights after each update, trained in one process with the versions of weight stashing.
+    """For each stage its weights after each update, trained in one process with the versions of
+    weight stashing.
 
     Or with another: ``version(stage, i)`` gives that of microbatch i.
     """
-    used, p = ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash"), len(replicas)
+    used, p = (
+        ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash"),
+        len(replicas),
+    )
     seat = BENCH.seat(0, m, range(p), BENCH.n_blocks)
     optimizers = [_optimizer(stage, momentum) for stage in seat.stages]
     history: list[list[Weights]] = [[copy.deepcopy(stage.state_dict())] for stage in seat.stages]
@@ -176,7 +200,9 @@ def _delayed(
         for s, stage in enumerate(seat.stages):
             waiting[s].append([leaf.grad for leaf in leaves[s].values() if leaf.grad is not None])
             if len(waiting[s]) == replicas[s]:
-                for parameter, gradients in zip(stage.parameters(), zip(*waiting[s], strict=True), strict=True):
+                for parameter, gradients in zip(
+                    stage.parameters(), zip(*waiting[s], strict=True), strict=True
+                ):
                     parameter.grad = torch.stack(gradients).mean(0)
                 waiting[s].clear()
                 optimizers[s].step()
@@ -185,7 +211,11 @@ def _delayed(
 
 
 def _wrong_names(found: Weights, wanted: Weights) -> list[str]:
-    return [name for name in wanted if not torch.allclose(found[name], wanted[name], rtol=TOLERANCE, atol=TOLERANCE)]
+    return [
+        name
+        for name in wanted
+        if not torch.allclose(found[name], wanted[name], rtol=TOLERANCE, atol=TOLERANCE)
+    ]
 
 
 def _first_wrong(found: Sequence[Weights], expected: Sequence[Weights]) -> int | None:
@@ -201,7 +231,8 @@ _STEPS = {4: (8, 2), 3: (5,), 2: (1, 4)}
 
 
 def _grade_step(answer: Answer, recomputes: bool = False) -> None:
-    """Ask for the weights of delayed gradients after each update, and for no more versions than are in flight.
+    """Ask for the weights of delayed gradients after each update, and for no more versions than are
+    in flight.
 
     If it ``recomputes``, also for no more activations than those of one microbatch.
     """
@@ -211,13 +242,17 @@ def _grade_step(answer: Answer, recomputes: bool = False) -> None:
         except Stopped as stopped:
             if "inplace operation" in stopped.symptom:
                 cause = (
-                    "An update has written over the weights that a backward still needs: forwards have to use copies "
-                    "that no update changes."
+                    "An update has written over the weights that a backward still needs: forwards"
+                    " have to use copies that no update changes."
                 )
                 raise Mistake(stopped.symptom, cause, stopped.example) from None
             raise explained(stopped) from None
         for index, m in enumerate(sizes):
-            _judge_step(f"On {p} ranks with {m} microbatch{'es' * (m > 1)}", [rank[index] for rank in ranks], m)
+            _judge_step(
+                f"On {p} ranks with {m} microbatch{'es' * (m > 1)}",
+                [rank[index] for rank in ranks],
+                m,
+            )
     if recomputes:
         _judge_kept(answer, n_ranks=4, m=8)
 
@@ -225,7 +260,9 @@ def _grade_step(answer: Answer, recomputes: bool = False) -> None:
 def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
     for rank, each in enumerate(ran):
         if len(each.after) != m:
-            cause = "Each backward is followed by an update, with the gradient of its own microbatch."
+            cause = (
+                "Each backward is followed by an update, with the gradient of its own microbatch."
+            )
             times = f"{len(each.after)} time{'s' * (len(each.after) != 1)}"
             raise Mistake(f"{where}, rank {rank} updates {times}, not {m}.", cause)
     p = len(ran)
@@ -242,24 +279,31 @@ def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
         enough = min(m, p - rank)
         # One more is let pass: a name may keep a version until it names the next one.
         if each.versions > enough + 1:
-            symptom = f"{where} the weights are right, but rank {rank} keeps {each.versions} versions of them"
-            raise Mistake(f"{symptom}; {enough} are in flight.", "A version can go when its backward is done.")
+            symptom = (
+                f"{where} the weights are right, but rank {rank} keeps {each.versions} versions of"
+                " them"
+            )
+            raise Mistake(
+                f"{symptom}; {enough} are in flight.", "A version can go when its backward is done."
+            )
 
 
 def _judge_kept(answer: Answer, n_ranks: int, m: int) -> None:
     for rank, kept in enumerate(answer.on_ranks(n_ranks, _kept_on_rank, m)):
         if kept > 1:
             raise Mistake(
-                f"On {n_ranks} ranks with {m} microbatches the weights are right, but rank {rank} keeps the "
-                f"activations of {kept} microbatches.",
-                "Keep inputs only: a forward runs under `torch.no_grad`, and once more in its backward.",
+                f"On {n_ranks} ranks with {m} microbatches the weights are right, but rank {rank}"
+                f" keeps the activations of {kept} microbatches.",
+                "Keep inputs only: a forward runs under `torch.no_grad`, and once more in its"
+                " backward.",
             )
 
 
 def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
     """The most forwards whose activations were held at once.
 
-    A run of its own: what autograd keeps is no longer checked for changes in place while it is watched.
+    A run of its own: what autograd keeps is no longer checked for changes in place while it is
+    watched.
     """
     seat, kept = BENCH.seat(rank, m), Kept()
     seat.stages[0].register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
@@ -268,7 +312,9 @@ def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
     return kept.most_forwards
 
 
-def _why_wrong(ran: Sequence[Ran], wrong: Sequence[int | None], expected: Sequence[Sequence[Weights]], m: int) -> str:
+def _why_wrong(
+    ran: Sequence[Ran], wrong: Sequence[int | None], expected: Sequence[Sequence[Weights]], m: int
+) -> str:
     def trains_as(*how: Any, stages: int) -> bool:
         """Whether the last ``stages`` stages do."""
         other = _delayed((1,) * len(ran), m, *how)
@@ -302,8 +348,9 @@ def _why_wrong(ran: Sequence[Ran], wrong: Sequence[int | None], expected: Sequen
     )  # fmt: skip
     return why(
         rules,
-        "The last stage has nothing in flight when it updates, so there no version can be the wrong one. Elsewhere: "
-        "does each backward use exactly what its forward used, and does the optimizer go on from its newest state?",
+        "The last stage has nothing in flight when it updates, so there no version can be the wrong"
+        " one. Elsewhere: does each backward use exactly what its forward used, and does the"
+        " optimizer go on from its newest state?",
     )
 
 
@@ -328,21 +375,35 @@ _WRONG_VERSIONS = (
      "That is this stage's newest at its forward. Vertical sync takes what *stage 0* took, on every stage."),
 )  # fmt: skip
 _VERSIONS = {
-    "none": "Nothing is kept, so the backward uses the newest: count the updates that its stage has had by then.",
-    "stash": "Count the updates that its stage has had when the *forward* runs: one for each microbatch that is back.",
+    "none": (
+        "Nothing is kept, so the backward uses the newest: count the updates that its stage has had"
+        " by then."
+    ),
+    "stash": (
+        "Count the updates that its stage has had when the *forward* runs: one for each microbatch"
+        " that is back."
+    ),
     "vertical": "Which version did stage 0 use for this microbatch? All other stages use the same.",
-    "2bw": "Groups of `group` microbatches make one update each. A group uses the version before last: all that the "
-    "group before the last one has finished, 0 for the first two groups.",
+    "2bw": (
+        "Groups of `group` microbatches make one update each. A group uses the version before last:"
+        " all that the group before the last one has finished, 0 for the first two groups."
+    ),
 }
 
 
 def _why_version(case: tuple[Any, ...], got: int, right: int) -> str:
-    return "There is no version before 0: the first microbatches all use version 0." if got < 0 else _VERSIONS[case[0]]
+    return (
+        "There is no version before 0: the first microbatches all use version 0."
+        if got < 0
+        else _VERSIONS[case[0]]
+    )
 
 
 def _its_forward(case: tuple[Any, ...], got: int, right: int) -> str:
     rule, stage, i, p, group = case
-    use = ledger(build("pipedream", p, 12, group=group if rule == "2bw" else None), rule).of(stage, i)
+    use = ledger(build("pipedream", p, 12, group=group if rule == "2bw" else None), rule).of(
+        stage, i
+    )
     return f"Its forward used version {use.forward}; its gradient enters update {use.update}."
 
 
@@ -381,12 +442,19 @@ _LAYOUTS: tuple[tuple[list[int], int], ...] = (
     ([1, 1, 1, 1], 8), ([2, 1], 8), ([3, 1], 9), ([2, 1, 1], 8), ([1, 2], 8), ([3, 2], 12),
     ([1, 1], 1), ([1, 1, 1, 1], 2), ([2, 1], 5),
 )  # fmt: skip
-_ADMITS = "A replica admits ⌈ranks from its stage on / replicas of its stage⌉ microbatches, the first stage NOAM"
+_ADMITS = (
+    "A replica admits ⌈ranks from its stage on / replicas of its stage⌉ microbatches, the first"
+    " stage NOAM"
+)
 
 
 def _grade_order(answer: Answer) -> None:
     calls = [
-        [(stage, replica, list(replicas), m) for stage, share in enumerate(replicas) for replica in range(share)]
+        [
+            (stage, replica, list(replicas), m)
+            for stage, share in enumerate(replicas)
+            for replica in range(share)
+        ]
         for replicas, m in _LAYOUTS
     ]
     values = iter(answer.calls([call for layout in calls for call in layout]))
@@ -406,16 +474,25 @@ def _grade_order(answer: Answer) -> None:
             [Costs(times, times, times)],
         )
         if tuple(rows) != reference.actions:
-            raise Mistake(f"{given} a rank turns back too soon, and another one starves.", _TOO_SOON, shown(rows))
+            raise Mistake(
+                f"{given} a rank turns back too soon, and another one starves.",
+                _TOO_SOON,
+                shown(rows),
+            )
 
 
-def _read_row(value: Any, stage: int, replica: int, replicas: list[int], m: int) -> tuple[Action, ...]:
+def _read_row(
+    value: Any, stage: int, replica: int, replicas: list[int], m: int
+) -> tuple[Action, ...]:
     wanted = order_pipedream(stage, replica, replicas, m)
 
     def foreign(action: Action) -> str:
         if action.microbatch >= m:
             return f"The microbatches are 0 to {m - 1}."
-        return f"Microbatch i goes to replica `i % {replicas[stage]}` of stage {stage}, forward, backward and update."
+        return (
+            f"Microbatch i goes to replica `i % {replicas[stage]}` of stage {stage}, forward,"
+            " backward and update."
+        )
 
     def lacking(action: Action) -> str:
         rules = (
@@ -438,19 +515,29 @@ def _read_row(value: Any, stage: int, replica: int, replicas: list[int], m: int)
     for kind in "FB":
         mine, theirs = ([a for a in each if a.kind == kind] for each in (row, wanted))
         if mine != theirs:
-            raise Mistake(f"`{what}` has its {kind}'s in another order.", "Microbatches keep their order.", example)
+            raise Mistake(
+                f"`{what}` has its {kind}'s in another order.",
+                "Microbatches keep their order.",
+                example,
+            )
     return row
 
 
 _TOO_SOON = (
-    "Divide the ranks *from this stage on* by the replicas of this stage, and round up: so many forwards come before "
-    "the first backward. Then a forward comes before each backward, as long as there are any."
+    "Divide the ranks *from this stage on* by the replicas of this stage, and round up: so many"
+    " forwards come before the first backward. Then a forward comes before each backward, as long"
+    " as there are any."
 )
 
 
 def _why_crowded(orders: Orders) -> str:
-    enough, own = orders.best.peak_activations, [sum(a.kind == "F" for a in row) for row in orders.rows]
-    if all(peak == min(most + 1, n) for peak, most, n in zip(orders.peaks, enough, own, strict=True)):
+    enough, own = (
+        orders.best.peak_activations,
+        [sum(a.kind == "F" for a in row) for row in orders.rows],
+    )
+    if all(
+        peak == min(most + 1, n) for peak, most, n in zip(orders.peaks, enough, own, strict=True)
+    ):
         return "One too many: the forward of the first pair counts among those in flight."
     return f"{_ADMITS}, and no more."
 
@@ -510,10 +597,11 @@ _GRADE_SLOWEST = Formula(
         ([1.0, 2.0], [8.0, 1.0], [0.0] * 2, [(0, 1, 1), (1, 2, 2)], 4.0),
     ),
     _WRONG_PLANS,
-    "For each stage the larger of work and exchange, over its replicas; between stages twice the output.",
+    "For each stage the larger of work and exchange, over its replicas; between stages twice the"
+    " output.",
     call=lambda *plan: "slowest_part(times, outputs, weights, stages, bandwidth)",
-    example=lambda plan, got, right: "The plan: times={}, outputs={}, weights={}, stages={}, bandwidth={}.".format(
-        *plan
+    example=lambda plan, got, right: (
+        "The plan: times={}, outputs={}, weights={}, stages={}, bandwidth={}.".format(*plan)
     ),
 )
 
@@ -556,7 +644,12 @@ EXERCISES: tuple[Exercise, ...] = (
 
 
 def _dealt_apart(
-    stage: nn.Module, optimizer: Optimizer, microbatches: Microbatches, targets: Microbatches, loss_fn: Any, link: Link
+    stage: nn.Module,
+    optimizer: Optimizer,
+    microbatches: Microbatches,
+    targets: Microbatches,
+    loss_fn: Any,
+    link: Link,
 ) -> None:
     """Two replicas of stage 0 on ranks 0 and 1, stage 1 on rank 2, which counts forwards and backwards apart."""
     rank, last, share = dist.get_rank(), 2, 2
@@ -573,7 +666,10 @@ def _dealt_apart(
             sends.append(dist.isend(dx, backwards % share))
             optimizer.step()
             optimizer.zero_grad()
-    mine, in_flight = microbatches[rank::share] if rank < last else (), deque[tuple[nn.Module, Tensor]]()
+    mine, in_flight = (
+        microbatches[rank::share] if rank < last else (),
+        deque[tuple[nn.Module, Tensor]](),
+    )
     for i in range(len(mine) + (rank < last)):
         if i < len(mine):
             kept = copy.deepcopy(stage)
@@ -609,7 +705,10 @@ PATIENTS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
     "B": (
         flawed(
             healed_versions_step,
-            ("deepcopy(stage.state_dict()))", "deepcopy((stage.state_dict(), optimizer.state_dict())))"),
+            (
+                "deepcopy(stage.state_dict()))",
+                "deepcopy((stage.state_dict(), optimizer.state_dict())))",
+            ),
             (_SET_BACK, "weights, state = stash.popleft(); stage.load_state_dict(weights)"),
             ("x = inputs.popleft()", "x = inputs.popleft(); optimizer.load_state_dict(state)"),
         ),
@@ -625,7 +724,8 @@ class Findings:
     """The weights of a run beside those of delayed gradients in one process.
 
     Attributes:
-        first_wrong: for each stage the first update after which its weights differ; None where all are right.
+        first_wrong: for each stage the first update after which its weights differ; None where all
+            are right.
     """
 
     first_wrong: tuple[int | None, ...]
@@ -638,14 +738,20 @@ class Findings:
     def __str__(self) -> str:
         if self.equal:
             return "right"
-        told = ["right" if update is None else f"from update {update}" for update in self.first_wrong]
+        told = [
+            "right" if update is None else f"from update {update}" for update in self.first_wrong
+        ]
         return "wrong, by stage: " + ", ".join(told)
 
 
 def examine(
-    step: Callable[..., Any], replicas: Sequence[int] = (1, 1, 1, 1), momentum: float = 0.9, n_microbatches: int = 8
+    step: Callable[..., Any],
+    replicas: Sequence[int] = (1, 1, 1, 1),
+    momentum: float = 0.9,
+    n_microbatches: int = 8,
 ) -> Findings:
-    """Train with a hand-written step on real ranks, and compare the weights after each update with one process.
+    """Train with a hand-written step on real ranks, and compare the weights after each update with
+    one process.
 
     Args:
         step: ``step(stage, optimizer, microbatches, targets, loss_fn, link)``.
@@ -656,5 +762,7 @@ def examine(
     ranks = on_ranks(sum(replicas), _trained, step, tuple(replicas), (n_microbatches,), momentum)
     expected = _delayed(replicas, n_microbatches, momentum)
     firsts = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    found = [_first_wrong(ranks[rank][0].after, expected[stage]) for stage, rank in enumerate(firsts)]
+    found = [
+        _first_wrong(ranks[rank][0].after, expected[stage]) for stage, rank in enumerate(firsts)
+    ]
     return Findings(tuple(found))

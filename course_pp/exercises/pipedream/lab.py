@@ -27,7 +27,9 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH))
+        self.inner = nn.Sequential(
+            nn.Linear(_WIDTH, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.inner(x)
@@ -51,7 +53,9 @@ def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
 def steady(run: Timeline) -> float:
     """Return the time of one microbatch in a full pipeline, from the second half of the last stage's backwards."""
     done = (run.n_stages - 1, "B")
-    ends = sorted(s.end for s in run.spans for part in s.action.parts if (part.stage, part.kind) == done)
+    ends = sorted(
+        s.end for s in run.spans for part in s.action.parts if (part.stage, part.kind) == done
+    )
     middle = len(ends) // 2
     return float(ends[-1] - ends[middle - 1]) / (len(ends) - middle)
 
@@ -61,7 +65,8 @@ class Angles:
     """Degrees between the gradients of each stage and true ones, means over microbatches.
 
     Attributes:
-        own: to the gradient of what the forward computed, each stage with the weights that its forward used.
+        own: to the gradient of what the forward computed, each stage with the weights that its
+            forward used.
         now: to the gradient at the weights that the update changes, every stage's newest.
     """
 
@@ -70,7 +75,8 @@ class Angles:
 
 
 def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dict[Versions, Angles]:
-    """Train on real ranks under each rule, and compare each gradient with those that autograd finds in one process.
+    """Train on real ranks under each rule, and compare each gradient with those that autograd finds
+    in one process.
 
     Args:
         rules: of ``"none"``, ``"stash"`` and ``"vertical"``.
@@ -80,7 +86,9 @@ def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dic
     """
     schedule = build("pipedream", p, m)
     by_rank = on_ranks(p, lambda rank: [_kept(rank, schedule, rule, lr) for rule in rules])
-    return {rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)}
+    return {
+        rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)
+    }
 
 
 def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Kept]) -> Angles:
@@ -119,7 +127,9 @@ def _kept(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Kept
 
 def _gradients(weights: Sequence[Weights], x: Tensor, target: Tensor) -> list[Tensor]:
     """The gradient of each stage, by autograd through all of them."""
-    leaves = [{name: value.clone().requires_grad_() for name, value in each.items()} for each in weights]
+    leaves = [
+        {name: value.clone().requires_grad_() for name, value in each.items()} for each in weights
+    ]
     for block, each in zip(residual_blocks(len(weights)), leaves, strict=True):
         x = functional_call(block, each, (x,))
     mse_loss(x, target).backward()
@@ -131,7 +141,8 @@ def _flat(gradients: Sequence[Tensor | None]) -> Tensor:
 
 
 def _degrees(a: Tensor, b: Tensor) -> float:
-    # By the difference of unit vectors: acos of a cosine near 1 would turn rounding into a millionth of a degree.
+    # By the difference of unit vectors: acos of a cosine near 1 would turn rounding into a
+    # millionth of a degree.
     a, b = a / a.norm(), b / b.norm()
     return math.degrees(2 * math.atan2(float((a - b).norm()), float((a + b).norm())))
 
@@ -156,18 +167,26 @@ class Trained:
         return _mean(self.losses[-16:])
 
 
-def train(rules: Sequence[Rule], lr: float, m: int = 48, p: int = 4, per_flush: int = 4) -> dict[Rule, Trained]:
+def train(
+    rules: Sequence[Rule], lr: float, m: int = 48, p: int = 4, per_flush: int = 4
+) -> dict[Rule, Trained]:
     """Train the small model on real ranks, once for each rule.
 
     Args:
-        rules: for versions; or ``"flush"``: 1F1B, which updates after each step of ``per_flush`` microbatches.
+        rules: for versions; or ``"flush"``: 1F1B, which updates after each step of ``per_flush``
+            microbatches.
         lr: of plain SGD.
         m: microbatches.
         p: ranks, a stage on each.
         per_flush: microbatches of an update under ``"flush"`` and ``"2bw"``.
     """
-    found = on_ranks(p, lambda rank: [_losses(rank, rule, lr, m, p, per_flush) for rule in rules])[0]
-    return {rule: Trained(each + (math.inf,) * (m - len(each))) for rule, each in zip(rules, found, strict=True)}
+    found = on_ranks(p, lambda rank: [_losses(rank, rule, lr, m, p, per_flush) for rule in rules])[
+        0
+    ]
+    return {
+        rule: Trained(each + (math.inf,) * (m - len(each)))
+        for rule, each in zip(rules, found, strict=True)
+    }
 
 
 def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) -> tuple[float, ...]:
@@ -185,7 +204,8 @@ def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) ->
     try:
         for at in range(0, len(inputs), step):
             pipeline.step(inputs[at : at + step], target=targets[at : at + step])
-            scale = schedule.n_microbatches if flushes else 1  # of equal shares, else they are means
+            # of equal shares, else they are means
+            scale = schedule.n_microbatches if flushes else 1
             losses += tuple(scale * share for share in pipeline.shares)
             if flushes:
                 optimizer.step()

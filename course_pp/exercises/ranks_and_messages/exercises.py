@@ -36,7 +36,9 @@ def _mine(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor([10 * rank + 1, 10 * rank + 2, 10 * rank + 3], dtype=dtype)
 
 
-def _shifted(rank: int, answer: Callable[..., Any], p: int, dtype: torch.dtype, late: int | None) -> tuple[Any, bool]:
+def _shifted(
+    rank: int, answer: Callable[..., Any], p: int, dtype: torch.dtype, late: int | None
+) -> tuple[Any, bool]:
     """What the answer returned, and whether in the memory of its argument, which is then overwritten, as is allowed."""
     x = _mine(rank, dtype)
     dist.barrier()
@@ -66,7 +68,9 @@ def _grade_shift(answer: Answer) -> None:
         try:
             results = answer.on_ranks(p, _shifted, p, dtype, late)
         except Stopped as e:
-            raise Mistake(e.symptom, _why_stopped(answer, p, dtype, e) or e.cause, e.example) from None
+            raise Mistake(
+                e.symptom, _why_stopped(answer, p, dtype, e) or e.cause, e.example
+            ) from None
         for rank, (got, is_x) in enumerate(results):
             _judge_shift(rank, p, dtype, got, is_x)
 
@@ -75,18 +79,26 @@ def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -
     """Return a better cause than the launcher's diagnosis; empty if there is none."""
     if p == 1 and (stopped.how == "endless" or stopped.error == "ValueError"):
         return "In a ring of one, left and right are the rank itself, which cannot send to itself."
-    # gloo ends the process if a message is longer than the memory for it. With float32 the answer was right.
+    # gloo ends the process if a message is longer than the memory for it. With float32 the answer
+    # was right.
     if stopped.how == "died" and dtype != torch.float32 and "os.abort" not in answer.source:
         return (
-            f"Here `x` is of {dtype}, and what it is received into is smaller: memory like `x` has its shape and its "
-            "dtype, `torch.empty_like(x)`."
+            f"Here `x` is of {dtype}, and what it is received into is smaller: memory like `x` has"
+            " its shape and its dtype, `torch.empty_like(x)`."
         )
     if stopped.how == "changed":
         return "Receive into a tensor of its own; while it is being sent, nobody may write to `x`."
     if stopped.how != "endless":
         return ""
-    if "isend" in answer.source and ".wait(" not in answer.source and ".is_completed(" not in answer.source:
-        return "`isend` only starts to send: keep what it returns and call `wait()` on it, or the send may be given up."
+    if (
+        "isend" in answer.source
+        and ".wait(" not in answer.source
+        and ".is_completed(" not in answer.source
+    ):
+        return (
+            "`isend` only starts to send: keep what it returns and call `wait()` on it, or the send"
+            " may be given up."
+        )
     return _why_nothing_comes(stopped, p) if "isend" in answer.source else ""
 
 
@@ -96,7 +108,10 @@ def _why_nothing_comes(stopped: Stopped, p: int) -> str:
     if p < 3 or len(receiving) < p:
         return ""
     if all(wait.peers == ((wait.rank - 1) % p,) for wait in receiving):
-        return "Everyone waits for its left neighbour, and nothing comes: is it sent to the right, `(rank + 1) % p`?"
+        return (
+            "Everyone waits for its left neighbour, and nothing comes: is it sent to the right,"
+            " `(rank + 1) % p`?"
+        )
     return "A rank receives from its left neighbour: `(rank - 1) % p`."
 
 
@@ -105,8 +120,14 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
     where = f"rank {rank} of {p}"
     left = (rank - 1) % p
     if p > 1 and isinstance(got, Tensor) and _is_number(got, left):
-        cause = "What goes round is `x`: send that, and receive into memory like it, `torch.empty_like(x)`."
-        raise Mistake(f"On {where}, `shift` returned {left}, the number of the left neighbour, not its `x`.", cause)
+        cause = (
+            "What goes round is `x`: send that, and receive into memory like it,"
+            " `torch.empty_like(x)`."
+        )
+        raise Mistake(
+            f"On {where}, `shift` returned {left}, the number of the left neighbour, not its `x`.",
+            cause,
+        )
     value = expect_tensor(got, f"shift(x, {rank}, {p})", mine.shape, dtype)
     if torch.equal(value, want):
         if is_x:
@@ -117,14 +138,17 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
         return
     if torch.equal(value, torch.full_like(value, _OVERWRITTEN)):
         raise Mistake(
-            f"On {where}, `shift` returned what the left neighbour wrote into `x` after its own `shift` had returned.",
+            f"On {where}, `shift` returned what the left neighbour wrote into `x` after its own"
+            " `shift` had returned.",
             "`isend` does not copy: call `wait()` on what it returned before you return.",
         )
     cause = "A message is read as it is once `recv` has returned, or `wait()` of an `irecv`."
     if torch.equal(value, mine):
         cause = "That is its own `x`: return the tensor that was received."
     elif torch.equal(value, _mine((rank + 1) % p, dtype)):
-        cause = "That comes from the right: send to `(rank + 1) % p`, receive from `(rank - 1) % p`."
+        cause = (
+            "That comes from the right: send to `(rank + 1) % p`, receive from `(rank - 1) % p`."
+        )
     raise Mistake(
         f"On {where}, `shift` returned something else than the left neighbour's `x`.",
         cause,
@@ -135,7 +159,9 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
 def _is_number(got: Tensor, number: int) -> bool:
     """Whether a tensor has this number everywhere, or received its bytes where floats were expected."""
     as_long = got.flatten().contiguous().view(torch.uint8).tolist()[:8]
-    return got.numel() > 0 and (bool((got == number).all()) or as_long == [*number.to_bytes(8, "little")])
+    return got.numel() > 0 and (
+        bool((got == number).all()) or as_long == [*number.to_bytes(8, "little")]
+    )
 
 
 def exchange(out: Tensor, to: int, into: Tensor, source: int) -> int:
@@ -164,7 +190,9 @@ def _complete(n: int) -> Tensor:
     return torch.arange(1, n + 1)
 
 
-def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> tuple[list[int], Any, Traffic]:
+def _gathered(
+    rank: int, answer: Callable[..., Any], p: int, n: int
+) -> tuple[list[int], Any, Traffic]:
     """The numbers of the tensor after the gather, what it returned, and what it sent."""
     x = torch.full((n,), _unfinished(rank))
     chunks = x.tensor_split(p)
@@ -176,8 +204,8 @@ def _gathered(rank: int, answer: Callable[..., Any], p: int, n: int) -> tuple[li
 
 
 _IN_PLACE = (
-    "Write what is received into the chunk's own memory: give `chunks[…]` to `exchange` to receive into, or copy it "
-    "there with `chunks[…].copy_(received)`."
+    "Write what is received into the chunk's own memory: give `chunks[…]` to `exchange` to receive"
+    " into, or copy it there with `chunks[…].copy_(received)`."
 )
 
 
@@ -188,27 +216,40 @@ def _grade_all_gather(answer: Answer) -> None:
             results = answer.on_ranks(p, _gathered, p, n)
         except Stopped as e:
             tuple_assigned = "does not support item assignment" in e.symptom
-            cause = f"`chunks` is a tuple of views of one tensor. {_IN_PLACE}" if tuple_assigned else e.cause
+            cause = (
+                f"`chunks` is a tuple of views of one tensor. {_IN_PLACE}"
+                if tuple_assigned
+                else e.cause
+            )
             raise Mistake(e.symptom, _why_nothing_comes(e, p) or cause, e.example) from None
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
-        uneven = f", with chunks of {', '.join(map(str, lengths))} numbers" if len(set(lengths)) > 1 else ""
+        uneven = (
+            f", with chunks of {', '.join(map(str, lengths))} numbers"
+            if len(set(lengths)) > 1
+            else ""
+        )
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"
         values = [numbers for numbers, _, _ in results]
         if values != [_complete(n).tolist()] * p:
             raise _wrong_gather(run, values, p, n)
         if collectives := results[0][2].collectives:
             raise Mistake(
-                f"{run}, the chunks are right, but `{collectives[0]}` of PyTorch brought them there.",
-                "Here the question is what it has to do: use `exchange` only, with the two neighbours.",
+                f"{run}, the chunks are right, but `{collectives[0]}` of PyTorch brought them"
+                " there.",
+                "Here the question is what it has to do: use `exchange` only, with the two"
+                " neighbours.",
             )
         allowed = _complete(n).element_size() * (p - 1) * max(lengths)
         if (most := max(traffic.n_bytes for _, _, traffic in results)) > allowed:
             raise Mistake(
-                f"{run}, the chunks are right, but a rank sent {most} bytes where {allowed} are enough.",
-                "In each of the p - 1 steps a rank passes on one chunk, the one that it received last.",
+                f"{run}, the chunks are right, but a rank sent {most} bytes where {allowed} are"
+                " enough.",
+                "In each of the p - 1 steps a rank passes on one chunk, the one that it received"
+                " last.",
             )
         counts += [
-            (run, rank, returned, traffic.n_bytes, lengths) for rank, (_, returned, traffic) in enumerate(results)
+            (run, rank, returned, traffic.n_bytes, lengths)
+            for rank, (_, returned, traffic) in enumerate(results)
         ]
     for count in counts:
         _judge_returned(*count)
@@ -220,11 +261,19 @@ def _judge_returned(run: str, rank: int, returned: Any, sent: int, lengths: Sequ
     if close(got, sent):
         return
     causes = {
-        sum(lengths) * size - lengths[(rank + 1) % p] * size: "That is what it received: what it sent is asked for.",
-        (p - 1) * lengths[rank] * size: "Chunks differ in length: add up what each `exchange` returned.",
-        (p - 1) * lengths[0] * size: "Chunks differ in length: add up what each `exchange` returned.",
+        sum(lengths) * size
+        - lengths[(rank + 1) % p] * size: "That is what it received: what it sent is asked for.",
+        (p - 1)
+        * lengths[rank]
+        * size: "Chunks differ in length: add up what each `exchange` returned.",
+        (p - 1)
+        * lengths[0]
+        * size: "Chunks differ in length: add up what each `exchange` returned.",
         p - 1: "That is the number of steps. `exchange` returns the bytes of one: add these up.",
-        sent // size: f"That counts numbers, and each has {size} bytes. `exchange` returns bytes: add these up.",
+        sent // size: (
+            f"That counts numbers, and each has {size} bytes. `exchange` returns bytes: add"
+            " these up."
+        ),
     }
     raise Mistake(
         f"{run}, the chunks are right, but rank {rank} returned {got:g}; it sent {sent} bytes.",
@@ -248,14 +297,26 @@ def _wrong_gather(run: str, values: list[list[int]], p: int, n: int) -> Mistake:
         cause = "In this half nothing is added: a complete chunk replaces the other."
     elif at := found(lambda rank, value: value in unfinished and value != _unfinished(rank)):
         source = -values[at[0]][at[1]] // 100 - 1
-        symptom = f"{run}, rank {at[0]} received chunk {chunk_of[at[1]]} as it was on rank {source}, unfinished."
-        cause = "First a rank sends its complete chunk, `(rank + 1) % p`; later, the one it received last."
+        symptom = (
+            f"{run}, rank {at[0]} received chunk {chunk_of[at[1]]} as it was on rank {source},"
+            " unfinished."
+        )
+        cause = (
+            "First a rank sends its complete chunk, `(rank + 1) % p`; later, the one it received"
+            " last."
+        )
     elif at := found(lambda rank, value: value in right):
         symptom = f"{run}, chunk {chunk_of[at[1]]} of rank {at[0]} holds numbers of another chunk."
-        cause = "The chunk that a rank receives into must have the same index as the one its left neighbour sends."
+        cause = (
+            "The chunk that a rank receives into must have the same index as the one its left"
+            " neighbour sends."
+        )
     else:
         rank, i = wrong[0]
-        symptom = f"{run}, chunk {chunk_of[i]} is still unfinished on rank {rank}: nothing was received into it."
+        symptom = (
+            f"{run}, chunk {chunk_of[i]} is still unfinished on rank {rank}: nothing was received"
+            " into it."
+        )
         cause = f"There are p - 1 steps. {_IN_PLACE}"
     return Mistake(symptom, cause, example)
 
@@ -339,7 +400,8 @@ def even_ranks_send_first(rank: int) -> int:
 
 
 def contributions(rank: int, *halves: Half) -> list[int]:
-    """Run halves of a ring all-reduce in which rank r contributes 10^r to each chunk; return the chunks.
+    """Run halves of a ring all-reduce in which rank r contributes 10^r to each chunk; return the
+    chunks.
 
     So 111 is the complete sum of three ranks, and 101 lacks the part of rank 1.
     """
@@ -350,12 +412,14 @@ def contributions(rank: int, *halves: Half) -> list[int]:
     return x.tolist()
 
 
-def added_up(rank: int, n_bytes: int, reduce_scatter: Callable[[Sequence[Tensor], int, int], int]) -> tuple[bool, int]:
+def added_up(
+    rank: int, n_bytes: int, reduce_scatter: Callable[[Sequence[Tensor], int, int], int]
+) -> tuple[bool, int]:
     """All-reduce a float32 tensor in a ring: the half given, then the course's own all-gather.
 
     Returns:
-        Whether the sum is that of ``dist.all_reduce``, and the bytes that this rank sent. The entries are small whole
-        numbers, whose sums are exact in any order.
+        Whether the sum is that of ``dist.all_reduce``, and the bytes that this rank sent. The
+        entries are small whole numbers, whose sums are exact in any order.
     """
     p = dist.get_world_size()
     x = torch.arange(n_bytes // 4, dtype=torch.float32) % 1000 * (rank + 1)

@@ -35,7 +35,11 @@ _Shards = list[tuple[Tensor, Tensor | None]]
 def _grade_shard_linear(answer: Answer) -> None:
     sizes = ((6, 4, 2), (4, 6, 2), (9, 6, 3), (4, 4, 4), (3, 5, 1))
     cuts = [(how, *size) for how in ("column", "row") for size in sizes]
-    rows = [(*_layer(n_out, n_in)[:2], how, rank, n) for how, n_out, n_in, n in cuts for rank in range(n)]
+    rows = [
+        (*_layer(n_out, n_in)[:2], how, rank, n)
+        for how, n_out, n_in, n in cuts
+        for rank in range(n)
+    ]
     values = iter(answer.calls(rows))
     for how, n_out, n_in, n in cuts:
         what = f'shard_linear(weight, bias, "{how}", rank, {n})'
@@ -48,17 +52,28 @@ def _grade_shard_linear(answer: Answer) -> None:
 def _layer(n_out: int, n_in: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weight, bias and three inputs."""
     seeded = torch.Generator().manual_seed(n_out)
-    weight, bias, x = (torch.randint(-9, 10, shape, generator=seeded) for shape in ((n_out, n_in), (n_out,), (3, n_in)))
+    weight, bias, x = (
+        torch.randint(-9, 10, shape, generator=seeded)
+        for shape in ((n_out, n_in), (n_out,), (3, n_in))
+    )
     return weight.double(), bias.double() + 0.5, x.double()
 
 
 def _read_shard(value: Any, what: str) -> tuple[Tensor, Tensor | None]:
     if isinstance(value, Tensor):
-        raise Mistake(f"`{what}` is one tensor; (weight, bias) is asked for.", "Return both, or `None` for no bias.")
+        raise Mistake(
+            f"`{what}` is one tensor; (weight, bias) is asked for.",
+            "Return both, or `None` for no bias.",
+        )
     weight, bias = expect_list(value, what, 2)
     if isinstance(bias, Tensor) and bias.dim() == 2:
-        raise Mistake(f"`{what}[1]` is a matrix; a bias has one number for each output.", "The weight comes first.")
-    return expect_tensor(weight, f"{what}[0]"), None if bias is None else expect_tensor(bias, f"{what}[1]")
+        raise Mistake(
+            f"`{what}[1]` is a matrix; a bias has one number for each output.",
+            "The weight comes first.",
+        )
+    return expect_tensor(weight, f"{what}[0]"), (
+        None if bias is None else expect_tensor(bias, f"{what}[1]")
+    )
 
 
 def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str) -> None:
@@ -80,14 +95,23 @@ def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str)
             raise Mistake(f"{given} rank {rank} has a weight of {spelled}, not {wanted}.", cause)
         if bias is not None and tuple(bias.shape) != want[:1]:
             cause = (
-                "A bias has one number for each output, and this rank makes only some of the outputs: cut it alike."
+                "A bias has one number for each output, and this rank makes only some of the"
+                " outputs: cut it alike."
                 if how == "column"
-                else "Every rank makes all outputs, each a part of a sum: the bias has to stay as long as these."
+                else (
+                    "Every rank makes all outputs, each a part of a sum: the bias has to stay as"
+                    " long as these."
+                )
             )
-            raise Mistake(f"{given} rank {rank} makes {want[0]} outputs and has {tuple(bias.shape)} biases.", cause)
+            raise Mistake(
+                f"{given} rank {rank} makes {want[0]} outputs and has {tuple(bias.shape)} biases.",
+                cause,
+            )
 
 
-def _judge_product(shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tensor], given: str) -> None:
+def _judge_product(
+    shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tensor], given: str
+) -> None:
     (weight, bias, x), n, by_row = layer, len(shards), how == "row"
     shards = [(w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in shards]
     whole = linear(x, weight, bias)
@@ -113,7 +137,9 @@ def _judge_product(shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tenso
         )
     )  # fmt: skip
     row = int((found - whole).abs().sum(-1).argmax())
-    right, yours = (", ".join(f"{number:g}" for number in each[row].tolist()) for each in (whole, found))
+    right, yours = (
+        ", ".join(f"{number:g}" for number in each[row].tolist()) for each in (whole, found)
+    )
     how_joined = "added up" if by_row else "side by side"
     symptom = f"{given} the ranks' outputs, {how_joined}, are not those of the whole layer."
     raise Mistake(symptom, cause, f"row {row}: whole {right}, yours {yours}")
@@ -161,26 +187,32 @@ def _grade_enter(answer: Answer) -> None:
             raise Mistake(
                 "The gradient of x is wrong.",
                 why((torch.allclose(gradient, wrong), cause) for wrong, cause in rules),
-                f"norms over that of the right gradient from the block: yours {yours:.3f}, the difference {away:.3f}",
+                f"norms over that of the right gradient from the block: yours {yours:.3f}, the"
+                f" difference {away:.3f}",
             )
         if spoiled:
             raise Mistake(
                 "The sum is right, but it is written into the tensor that backward was given.",
-                "Autograd may have given the same tensor to another branch, such as the residual: sum a clone.",
+                "Autograd may have given the same tensor to another branch, such as the residual:"
+                " sum a clone.",
             )
 
 
 def _entered_on_rank(rank: int, fn: Callable[..., Any]) -> tuple[Tensor, bool]:
     """The gradient of x, which the block and a branch beside it have used; and whether backward's was overwritten."""
     groups = [dist.new_group(list(range(first, first + _TP))) for first in range(0, _N_RANKS, _TP)]
-    group, x = groups[rank // _TP], torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
+    group, x = (
+        groups[rank // _TP],
+        torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_(),
+    )
     with watched_traffic() as traffic:
         here = fn(x, group)
     expect_tensor(here, "enter(x, group)", tuple(x.shape))
     if traffic.collectives and torch.allclose(here, _TP * x):
         raise Mistake(
             "In forward the ranks' inputs come out added up.",
-            "They all hold the same x: the sum belongs in backward. A sum in forward is what `Leave` is for.",
+            "They all hold the same x: the sum belongs in backward. A sum in forward is what"
+            " `Leave` is for.",
         )
     if not torch.equal(here, x):
         raise Mistake("`enter(x, group)` is not equal to x.", "Forward changes nothing.")
@@ -188,7 +220,9 @@ def _entered_on_rank(rank: int, fn: Callable[..., Any]) -> tuple[Tensor, bool]:
         cause = "Forward needs no message: every rank has x already."
         raise Mistake(f"Forward begins {', '.join(traffic.collectives)}.", cause)
     if not here.requires_grad:
-        cause = "`detach`, `torch.no_grad` or a new tensor cuts x off from what the block made of it."
+        cause = (
+            "`detach`, `torch.no_grad` or a new tensor cuts x off from what the block made of it."
+        )
         raise Mistake("After backward x has no gradient.", cause)
     ((here * _gradient(rank)).sum() + (x * _gradient(_BESIDE)).sum()).backward()
     given = torch.ones_like(x)
@@ -231,21 +265,35 @@ _WRONG_PP = (
 )  # fmt: skip
 
 
-_SIZES = [(1, 1000, 1, 2), (4, 1000, 8, 2), (4, 1200, 3, 4), (7, 64, 5, 8), (3, 500, 2, 1), (3, 1001, 1, 4)]
+_SIZES = [
+    (1, 1000, 1, 2),
+    (4, 1000, 8, 2),
+    (4, 1200, 3, 4),
+    (7, 64, 5, 8),
+    (3, 500, 2, 1),
+    (3, 1001, 1, 4),
+]
 
 
 def _sent(index: int, wrongs: Sequence[tuple[Callable[..., float], str]]) -> Formula:
     """Of one entry of the answer."""
-    swapped = (lambda *case: sent_bytes(*case)[1 - index], "The two have changed places: tensor parallel comes first.")
+    swapped = (
+        lambda *case: sent_bytes(*case)[1 - index],
+        "The two have changed places: tensor parallel comes first.",
+    )
     return Formula(
         lambda *case: sent_bytes(*case)[index],
         _SIZES,
         (swapped, *wrongs),
         (
-            "Each microbatch crosses the stage's two ends: an activation down and a gradient up, both whole."
+            "Each microbatch crosses the stage's two ends: an activation down and a gradient up,"
+            " both whole."
             if index
-            else "A layer has two blocks, each with one all-reduce in forward and one in backward; each of these sends "
-            "2 (tp - 1) / tp of the activation, for every microbatch and layer."
+            else (
+                "A layer has two blocks, each with one all-reduce in forward and one in backward;"
+                " each of these sends 2 (tp - 1) / tp of the activation, for every microbatch and"
+                " layer."
+            )
         ),
         read=lambda value, call: expect_number(expect_list(value, call[:-3], 2)[index], call),
         call=lambda *case: f"{written_call('sent_bytes', *case)}[{index}]",
@@ -286,7 +334,9 @@ def _read_groups(value: Any, call: str) -> tuple[list[int], ...]:
     """In any order."""
     groups = []
     for i, row in enumerate(expect_list(value, call, 2)):
-        ranks = expect_list(list(row) if isinstance(row, range | set | frozenset) else row, f"{call}[{i}]")
+        ranks = expect_list(
+            list(row) if isinstance(row, range | set | frozenset) else row, f"{call}[{i}]"
+        )
         groups.append(sorted(expect_int(rank, f"{call}[{i}][{j}]") for j, rank in enumerate(ranks)))
     return tuple(groups)
 
@@ -295,13 +345,15 @@ _GRADE_NEIGHBOURS = Formula(
     neighbours,
     [(rank, *size) for size in _MESH_SIZES for rank in range(size[0] * size[1])],
     _WRONG_GROUPS,
-    "Rank = stage × tp + place: its tensor-parallel group has its stage and every place, its pipeline every "
-    "stage and its place.",
+    "Rank = stage × tp + place: its tensor-parallel group has its stage and every place, its"
+    " pipeline every stage and its place.",
     read=_read_groups,
 )
 
 
-def whole_norm(cut: list[torch.Tensor], copied: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+def whole_norm(
+    cut: list[torch.Tensor], copied: list[torch.Tensor], mesh: DeviceMesh
+) -> torch.Tensor:
     """The norm of the whole model's gradient, from this rank's: parts, and copies that all ranks of the stage have."""
     total = torch.stack([g.square().sum() for g in cut]).sum()
     dist.all_reduce(total, group=mesh.get_group("tp"))
@@ -311,7 +363,9 @@ def whole_norm(cut: list[torch.Tensor], copied: list[torch.Tensor], mesh: Device
 
 
 _COPIES = "total += torch.stack([g.square().sum() for g in copied]).sum()"
-_OVER_TP, _OVER_PP = (f'dist.all_reduce(total, group=mesh.get_group("{dimension}"))' for dimension in ("tp", "pp"))
+_OVER_TP, _OVER_PP = (
+    f'dist.all_reduce(total, group=mesh.get_group("{dimension}"))' for dimension in ("tp", "pp")
+)
 _WITH_THE_CUT = (("in cut]", "in cut + copied]"), (_COPIES, "pass"))
 _THREE_FOUR_FIVE = "Norms do not add up, their squares do: 3 and 4 make 5."
 
@@ -337,8 +391,8 @@ _WRONG_NORMS = (
 )  # fmt: skip
 
 _ONCE = (
-    "Every weight counts once: sum the squares of `cut` over `tp`, add those of this rank's `copied`, sum that over "
-    "`pp`, and take the root last, the same on every rank."
+    "Every weight counts once: sum the squares of `cut` over `tp`, add those of this rank's"
+    " `copied`, sum that over `pp`, and take the root last, the same on every rank."
 )
 _MESHES = ((2, 2), (4, 1), (1, 4))
 
@@ -347,27 +401,39 @@ def _grade_whole_norm(answer: Answer) -> None:
     ranks = answer.on_ranks(_N_RANKS, _norms_on_rank, [whole_norm])
     for index, (pp, tp) in enumerate(_MESHES):
         where = f"pp × tp = {pp} × {tp}"
-        found = [expect_number(norms[index][-1], f"whole_norm on a mesh of {where}") for norms in ranks]
+        found = [
+            expect_number(norms[index][-1], f"whole_norm on a mesh of {where}") for norms in ranks
+        ]
         right = ranks[0][index][0]
         if all(close(norm, right) for norm in found):
             continue
         known = answer.on_ranks(_N_RANKS, _norms_on_rank, [formula for formula, _ in _WRONG_NORMS])
         causes = [
-            (all(close(norm, wrong[index][i]) for norm, wrong in zip(found, known, strict=True)), cause)
+            (
+                all(close(norm, wrong[index][i]) for norm, wrong in zip(found, known, strict=True)),
+                cause,
+            )
             for i, (_, cause) in enumerate(_WRONG_NORMS)
         ]
         if all(close(norm, found[0]) for norm in found):
             symptom = f"With {where} every rank says {found[0]:.8g}; the norm is {right:.8g}."
         else:
             per_rank = ", ".join(f"{norm:.8g}" for norm in found)
-            symptom = f"With {where} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
+            symptom = (
+                f"With {where} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
+            )
         raise Mistake(symptom, why(causes, _ONCE))
 
 
-def _norms_on_rank(rank: int, fn: Callable[..., Any], others: Sequence[Callable[..., Tensor]]) -> list[list[Any]]:
+def _norms_on_rank(
+    rank: int, fn: Callable[..., Any], others: Sequence[Callable[..., Tensor]]
+) -> list[list[Any]]:
     """For each mesh what the others say, which come first so that no answer disturbs them, and last the answer."""
     held = [
-        (*_gradients(*divmod(rank, tp)), init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp")))
+        (
+            *_gradients(*divmod(rank, tp)),
+            init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp")),
+        )
         for pp, tp in _MESHES
     ]
     norms: list[list[Any]] = [[float(other(*each)) for other in others] for each in held]
@@ -383,7 +449,10 @@ def _gradients(stage: int, place: int) -> tuple[list[Tensor], list[Tensor]]:
 
     def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [(1 + stage) * torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+        return [
+            (1 + stage) * torch.randn(shape, dtype=torch.float64, generator=generator)
+            for shape in shapes
+        ]
 
     return drawn(10 * stage + place, (4, 3), (3, 4)), drawn(100 + stage, (5,), (3,))
 

@@ -17,7 +17,13 @@ from torch.nn.functional import gelu, linear, mse_loss, pad
 from course_pp.exercises.tp_pp.exercises import enter
 from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, Transformer, layer_costs
-from course_pp.parallel import CollectiveCounter, DistributedConfig, count_collectives, predict_collectives, wire_factor
+from course_pp.parallel import (
+    CollectiveCounter,
+    DistributedConfig,
+    count_collectives,
+    predict_collectives,
+    wire_factor,
+)
 from course_pp.runtime import EmulatedCluster
 from course_pp.schedule import Costs, Timeline, build
 
@@ -61,7 +67,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:
             return x + self.down(gelu(self.up(self.norm(x))))
-        return x + Leave.apply(self.down(gelu(self.up(enter(self.norm(x), self.group)))), self.group)
+        return x + Leave.apply(
+            self.down(gelu(self.up(enter(self.norm(x), self.group)))), self.group
+        )
 
 
 def whole_model() -> nn.Sequential:
@@ -72,7 +80,9 @@ def whole_model() -> nn.Sequential:
 
 def batch() -> Tensor:
     """Inputs and targets of 8 rows of 16 tokens, 32 wide, stacked."""
-    return torch.randn(2, 8, 16, _DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.randn(
+        2, 8, 16, _DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def cut(blocks: nn.Sequential, group: dist.ProcessGroup | None) -> nn.Sequential:
@@ -93,7 +103,8 @@ def exchanges_of_plans(n_ranks: int = 2) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a tensor-parallel step of four blocks sends, and how far its gradients are from one process.
+    """What a tensor-parallel step of four blocks sends, and how far its gradients are from one
+    process.
 
     Attributes:
         sums, n_bytes: all-reduces that a rank begins, and bytes of one of them.
@@ -109,8 +120,8 @@ class Traffic:
 
     def __str__(self) -> str:
         return (
-            f"tp = {self.n_ranks}: {self.sums} all-reduces of {self.n_bytes:,} bytes, a rank sends {self.sent:,.0f}; "
-            f"gradients off by {self.largest:.0e}"
+            f"tp = {self.n_ranks}: {self.sums} all-reduces of {self.n_bytes:,} bytes, a rank sends"
+            f" {self.sent:,.0f}; gradients off by {self.largest:.0e}"
         )
 
 
@@ -119,7 +130,10 @@ def tensor_parallel_step(n_ranks: int) -> Traffic:
     ranks = on_ranks(n_ranks, _tensor_parallel)
     _, right = _of_one_process()
     tally = ranks[0][0]["world", "all_reduce"]
-    differences = [largest_difference(found, _parts(right, rank, n_ranks)) for rank, (_, found) in enumerate(ranks)]
+    differences = [
+        largest_difference(found, _parts(right, rank, n_ranks))
+        for rank, (_, found) in enumerate(ranks)
+    ]
     sent = wire_factor("all_reduce", n_ranks) * tally.n_bytes
     return Traffic(n_ranks, tally.number, tally.n_bytes // tally.number, sent, max(differences))
 
@@ -128,7 +142,12 @@ def step_bytes(config: ModelConfig, pp: int, tp: int) -> dict[str, float]:
     """Bytes that rank 0 sends in a step, by kind: 8 microbatches of one sequence of 4,096 tokens in bfloat16."""
     layout = DistributedConfig(pp=pp, tp=tp, dp_shard=1)
     counts = predict_collectives(
-        config, layout, batch_size=1, seq_len=_SEQ_LEN, n_microbatches=_N_MICROBATCHES, dtype=torch.bfloat16
+        config,
+        layout,
+        batch_size=1,
+        seq_len=_SEQ_LEN,
+        n_microbatches=_N_MICROBATCHES,
+        dtype=torch.bfloat16,
     )[0]
     sums = wire_factor("all_reduce", tp) * counts["tp", "all_reduce"].n_bytes
     return {"tensor parallel": sums, "pipeline": counts["pp", "send"].n_bytes}
@@ -151,12 +170,18 @@ class StepOnLinks:
     timeline: Timeline
 
     def __str__(self) -> str:
-        compute, sums, message = (1e3 * each for each in (self.compute_s, self.sums_s, self.message_s))
-        return f"a forward computes {compute:.1f} ms and sums {sums:.1f} ms; a message takes {message:.1f} ms"
+        compute, sums, message = (
+            1e3 * each for each in (self.compute_s, self.sums_s, self.message_s)
+        )
+        return (
+            f"a forward computes {compute:.1f} ms and sums {sums:.1f} ms; a message takes"
+            f" {message:.1f} ms"
+        )
 
 
 def step_on_links(config: ModelConfig, tp_link: float, pp_link: float, flops: float) -> StepOnLinks:
-    """Simulate 8 microbatches of 4,096 tokens in bfloat16 on 2 stages × 8 ranks; embedding and head left out.
+    """Simulate 8 microbatches of 4,096 tokens in bfloat16 on 2 stages × 8 ranks; embedding and head
+    left out.
 
     Args:
         tp_link: bytes a second that a rank sends to its tensor-parallel neighbour.
@@ -215,7 +240,9 @@ def cosine(one: Gradients, other: Gradients) -> float:
 def clip_by_stage(stages: tuple[Gradients, ...], limit: float) -> dict[str, Tensor]:
     """Scale each stage's gradients down to ``limit`` by its own norm, which is wrong, and merge them."""
     factors = [min(1.0, limit / norm_of(stage)) for stage in stages]
-    return {name: f * g for f, stage in zip(factors, stages, strict=True) for name, g in stage.items()}
+    return {
+        name: f * g for f, stage in zip(factors, stages, strict=True) for name, g in stage.items()
+    }
 
 
 def norms_by(norm: Callable[..., Tensor]) -> list[float]:
@@ -239,7 +266,10 @@ def _no_sum_in_backward(block: Block, x: Tensor, group: dist.ProcessGroup) -> Te
     return x + Leave.apply(linear(gelu(linear(block.norm(x), up)), down), group)
 
 
-PATIENTS: dict[str, Callable[[Any, Tensor, Any], Tensor]] = {"A": _row_first, "B": _no_sum_in_backward}
+PATIENTS: dict[str, Callable[[Any, Tensor, Any], Tensor]] = {
+    "A": _row_first,
+    "B": _no_sum_in_backward,
+}
 """Forwards ``(block, x, group)`` of a whole block, of whose weights each uses its rank's parts. All of them are ill."""
 
 
@@ -251,9 +281,15 @@ def examine(forward: Callable[..., Tensor]) -> str:
     for kind in ("norm", "up", "down"):
         names = [name for name in right if f".{kind}.w" in name]
         found = {name: zero[name] if kind == "norm" else zero[name] + one[name] for name in names}
-        verdicts = ["right" if torch.allclose(found[name], right[name]) else "wrong" for name in names]
-        alike = "" if all(zero[name].equal(one[name]) for name in names) else "; the two ranks differ"
-        rows.append(f"  {kind:4} of blocks 0 to 3: {', '.join(verdicts)}{alike if kind == 'norm' else ''}")
+        verdicts = [
+            "right" if torch.allclose(found[name], right[name]) else "wrong" for name in names
+        ]
+        alike = (
+            "" if all(zero[name].equal(one[name]) for name in names) else "; the two ranks differ"
+        )
+        rows.append(
+            f"  {kind:4} of blocks 0 to 3: {', '.join(verdicts)}{alike if kind == 'norm' else ''}"
+        )
     return "\n".join(rows)
 
 
@@ -278,7 +314,9 @@ def _count_plans(rank: int) -> dict[str, int]:
     x, a, b = (torch.randn(16, 16, dtype=torch.float64, generator=seeded) for _ in range(3))
     n, whole, numbers = dist.get_world_size(), gelu(x @ a) @ b, {}
 
-    def product_of(left: Tensor, matrix: Tensor, how: str, left_is_cut: bool, stays_cut: bool) -> Tensor:
+    def product_of(
+        left: Tensor, matrix: Tensor, how: str, left_is_cut: bool, stays_cut: bool
+    ) -> Tensor:
         if how == "column":
             part = left @ matrix.chunk(n, dim=1)[rank]
             if stays_cut:
@@ -320,7 +358,9 @@ def _patient_on_rank(rank: int, forward: Callable[..., Tensor]) -> tuple[float, 
 def _norm_on_rank(rank: int, norm: Callable[..., Tensor]) -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     stage, place = divmod(rank, 2)
-    mine = {name: g for name, g in _of_one_process()[1].items() if int(name.split(".")[0]) // 2 == stage}
+    mine = {
+        name: g for name, g in _of_one_process()[1].items() if int(name.split(".")[0]) // 2 == stage
+    }
     parts = _parts(mine, place, 2)
     cut_ones = [g for name, g in parts.items() if ".norm." not in name]
     copied = [g for name, g in parts.items() if ".norm." in name]

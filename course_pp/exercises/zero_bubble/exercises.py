@@ -16,7 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Findings, Outcome, Seat, Wrong, judge_gradients, same
+from course_pp.exercises.bench import (
+    TOLERANCE,
+    Bench,
+    Findings,
+    Outcome,
+    Seat,
+    Wrong,
+    judge_gradients,
+    same,
+)
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_number
 from course_pp.exercises.formula import Formula, flawed, why
@@ -28,7 +37,9 @@ from course_pp.runtime.stage import Stage
 from course_pp.schedule import Action, Costs, Overlap, Schedule, build
 from course_pp.schedule.schedule import looped
 
-_W_BEFORE_I = "W of a microbatch comes after its I, which leaves the gradients of each layer's output behind."
+_W_BEFORE_I = (
+    "W of a microbatch comes after its I, which leaves the gradients of each layer's output behind."
+)
 _LACKING = {
     "F": "The warm-up and the steady state together do every forward.",
     "I": "After the last forward come the input gradients that are left: the drain.",
@@ -54,7 +65,14 @@ def _grade_order(answer: Answer) -> None:
     values = iter(answer.calls([(rank, p, m) for p, m in sizes for rank in range(p)]))
     for p, m in sizes:
         rows = [_read_h1(next(values), rank, p, m) for rank in range(p)]
-        judge_orders(f"With p={p} and m={m}", rows, build("zb_h1", p, m), _why_impossible, _why_so_many, _why_slow)
+        judge_orders(
+            f"With p={p} and m={m}",
+            rows,
+            build("zb_h1", p, m),
+            _why_impossible,
+            _why_so_many,
+            _why_slow,
+        )
 
 
 def _read_h1(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
@@ -62,11 +80,16 @@ def _read_h1(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
         if action.kind == "B":
             return "A whole backward: here it is split into `I`, and later `W`."
         if action.kind == "U" or action.stage != rank:
-            return f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}I0`, `{rank}W0` and so on."
+            return (
+                f"Rank {rank} holds stage {rank}: its actions are `{rank}F0`, `{rank}I0`,"
+                f" `{rank}W0` and so on."
+            )
         return f"The microbatches are 0 to {m - 1}."
 
     what = f"order_zb_h1({rank}, {p}, {m})"
-    return read_order(value, what, order_zb_h1(rank, p, m), foreign, lambda a: _LACKING[a.kind], _why_repeated)[0]
+    return read_order(
+        value, what, order_zb_h1(rank, p, m), foreign, lambda a: _LACKING[a.kind], _why_repeated
+    )[0]
 
 
 def _why_repeated(action: Action) -> str:
@@ -78,7 +101,10 @@ def _why_repeated(action: Action) -> str:
 def _why_impossible(orders: Orders) -> str:
     if any(_has_early_w(row) for row in orders.rows):
         return _W_BEFORE_I
-    return "F and I go as in 1F1B: a warm-up of `p - 1 - rank` forwards, then F and I in turn, oldest first."
+    return (
+        "F and I go as in 1F1B: a warm-up of `p - 1 - rank` forwards, then F and I in turn, oldest"
+        " first."
+    )
 
 
 def _has_early_w(row: Sequence[Action]) -> bool:
@@ -89,12 +115,15 @@ def _has_early_w(row: Sequence[Action]) -> bool:
 def _why_so_many(orders: Orders) -> str:
     kinds = _kinds(orders.rows[orders.rank])
     if kinds.index("I") > len(orders.rows) - orders.rank:
-        return "The warm-up is that of 1F1B: `p - 1 - rank` forwards, and one more in the steady state."
+        return (
+            "The warm-up is that of 1F1B: `p - 1 - rank` forwards, and one more in the steady"
+            " state."
+        )
     if "F" not in kinds[kinds.index("W") :]:
         return "All W's come after the last F. A W gives back a place that a later forward needs."
     return (
-        "It puts off too many W's. With `p - rank` microbatches between F and I, room is left for `rank` that wait for "
-        "their W."
+        "It puts off too many W's. With `p - rank` microbatches between F and I, room is left for"
+        " `rank` that wait for their W."
     )
 
 
@@ -207,7 +236,8 @@ def _grade_place_weights(answer: Answer) -> None:
         for p, m in ((4, 8), (3, 7), (2, 3))
         for name, room in (("zb_h1", p), ("zb_h1", p + 1), ("zb_h2", 2 * p - 1), ("zb_h1", 2 * m))
     ]
-    # After two I's come two F's: who looks only after an I whether the room is full makes one place of two.
+    # After two I's come two F's: who looks only after an I whether the room is full makes one place
+    # of two.
     doubled = [
         [Action(a.stage, a.kind, 2 * a.microbatch + half) for a in order for half in (0, 1)]
         for order in _without_w(build("zb_h1", 3, 4))
@@ -216,16 +246,26 @@ def _grade_place_weights(answer: Answer) -> None:
     values = iter(answer.calls([(order, room) for _, given, room in cases for order in given]))
     for what, given, room in cases:
         rows = [_read_placed(next(values), order, room) for order in given]
-        best = Schedule("best", looped(len(given)), tuple(tuple(place_weights(order, room)) for order in given))
+        best = Schedule(
+            "best", looped(len(given)), tuple(tuple(place_weights(order, room)) for order in given)
+        )
         case = f"With {what}, p={len(given)} and room for {room}"
-        judge_orders(case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2)))
+        judge_orders(
+            case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2))
+        )
 
 
 def _without_w(schedule: Schedule) -> list[list[Action]]:
-    return [[part for action in row for part in action.parts if part.kind != "W"] for row in schedule.actions]
+    return [
+        [part for action in row for part in action.parts if part.kind != "W"]
+        for row in schedule.actions
+    ]
 
 
-_CROWDED = "Where the room is used up, the forward that comes next needs the place of a W: do the oldest first."
+_CROWDED = (
+    "Where the room is used up, the forward that comes next needs the place of a W: do the oldest"
+    " first."
+)
 
 
 def _read_placed(value: Any, order: list[Action], room: int) -> tuple[Action, ...]:
@@ -238,7 +278,9 @@ def _read_placed(value: Any, order: list[Action], room: int) -> tuple[Action, ..
     what = f"place_weights(…, {room})"
     alien = "Only W's are put in: one for each I, with its stage and its microbatch."
     as_it_was = "Others wait for each F and each I: leave them all, and in their order."
-    row, example = read_order(value, what, place_weights(order, room), lambda _: alien, lacking, repeated)
+    row, example = read_order(
+        value, what, place_weights(order, room), lambda _: alien, lacking, repeated
+    )
     if [action for action in row if action.kind != "W"] != order:
         example = f"The order was `{' '.join(map(str, order))}`.\n{example}"
         raise Mistake(f"`{what}` changes the order of F and I.", as_it_was, example)
@@ -267,7 +309,11 @@ def choose_schedule(
     points: dict[str, tuple[float, float]], state: float, activation: float, budget: float
 ) -> str | None:
     """The schedule with the smallest bubble that fits, or None."""
-    fitting = [(bubble, held, name) for name, (held, bubble) in points.items() if state + held * activation <= budget]
+    fitting = [
+        (bubble, held, name)
+        for name, (held, bubble) in points.items()
+        if state + held * activation <= budget
+    ]
     return min(fitting)[2] if fitting else None
 
 
@@ -289,7 +335,9 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
 ]
 
 
-_LESS_MEMORY = "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
+_LESS_MEMORY = (
+    "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
+)
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
 _NEEDED, _FITS = "state + held * activation", " if state + held * activation <= budget"
 _LEAST = "(bubble, held, name) for"
@@ -315,7 +363,9 @@ _WRONG_CHOICES = (
 def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
     points, state, activation, budget = case
     if got is None:
-        return f"{best} fits: return a name wherever `state + held * activation` is within the budget."
+        return (
+            f"{best} fits: return a name wherever `state + held * activation` is within the budget."
+        )
     if not isinstance(got, str) or got not in points:
         return "That is no schedule of those: return a name, or None."
     if state + points[got][0] * activation > budget:
@@ -323,19 +373,27 @@ def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
     if state + points[best or ""][0] * activation == budget:
         return "What needs exactly the budget fits: `<=`."
     if points[got][1] == points[best or ""][1]:
-        return "Of equal bubbles take the one that holds less: on the picture, the point further to the left."
+        return (
+            "Of equal bubbles take the one that holds less: on the picture, the point further to"
+            " the left."
+        )
     return _LESS_MEMORY
 
 
 def _what_they_need(case: tuple[Any, ...], got: Any, best: str | None) -> str:
     points, state, activation, _ = case
     needs = [
-        f"{name} needs {state} + {points[name][0]} × {activation} = {state + points[name][0] * activation:g}, and its "
-        f"bubble is {points[name][1]}."
+        f"{name} needs {state} + {points[name][0]} × {activation} ="
+        f" {state + points[name][0] * activation:g}, and its bubble is {points[name][1]}."
         for name in (got, best)
         if isinstance(name, str) and name in points
     ]
-    return "\n".join([*needs, f"The points were {', '.join(f'{name} {point}' for name, point in points.items())}."])
+    return "\n".join(
+        [
+            *needs,
+            f"The points were {', '.join(f'{name} {point}' for name, point in points.items())}.",
+        ]
+    )
 
 
 _GRADE_CHOICE = Formula(
@@ -344,14 +402,19 @@ _GRADE_CHOICE = Formula(
     _WRONG_CHOICES,
     _why_chosen,
     read=lambda value, call: value,
-    call=lambda points, state, activation, budget: f"choose_schedule(…, {state}, {activation}, {budget})",
+    call=lambda points, state, activation, budget: (
+        f"choose_schedule(…, {state}, {activation}, {budget})"
+    ),
     example=_what_they_need,
 )
 
 
 def gradient_norm(stage: nn.Module) -> float:
     """The norm of all gradients there are, of all ranks: what clipping asks for. Call it on every rank at once."""
-    squares = sum((p.grad.double().square().sum() for p in stage.parameters() if p.grad is not None), torch.tensor(0.0))
+    squares = sum(
+        (p.grad.double().square().sum() for p in stage.parameters() if p.grad is not None),
+        torch.tensor(0.0),
+    )
     total = squares.double().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -359,7 +422,11 @@ def gradient_norm(stage: nn.Module) -> float:
 
 
 def healed_split_step(
-    stage: nn.Module, microbatches: list[torch.Tensor], targets: list[torch.Tensor], loss_fn: nn.Module, link: Link
+    stage: nn.Module,
+    microbatches: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    loss_fn: nn.Module,
+    link: Link,
 ) -> float:
     """One step of ZB-H1 on this rank, which receives into slots that it uses again; returns the norm."""
     m, ahead = len(microbatches), link.n_ranks - 1 - link.rank
@@ -410,7 +477,9 @@ def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
     def count(*_: object) -> None:
         if not places:
             storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor]
-            places.append(len({storage.data_ptr() for storage in storages if storage.nbytes() == size}))
+            places.append(
+                len({storage.data_ptr() for storage in storages if storage.nbytes() == size})
+            )
 
     gc.freeze()  # what was there before is not looked at
     seat.stages[0].register_forward_pre_hook(count)
@@ -420,8 +489,8 @@ def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
 BENCH = Bench(_call)
 _SIZES = {4: (8, 2), 3: (5,), 2: (1, 3)}
 _OUT_OF_SLOTS = (
-    "If it is `free` that is empty: a slot is in use from its F until its W, so more are in use at once than before. "
-    "1F1B lets every rank hold `min(m, p)`."
+    "If it is `free` that is empty: a slot is in use from its F until its W, so more are in use at"
+    " once than before. 1F1B lets every rank hold `min(m, p)`."
 )
 
 
@@ -438,30 +507,45 @@ def _grade_healed_step(answer: Answer) -> None:
 
 def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
     p, (_, expected) = len(ranks), BENCH.one_process(m)
-    missing = "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
-    judge_gradients(where, ranks, expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p))
+    missing = (
+        "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
+    )
+    judge_gradients(
+        where, ranks, expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p)
+    )
     norm = _norm(expected)
     for rank, outcome in enumerate(ranks):
         found = expect_number(outcome.returned[0], f"healed_split_step(…) on rank {rank}")
         if not close(found, norm, TOLERANCE):
-            symptom = f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and not {norm:.6g}."
+            symptom = (
+                f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and"
+                f" not {norm:.6g}."
+            )
             raise Mistake(symptom, "It is of all gradients: take it after the last W.")
     if p > m:
         return
     for rank, outcome in enumerate(ranks):
         if "W" in "".join(outcome.events.split("F")[:p]):
-            symptom = f"{where} the gradients are right, but rank {rank} has done a W before its forward {p - 1}."
-            cause = f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as before."
+            symptom = (
+                f"{where} the gradients are right, but rank {rank} has done a W before its forward"
+                f" {p - 1}."
+            )
+            cause = (
+                f"That W delays an I that rank {rank - 1} waits for. Let `rank` of them wait, as"
+                " before."
+            )
             raise Mistake(symptom, cause)
-        # Of those in use at once one more is let pass: a name may keep an input until it names the next one.
+        # Of those in use at once one more is let pass: a name may keep an input until it names the
+        # next one.
         slots = outcome.returned[1]
         if rank and (slots > p or outcome.places > p + 1):
             symptom = (
-                f"{where} the gradients are right, but rank {rank} has memory for {max(slots, outcome.places)} inputs"
+                f"{where} the gradients are right, but rank {rank} has memory for"
+                f" {max(slots, outcome.places)} inputs"
             )
             cause = (
-                "A slot is free again after the W of its microbatch: give it back, and p slots are enough. Count the "
-                "slots, used or not, and copies of inputs as well."
+                "A slot is free again after the W of its microbatch: give it back, and p slots are"
+                " enough. Count the slots, used or not, and copies of inputs as well."
             )
             raise Mistake(f"{symptom}; 1F1B lets a rank hold {p}.", cause)
 
@@ -556,10 +640,11 @@ def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 
 
 
 def time_halves(repeats: int = 15) -> dict[str, float]:
-    """Seconds of F, B, I and W of a transformer block, medians of ``repeats`` rounds in which they take turns.
+    """Seconds of F, B, I and W of a transformer block, medians of ``repeats`` rounds in which they
+    take turns.
 
-    The block is 256 wide and is given 4 sequences of 128 tokens; two more rounds come before, unmeasured. Where a half
-    takes longer than the whole, it prints that this machine was too busy.
+    The block is 256 wide and is given 4 sequences of 128 tokens; two more rounds come before,
+    unmeasured. Where a half takes longer than the whole, it prints that this machine was too busy.
     """
     config = ModelConfig(dim=256, n_layers=3, n_heads=4, vocab_size=256)
     module, x = build_stage_module(config, 1, 3), torch.randn(4, 128, config.dim)
@@ -583,24 +668,31 @@ def time_halves(repeats: int = 15) -> dict[str, float]:
     medians = {kind: statistics.median(row[2:]) for kind, row in seconds.items()}
     for half in "IW":
         if medians[half] > medians["B"]:
-            print(f"This machine was too busy: {half} is a part of B but took longer. Run the cell again.")
+            print(
+                f"This machine was too busy: {half} is a part of B but took longer. Run the cell"
+                " again."
+            )
     return medians
 
 
 def blocks(n: int = 8) -> nn.Sequential:
     """A small model of ``n`` equal blocks, which can be cut into stages of one or of several."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n))
+    )
 
 
 def one_after_another(schedule: Schedule, n_steps: int = 2) -> Schedule:
-    """``n_steps`` steps without a stop between them: each rank begins its next one as soon as it can.
+    """``n_steps`` steps without a stop between them: each rank begins its next one as soon as it
+    can.
 
     The microbatches of the second step follow those of the first in number.
     """
     m = schedule.n_microbatches
     rows = tuple(
-        tuple(_later(action, step * m) for step in range(n_steps) for action in row) for row in schedule.actions
+        tuple(_later(action, step * m) for step in range(n_steps) for action in row)
+        for row in schedule.actions
     )
     return Schedule(f"{schedule.name}, {n_steps} steps", schedule.placement, rows)
 

@@ -6,12 +6,19 @@
       │
     carve      make each stage: the model's forward, in which other stages' units are absent
 
-There is no export and no graph to compile: every stage runs the model's own Python. A cut carries whatever later calls
-read, so skip connections and encoders' outputs cross as well.
+There is no export and no graph to compile: every stage runs the model's own Python. A cut carries
+whatever later calls read, so skip connections and encoders' outputs cross as well.
 """
 
 from course_pp.parallel.meta_device import weights_on_meta
-from course_pp.parallel.split.cutting import By, Crossing, CrossingTensor, auto_split, crossing, explain
+from course_pp.parallel.split.cutting import (
+    By,
+    Crossing,
+    CrossingTensor,
+    auto_split,
+    crossing,
+    explain,
+)
 from course_pp.parallel.split.recording import Problem
 from course_pp.parallel.split.split_stage import OtherWay, SplitStage
 

@@ -50,52 +50,72 @@ def auto_split(
     *,
     at: Sequence[str] | None = None,
 ) -> list[nn.Module]:
-    """Cut a model into stages that a pipeline can run; embeddings and head count with their own cost.
+    """Cut a model into stages that a pipeline can run; embeddings and head count with their own
+    cost.
 
-    Each stage is a module of the model's class, holds the model's own modules and parameters under the model's names,
-    and runs the model's forward without the modules of other stages. The first stage is called as the model is, and the
-    last returns what the model returns; in between, stages pass on a dict, which both engines take. Each stage's
-    ``ties`` names the weights that lie in several stages, as either engine's ``tied=`` takes them; its ``stage_id`` and
-    ``num_stages`` say which stage it is, and of how many.
+    Each stage is a module of the model's class, holds the model's own modules and parameters under
+    the model's names, and runs the model's forward without the modules of other stages. The first
+    stage is called as the model is, and the last returns what the model returns; in between, stages
+    pass on a dict, which both engines take. Each stage's ``ties`` names the weights that lie in
+    several stages, as either engine's ``tied=`` takes them; its ``stage_id`` and ``num_stages`` say
+    which stage it is, and of how many.
 
-    The model runs on the example, and once more as stages, which must give the same result; on the meta device nothing
-    can be compared. Before cutting, put it in the mode, training or eval, in which the stages will run.
+    The model runs on the example, and once more as stages, which must give the same result; on the
+    meta device nothing can be compared. Before cutting, put it in the mode, training or eval, in
+    which the stages will run.
 
     Args:
-        model: any module. It is cut between the blocks it is mostly made of, and the modules beside these.
-        example: what the model is called with for one microbatch: a tuple or list gives positional arguments, a dict
-            keyword arguments, anything else is the only one. Arguments that are no tensors stay as in the example;
-            sizes of tensors may change. Models of transformers need ``use_cache=False``: a cache cannot cross.
+        model: any module. It is cut between the blocks it is mostly made of, and the modules beside
+            these.
+        example: what the model is called with for one microbatch: a tuple or list gives positional
+            arguments, a dict keyword arguments, anything else is the only one. Arguments that are
+            no tensors stay as in the example; sizes of tensors may change. Models of transformers
+            need ``use_cache=False``: a cache cannot cross.
         n_stages: how many; may be left out where ``at`` says it.
-        by: the cost to even out, unless ``at`` is given: ``parameters``; ``time`` of forward and backward, as rank 0
-            measures it, so call this on every rank of the process group; or ``memory`` of weights, gradients, two
-            moments and the activations that 1F1B keeps, in bytes.
-        at: names of the modules that a stage begins with, such as ``model.layers.5``, for each stage but the first.
+        by: the cost to even out, unless ``at`` is given: ``parameters``; ``time`` of forward and
+            backward, as rank 0 measures it, so call this on every rank of the process group; or
+            ``memory`` of weights, gradients, two moments and the activations that 1F1B keeps, in
+            bytes.
+        at: names of the modules that a stage begins with, such as ``model.layers.5``, for each
+            stage but the first.
 
     Raises:
-        ValueError: also for a model that cannot be cut, as :func:`explain` says; by ``time`` on every rank.
+        ValueError: also for a model that cannot be cut, as :func:`explain` says; by ``time`` on
+            every rank.
     """
     on_all = isinstance(by, str) and by == "time" and at is None
-    ranks = Ranks(alone=not on_all, limit_s=_LIMIT_S)  # who measures must not wait for one that has refused
+    # who measures must not wait for one that has refused
+    ranks = Ranks(alone=not on_all, limit_s=_LIMIT_S)
     with ranks.refusing_together():
         check_arguments(auto_split, locals())
         refuse_below(1, "auto_split", n_stages=n_stages)
         count = n_stages if at is None else len(at) + 1
-        refuse_unless(count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at=")
+        refuse_unless(
+            count is not None, "auto_split", "n_stages", n_stages, "give a number, or names in at="
+        )
         assert count is not None
         remedy = f"the names in at= make {count} stages, so give {count}, or leave it out"
         refuse_unless(n_stages in (None, count), "auto_split", "n_stages", n_stages, remedy)
         recording = _recorded(model, as_call(example), "auto_split")
         _refuse(model, recording.problems)
         n = len(recording.calls)
-        remedy = f"the example makes {n} calls of {type(model).__name__}'s modules, so give at most {n} stages"
+        remedy = (
+            f"the example makes {n} calls of {type(model).__name__}'s modules, so give at most {n}"
+            " stages"
+        )
         refuse_unless(count <= n, "auto_split", "n_stages", count, remedy)
         measures = at is None and by != "parameters"
-        remedy = "nothing is computed on the meta device: give by='parameters', or a model with weights"
+        remedy = (
+            "nothing is computed on the meta device: give by='parameters', or a model with weights"
+        )
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         refuse_unless(not (measures and on_meta), "auto_split", "by", by, remedy)
 
-    cuts = _partition(model, recording, count, by) if at is None else _partition_at(model, recording, at)
+    cuts = (
+        _partition(model, recording, count, by)
+        if at is None
+        else _partition_at(model, recording, at)
+    )
     stages = [carve(model, recording, first, end) for first, end in cuts]
     places: dict[int, dict[int, str]] = {}  # of each parameter its name in each stage that holds it
     for index, stage in enumerate(stages):
@@ -103,7 +123,9 @@ def auto_split(
             places.setdefault(id(parameter), {})[index] = name
     ties = tuple(tie for tie in places.values() if len(tie) > 1)
     for number, stage in enumerate(stages):
-        vars(stage).update(ties=ties, names_of_one=find_ties(stage), stage_id=number, num_stages=len(stages))
+        vars(stage).update(
+            ties=ties, names_of_one=find_ties(stage), stage_id=number, num_stages=len(stages)
+        )
     _refuse(model, _differences(model, stages, recording))
     return stages
 
@@ -140,7 +162,10 @@ def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
     refuse_unless(wrapped is None, function, "model", model, str(wrapped))
     if (name := replaced_on_the_way(model)) is not None:
         which = name or "the model"
-        what = f"the forward of {which!r} was replaced (compiled, or hooked), and each stage would run all of it"
+        what = (
+            f"the forward of {which!r} was replaced (compiled, or hooked), and each stage would run"
+            " all of it"
+        )
         remedy = "cut the model first, and compile or hook the stages"
         line = _forward_of(model.get_submodule(name))
         return Recording({}, problems=[Problem("replaced forward", line, what, remedy)])
@@ -151,11 +176,18 @@ def _recorded(model: nn.Module, example: Example, function: str) -> Recording:
         said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
         remedy = "give arguments it takes"
         if any(has_no_weights(unit) for unit in model.modules()):
-            remedy += ", or a model with weights: the meta device, where this one ran, has no values"
+            remedy += (
+                ", or a model with weights: the meta device, where this one ran, has no values"
+            )
         raise _DoesNotRun(Problem("does not run", _line_of(error), said, remedy)) from error
     if len(recording.calls) < 2:
-        what = f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no place to cut"
-        recording.problems.append(Problem("one piece", _forward_of(model), what, "compute in modules of its own"))
+        what = (
+            f"{type(model).__name__} calls {len(recording.calls)} module on its way, so there is no"
+            " place to cut"
+        )
+        recording.problems.append(
+            Problem("one piece", _forward_of(model), what, "compute in modules of its own")
+        )
     return recording
 
 
@@ -165,7 +197,9 @@ def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:
         raise ValueError(f"model: {type(model).__name__} cannot be cut: {problems[0]}{more}")
 
 
-def _differences(model: nn.Module, stages: Sequence[nn.Module], recording: Recording) -> list[Problem]:
+def _differences(
+    model: nn.Module, stages: Sequence[nn.Module], recording: Recording
+) -> list[Problem]:
     """Return whether the stages, one after another, give what the model gives, random numbers included."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return []
@@ -213,11 +247,18 @@ def _partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> 
     for name in at:
         unit = units.get(id(named.get(name)), "")  # a second name leads to the same calls
         times = called.count(unit)
-        nearest = " or ".join(map(repr, get_close_matches(name, dict.fromkeys(called), _SHOWN, 0.0)))
+        nearest = " or ".join(
+            map(repr, get_close_matches(name, dict.fromkeys(called), _SHOWN, 0.0))
+        )
         also = f", as {unit!r} is the same module" if unit != name else ""
-        remedy = f"it is called {times} times{also}: name one that is called once, or let n_stages find the places"
+        remedy = (
+            f"it is called {times} times{also}: name one that is called once, or let n_stages find"
+            " the places"
+        )
         if not unit:
-            remedy = f"it is no module that one stage holds as a whole: name another, such as {nearest}"
+            remedy = (
+                f"it is no module that one stage holds as a whole: name another, such as {nearest}"
+            )
         refuse_unless(times == 1, "auto_split", "at", name, remedy)
         remedy = "name each module once, in the order of their calls, and not the first"
         refuse_unless(called.index(unit) > begins[-1], "auto_split", "at", name, remedy)
@@ -230,7 +271,8 @@ def _partition(model: nn.Module, recording: Recording, n_stages: int, by: str) -
     n_calls = len(recording.calls)
     measured = [] if by == "parameters" else _measured(model, recording)
     if by == "time":
-        measured = Ranks(limit_s=_LIMIT_S).gather(measured)[0]  # each rank measures otherwise, and all must cut alike
+        # each rank measures otherwise, and all must cut alike
+        measured = Ranks(limit_s=_LIMIT_S).gather(measured)[0]
     held = [list(recording.units[call.unit].parameters()) for call in recording.calls]
 
     def parameters(_: int, first: int, end: int) -> int:
@@ -263,11 +305,14 @@ class _Cost:
 def _measured(model: nn.Module, recording: Recording) -> list[_Cost]:
     """Return what each call costs, with the arguments that it has in the example.
 
-    The least of several rounds through the model: when the machine is busy with other things, it is so for longer than
-    one call takes.
+    The least of several rounds through the model: when the machine is busy with other things, it is
+    so for longer than one call takes.
     """
     rounds = [_measured_once(model, recording) for _ in range(_ROUNDS)]
-    return [_Cost(min(cost.nanoseconds for cost in call), call[0].n_bytes) for call in zip(*rounds, strict=True)]
+    return [
+        _Cost(min(cost.nanoseconds for cost in call), call[0].n_bytes)
+        for call in zip(*rounds, strict=True)
+    ]
 
 
 def _measured_once(model: nn.Module, recording: Recording) -> list[_Cost]:
@@ -320,10 +365,16 @@ def _run(unit: nn.Module, args: Any, kwargs: Any) -> int:
     args, kwargs = tree_map(leaf, (args, kwargs))
     start = _now(unit)
     with torch.enable_grad():
-        result = [each for each in tensors_in((unit.forward(*args, **kwargs),)) if each.requires_grad]
-        wanted = [each for each in (*tensors_in((args, kwargs)), *unit.parameters()) if each.requires_grad]
+        result = [
+            each for each in tensors_in((unit.forward(*args, **kwargs),)) if each.requires_grad
+        ]
+        wanted = [
+            each for each in (*tensors_in((args, kwargs)), *unit.parameters()) if each.requires_grad
+        ]
         if result and wanted:
-            torch.autograd.grad(result, wanted, [torch.ones_like(each) for each in result], allow_unused=True)
+            torch.autograd.grad(
+                result, wanted, [torch.ones_like(each) for each in result], allow_unused=True
+            )
     return _now(unit) - start
 
 
@@ -340,7 +391,8 @@ class CrossingTensor:
 
     Attributes:
         made: the number of the call that returns it.
-        read: the numbers of the calls that read it, in order; the number of calls stands for the model's result.
+        read: the numbers of the calls that read it, in order; the number of calls stands for the
+            model's result.
     """
 
     made: int
@@ -372,7 +424,13 @@ class Crossing:
 def crossing(stages: Sequence[nn.Module]) -> Crossing:
     """Return what crosses the cuts between the stages of :func:`auto_split`."""
     others = [stage for stage in stages if not isinstance(stage, SplitStage)]
-    refuse_unless(bool(stages) and not others, "crossing", "stages", stages, "give the list that auto_split returns")
+    refuse_unless(
+        bool(stages) and not others,
+        "crossing",
+        "stages",
+        stages,
+        "give the list that auto_split returns",
+    )
     segments = [stage._segment for stage in stages if isinstance(stage, SplitStage)]
     recording, calls = segments[0].recording, segments[0].recording.calls
     found: set[Output] = set().union(*(segment.given for segment in segments))
@@ -380,5 +438,11 @@ def crossing(stages: Sequence[nn.Module]) -> Crossing:
     for output in sorted(found):
         read = [number for number, call in enumerate(calls) if output in call.reads]
         read += [len(calls)] if output in recording.result_reads else []
-        values.append(CrossingTensor(output.call, tuple(read), calls[output.call].leaves[output.leaf].nbytes))
-    return Crossing(tuple(call.unit for call in calls), tuple(segment.first for segment in segments[1:]), tuple(values))
+        values.append(
+            CrossingTensor(output.call, tuple(read), calls[output.call].leaves[output.leaf].nbytes)
+        )
+    return Crossing(
+        tuple(call.unit for call in calls),
+        tuple(segment.first for segment in segments[1:]),
+        tuple(values),
+    )

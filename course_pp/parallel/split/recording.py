@@ -9,12 +9,13 @@ Units are the modules that one stage holds as a whole; a model is cut between th
         ln_f                   a unit
       lm_head                  a unit
 
-A module without parameters whose result depends on no unit, such as one that computes rotary angles from positions, is
-not a unit: every stage computes it for itself.
+A module without parameters whose result depends on no unit, such as one that computes rotary angles
+from positions, is not a unit: every stage computes it for itself.
 
-Each tensor is known by its storage, and each storage by what it was computed from: inputs of the model, outputs of
-calls, parameters. What a unit does inside is its own; between the units every operation hands on what its arguments
-were computed from. Nothing is compiled or exported, so the model may do what it likes in Python.
+Each tensor is known by its storage, and each storage by what it was computed from: inputs of the
+model, outputs of calls, parameters. What a unit does inside is its own; between the units every
+operation hands on what its arguments were computed from. Nothing is compiled or exported, so the
+model may do what it likes in Python.
 """
 
 import sys
@@ -107,10 +108,12 @@ class Recording:
     units: Mapping[str, nn.Module]
     calls: list[Call] = field(default_factory=list)
     result_reads: frozenset[Source] = frozenset()  # what the model's result was computed from
-    changed: set[int] = field(default_factory=set)  # calls whose outputs the model then changes in place
+    # calls whose outputs the model then changes in place
+    changed: set[int] = field(default_factory=set)
     draws: bool = False  # random numbers outside of its units
     problems: list[Problem] = field(default_factory=list)
-    in_training: list[Problem] = field(default_factory=list)  # what would stop a cut in training mode alone
+    # what would stop a cut in training mode alone
+    in_training: list[Problem] = field(default_factory=list)
     example: Example = ((), {})
 
     def reads_from(self, first: int) -> frozenset[Source]:
@@ -118,7 +121,9 @@ class Recording:
 
     def crossing(self, cut: int) -> tuple[Output, ...]:
         """What a cut before call number ``cut`` has to carry, in order."""
-        return tuple(sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut))
+        return tuple(
+            sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut)
+        )
 
     def inputs_read(self, first: int) -> set[int]:
         """Return which tensors of the model's arguments calls from ``first`` on look into."""
@@ -149,9 +154,11 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced_on_the_way(model: nn.Module) -> str | None:
-    """Return the name of a module on the way whose forward was replaced: a copy of it would run the whole model.
+    """Return the name of a module on the way whose forward was replaced: a copy of it would run the
+    whole model.
 
-    ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it does no harm.
+    ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it
+    does no harm.
     """
     for name in sorted(_ancestors(model)):
         part = model.get_submodule(name)
@@ -193,7 +200,8 @@ def record(model: nn.Module, example: Example) -> Recording:
     undecided = {
         name: unit
         for name, unit in units.items()
-        if next(unit.parameters(), None) is None and not any(isinstance(part, random) for part in unit.modules())
+        if next(unit.parameters(), None) is None
+        and not any(isinstance(part, random) for part in unit.modules())
     }
     if undecided:
         decided = {name: unit for name, unit in units.items() if name not in undecided}
@@ -206,7 +214,8 @@ def record(model: nn.Module, example: Example) -> Recording:
         try:
             found = _run(model.train(), example, units, {}).recording.problems
             recording.in_training = [each for each in found if each not in recording.problems]
-        except Exception:  # one sequence may be too few for a norm of batches: nothing is known then
+        except Exception:
+            # one sequence may be too few for a norm of batches: nothing is known then
             recording.in_training = []
         finally:
             for part, mode in modes:
@@ -214,7 +223,9 @@ def record(model: nn.Module, example: Example) -> Recording:
     return recording
 
 
-def _run(model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]) -> "_Watch":
+def _run(
+    model: nn.Module, example: Example, units: dict[str, nn.Module], undecided: dict[str, nn.Module]
+) -> "_Watch":
     on_meta = any(tensor.is_meta for tensor in tensors_in(example))
     with left_as_it_was(model), torch.no_grad(), ExitStack() as hooks:
         if not on_meta and has_no_weights(model):
@@ -245,19 +256,24 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, model: nn.Module, recording: Recording, undecided: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, recording: Recording, undecided: Mapping[str, nn.Module]
+    ) -> None:
         super().__init__()
         self.recording, self._undecided = recording, undecided
         self.independent = set(undecided)
         self._sources: dict[int, frozenset[Source]] = {}
         self._inside: dict[int, int] = {}  # storages made within a call and not returned by it
-        self._same: dict[int, set[int]] = {}  # storages that are one in the model: results are copied here
+        # storages that are one in the model: results are copied here
+        self._same: dict[int, set[int]] = {}
         self._kept: list[Any] = []  # alive, so that no storage gets another's number
         self._open: list[_Open] = []
         self._opaque: dict[int, str] = {}
         self._decided_by = _NOTHING
         self._looking = True
-        self._device = next((leaf.device for leaf in tensors_in(recording.example)), torch.device("cpu"))
+        self._device = next(
+            (leaf.device for leaf in tensors_in(recording.example)), torch.device("cpu")
+        )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._set(tensor, frozenset({Parameter(name)}))
 
@@ -284,21 +300,29 @@ class _Watch(TorchDispatchMode):
         output = run_operation(func, args, kwargs or {})
         if not self._looking:
             return output
-        arguments, results, written = tensors_in((args, kwargs)), tensors_in(output), _written(func, args, kwargs or {})
+        arguments, results, written = (
+            tensors_in((args, kwargs)),
+            tensors_in(output),
+            _written(func, args, kwargs or {}),
+        )
         if self._open:
             self._see_inside(arguments, results, written)
         else:
             self._see_between(func, arguments, results, written)
         return output
 
-    def _see_between(self, func: Any, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
+    def _see_between(
+        self, func: Any, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]
+    ) -> None:
         for tensor in arguments:
             if storage_key(tensor) in self._inside:
                 self._refuse_hidden(self._inside[storage_key(tensor)])
         sources = _NOTHING.union(*map(self._of, arguments))
         for tensor in written:
             self._see_change(
-                tensor, "a tensor that one module returns and another hands on", spares=storage_key(tensor)
+                tensor,
+                "a tensor that one module returns and another hands on",
+                spares=storage_key(tensor),
             )
             self._set(tensor, self._of(tensor) | sources)
         for tensor in results:
@@ -313,7 +337,9 @@ class _Watch(TorchDispatchMode):
             for tensor in (*results, *written):
                 self._set(tensor, self._of(tensor) | {drawn})
 
-    def _see_inside(self, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]) -> None:
+    def _see_inside(
+        self, arguments: list[Tensor], results: list[Tensor], written: list[Tensor]
+    ) -> None:
         now = self._open[-1]
         for tensor in arguments:
             key = storage_key(tensor)
@@ -327,7 +353,9 @@ class _Watch(TorchDispatchMode):
                     self._refuse_hidden(source.call)
                 elif isinstance(source, Parameter):
                     what = f"{now.unit!r} uses {source.name!r}, which it does not hold"
-                    remedy = f"make it a parameter of {now.unit!r}, the same object, so that it is tied"
+                    remedy = (
+                        f"make it a parameter of {now.unit!r}, the same object, so that it is tied"
+                    )
                     self._refuse("borrowed weight", what, remedy)
         for tensor in written:
             if any(isinstance(source, Output | Input) for source in self._of(tensor)):
@@ -340,30 +368,45 @@ class _Watch(TorchDispatchMode):
     def _link(self, one: Tensor, other: Tensor) -> None:
         """Note that two storages are one in the model: a unit may return what it was called with."""
         self._kept += [one, other]
-        together = set[int]().union(*(self._same.get(key, {key}) for key in (storage_key(one), storage_key(other))))
+        together = set[int]().union(
+            *(self._same.get(key, {key}) for key in (storage_key(one), storage_key(other)))
+        )
         self._same |= dict.fromkeys(together, together)
 
     def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
         """Note a change in place: what shares the tensor's storage may not be used afterwards, except ``spares``."""
         said = f"{what} is changed in place and used afterwards"
-        spoiled = _problem("changed in place", said, "change a copy, or use only what the module returns")
+        spoiled = _problem(
+            "changed in place", said, "change a copy, or use only what the module returns"
+        )
         for key in self._same.get(storage_key(tensor), {storage_key(tensor)}):
             sources = self._sources.get(key, _NOTHING)
-            self.recording.changed |= {source.call for source in sources if isinstance(source, Output)}
+            self.recording.changed |= {
+                source.call for source in sources if isinstance(source, Output)
+            }
             if key != spares:
                 self._sources[key] = sources | {spoiled}
 
     def _enter(self, name: str, unit: nn.Module, given: Any) -> Any:
         tensors = tensors_in(given)
         if self._open:
-            outer, remedy = self._open[-1].unit, "let each hold modules of its own, or put both into one"
-            self._refuse("nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy)
+            outer, remedy = (
+                self._open[-1].unit,
+                "let each hold modules of its own, or put both into one",
+            )
+            self._refuse(
+                "nested call", f"{outer!r} calls {name!r}, which the model calls itself", remedy
+            )
         reads = self._read_by(tensors)
-        allowed = {storage_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())}
+        allowed = {
+            storage_key(tensor) for tensor in (*tensors, *unit.parameters(), *unit.buffers())
+        }
         on_meta = has_no_weights(unit) and self._device.type != "meta"
         if on_meta:
             given = self._on_meta(given, allowed)
-        self._open.append(_Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors), on_meta))
+        self._open.append(
+            _Open(name, reads, allowed, tuple((tuple(t.shape), t.dtype) for t in tensors), on_meta)
+        )
         return given if on_meta else None
 
     def _on_meta(self, given: Any, allowed: set[int]) -> Any:
@@ -387,7 +430,9 @@ class _Watch(TorchDispatchMode):
             if not isinstance(leaf, Tensor):
                 return leaf
             if id(leaf) not in own:
-                own[id(leaf)] = torch.zeros_like(leaf, device=self._device) if now.on_meta else leaf.clone()
+                own[id(leaf)] = (
+                    torch.zeros_like(leaf, device=self._device) if now.on_meta else leaf.clone()
+                )
                 self._link(leaf, own[id(leaf)])
             return own[id(leaf)]
 
@@ -400,7 +445,9 @@ class _Watch(TorchDispatchMode):
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._set(leaf, self._of(leaf) | {Output(call, index)})
-        shapes = tuple(torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves)
+        shapes = tuple(
+            torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves
+        )
         self.recording.calls.append(Call(now.unit, now.reads, now.arguments, shapes, tree))
         return output
 
@@ -408,7 +455,9 @@ class _Watch(TorchDispatchMode):
         """Return what tensors, as they are used now, were computed from."""
         sources = _NOTHING.union(self._decided_by, *map(self._of, tensors))
         problems = [source for source in sources if isinstance(source, Problem)]
-        self.recording.problems += [each for each in problems if each not in self.recording.problems]
+        self.recording.problems += [
+            each for each in problems if each not in self.recording.problems
+        ]
         return sources.difference(problems)
 
     def _judge(self, name: str, output: Any) -> None:
@@ -428,7 +477,9 @@ class _Watch(TorchDispatchMode):
         kind = self._opaque.get(call)
         if kind is not None:
             what = f"{unit!r} returns a {kind}, in which torch's pytree sees no tensors"
-            self._refuse("unknown container", what, "return a tuple or a dict, or register it with pytree")
+            self._refuse(
+                "unknown container", what, "return a tuple or a dict, or register it with pytree"
+            )
             return
         what = f"a tensor that {unit!r} made is used, but did not come from it as its result"
         self._refuse("hidden state", what, f"return it from {unit!r} and pass it on as an argument")
@@ -473,7 +524,12 @@ def _problem(kind: str, what: str, remedy: str) -> Problem:
 
 
 _HERE = Path(__file__).parents[1]
-_NOT_OF_MODEL = (f"{torch.__path__[0]}{sep}", f"{_HERE}{sep}", f"{_HERE.with_name('base')}{sep}", "<")
+_NOT_OF_MODEL = (
+    f"{torch.__path__[0]}{sep}",
+    f"{_HERE}{sep}",
+    f"{_HERE.with_name('base')}{sep}",
+    "<",
+)
 
 
 def is_of_model(path: str) -> bool:

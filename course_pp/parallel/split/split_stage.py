@@ -1,4 +1,5 @@
-"""A stage of a model that somebody else wrote: the model's own forward, in which other stages' units are absent.
+"""A stage of a model that somebody else wrote: the model's own forward, in which other stages'
+units are absent.
 
     stage 1 of a GPT-2 runs GPT2LMHeadModel.forward:
         wte, wpe, drop, h.0 … h.4      absent: return zeros that take the place of their results
@@ -6,8 +7,8 @@
         h.6 … h.11                     here
         ln_f                           absent: the stage is done, and sends the result of h.11
 
-So masks and positions are computed where they are used, whatever the model does between its units; names are the
-model's; and the shapes of a batch need not be those of the example.
+So masks and positions are computed where they are used, whatever the model does between its units;
+names are the model's; and the shapes of a batch need not be those of the example.
 """
 
 import sys
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from course_pp.base.arguments import described
-from course_pp.base.torch_private import HookOfModule, own_children, own_parameters, tree_flatten, tree_unflatten
+from course_pp.base.torch_private import (
+    HookOfModule,
+    own_children,
+    own_parameters,
+    tree_flatten,
+    tree_unflatten,
+)
 from course_pp.parallel.meta_device import meta_copy, run_on_meta, to_meta
 from course_pp.parallel.split.recording import Example, Output, Recording, tensors_in
 
@@ -36,16 +43,18 @@ class OtherWay(RuntimeError):
 
     def __init__(self, unit: str, what: str) -> None:
         super().__init__(
-            f"{unit!r} {what}: which units the model calls depends on its batch, so it was cut for another way through "
-            "it; cut it with an example that goes this way, or put what branches into one module"
+            f"{unit!r} {what}: which units the model calls depends on its batch, so it was cut for"
+            " another way through it; cut it with an example that goes this way, or put what"
+            " branches into one module"
         )
 
 
 class SplitStage:
     """One stage of a model, and a module of the model's class; made by :func:`auto_split`.
 
-    The first stage is called as the model is. It returns what the next is called with: the tensors of the model's own
-    arguments, and the values that cross. The last returns what the model returns.
+    The first stage is called as the model is. It returns what the next is called with: the tensors
+    of the model's own arguments, and the values that cross. The last returns what the model
+    returns.
     """
 
     _segment: "Segment"
@@ -62,8 +71,9 @@ class SplitStage:
         here, values = self._segment, ()
         if here.recording.in_training and self.training:  # type: ignore[attr-defined]
             raise ValueError(
-                f"this stage trains, and was cut in eval mode; in training {here.recording.in_training[0]}; or leave "
-                "the stages in eval mode, without dropout"
+                "this stage trains, and was cut in eval mode; in training"
+                f" {here.recording.in_training[0]}; or leave the stages in eval mode, without"
+                " dropout"
             )
         if here.first:
             values = kwargs.pop("values")
@@ -96,9 +106,16 @@ class SplitStage:
         here, calls = self._segment, self._segment.recording.calls
         metas = here.arguments.of_example()
         values = tuple(calls[key.call].leaves[key.leaf] for key in here.taken)
-        taken = {"inputs": here.arguments.packed(metas, here.inputs_read), "values": values} if here.first else metas
+        taken = (
+            {"inputs": here.arguments.packed(metas, here.inputs_read), "values": values}
+            if here.first
+            else metas
+        )
         sent = tuple(calls[key.call].leaves[key.leaf] for key in here.given)
-        return taken, {"inputs": here.arguments.packed(metas, here.inputs_read_later), "values": sent}
+        return taken, {
+            "inputs": here.arguments.packed(metas, here.inputs_read_later),
+            "values": sent,
+        }
 
     def keywords_of_example(self) -> list[str]:
         return list(self._segment.recording.example[1])
@@ -109,7 +126,9 @@ class SplitStage:
         for name in here.units:
             unit = self.get_submodule(name)  # type: ignore[attr-defined]
             counts_itself = isinstance(vars(unit).get("_segment"), Segment)
-            yield unit.register_forward_hook(_keeping(here, name, here.last if counts_itself else here.count))
+            yield unit.register_forward_hook(
+                _keeping(here, name, here.last if counts_itself else here.count)
+            )
         if here.first and here.recording.draws:
             name = here.recording.calls[here.first].unit
             on_gpu = any(parameter.is_cuda for parameter in self.parameters())  # type: ignore[attr-defined]
@@ -142,7 +161,8 @@ class Absent(nn.Module):
     def __init__(self, name: str, unit: nn.Module, here: "Segment") -> None:
         super().__init__()
         self._unit, self._segment = name, here
-        self._twin = (meta_copy(unit),)  # in a tuple, so that its parameters are none of this stage's
+        # in a tuple, so that its parameters are none of this stage's
+        self._twin = (meta_copy(unit),)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -178,8 +198,9 @@ class _Run:
 class Segment:
     """The calls of a recording that one stage makes: ``first`` to ``end``, end excluded.
 
-    It receives the values ``taken`` and sends those ``given``; ``run`` is the forward that is under way. Into the
-    tensors ``inputs_read`` of the model's arguments this stage or a later one looks, ``inputs_read_later`` a later one.
+    It receives the values ``taken`` and sends those ``given``; ``run`` is the forward that is under
+    way. Into the tensors ``inputs_read`` of the model's arguments this stage or a later one looks,
+    ``inputs_read_later`` a later one.
     """
 
     def __init__(self, recording: Recording, first: int, end: int) -> None:
@@ -189,7 +210,10 @@ class Segment:
         self.taken = recording.crossing(first)
         self.given = () if self.is_last else recording.crossing(end)
         self.arguments = _Arguments(recording.example)
-        self.inputs_read, self.inputs_read_later = recording.inputs_read(first), recording.inputs_read(end)
+        self.inputs_read, self.inputs_read_later = (
+            recording.inputs_read(first),
+            recording.inputs_read(end),
+        )
         self.run: _Run | None = None
         self._numbers: dict[str, list[int]] = {}
         for number, call in enumerate(recording.calls):
@@ -215,7 +239,9 @@ class Segment:
     def upcoming(self, unit: str) -> int:
         """Return the number of the next call of ``unit``."""
         if self.run is None:
-            raise RuntimeError(f"{unit!r} is of another stage, or between two: call the stage as a whole")
+            raise RuntimeError(
+                f"{unit!r} is of another stage, or between two: call the stage as a whole"
+            )
         count, numbers = self.run.counts.get(unit, 0), self._numbers.get(unit, [])
         if count == len(numbers):
             raise OtherWay(unit, f"is called more than {count} times")
@@ -236,7 +262,11 @@ class Segment:
             _refuse_reentrant_checkpoint(self.recording.calls[number].unit)
         device = next((tensor.device for tensor in (*received.values(), *tensors)), None)
         leaves = [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+            (
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+                if isinstance(leaf, Tensor)
+                else leaf
+            )
             for leaf in self._shaped(number, twin, args, kwargs, tensors)
         ]
         for index, value in received.items():
@@ -254,7 +284,9 @@ class Segment:
         """Return the value, or a copy where the model changes it in place later: each stage does so for itself."""
         return value.clone() if key.call in self.recording.changed else value
 
-    def _shaped(self, number: int, twin: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+    def _shaped(
+        self, number: int, twin: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> tuple[Any, ...]:
         """Return the leaves of a result as meta tensors, found once for each shape of the arguments."""
         key, known = tuple((tuple(t.shape), t.dtype) for t in tensors), self._shapes[number]
         if key not in known:
@@ -264,8 +296,9 @@ class Segment:
             except Exception as error:  # whatever a foreign forward raises
                 unit = self.recording.calls[number].unit
                 raise RuntimeError(
-                    f"{unit!r} is of another stage, and does not say on the meta device what it returns for arguments "
-                    "of other sizes than the example's: give auto_split an example of this size"
+                    f"{unit!r} is of another stage, and does not say on the meta device what it"
+                    " returns for arguments of other sizes than the example's: give auto_split an"
+                    " example of this size"
                 ) from error
         return known[key]
 
@@ -284,11 +317,12 @@ def _refuse_reentrant_checkpoint(unit: str) -> None:
 
 
 class _Arguments:
-    """The model's own arguments, as in its example: every stage calls the model's forward with them.
+    """The model's own arguments, as in its example: every stage calls the model's forward with
+    them.
 
-    Their tensors go from stage to stage. If no later stage looks into a floating-point one, such as an image, only its
-    shape goes, as a tensor without elements: the engines send nothing but tensors. Arguments that are no tensors stay
-    as in the example.
+    Their tensors go from stage to stage. If no later stage looks into a floating-point one, such as
+    an image, only its shape goes, as a tensor without elements: the engines send nothing but
+    tensors. Arguments that are no tensors stay as in the example.
     """
 
     def __init__(self, example: Example) -> None:
@@ -300,14 +334,15 @@ class _Arguments:
         leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
         if tree != self._tree:
             raise ValueError(
-                f"called with {_spelled(args, kwargs)}, but the example was "
-                f"{_spelled(*tree_unflatten(self._leaves, self._tree))}: give auto_split an example of these arguments"
+                f"called with {_spelled(args, kwargs)}, but the example was"
+                f" {_spelled(*tree_unflatten(self._leaves, self._tree))}: give auto_split an"
+                " example of these arguments"
             )
         for given, known in zip(leaves, self._leaves, strict=True):
             if isinstance(given, Tensor) != isinstance(known, Tensor) or not _is_as(given, known):
                 raise ValueError(
-                    f"called with {_told(given)} where the example had {_told(known)}: every stage counts on it, so "
-                    "cut the model with an example that is like the batches"
+                    f"called with {_told(given)} where the example had {_told(known)}: every stage"
+                    " counts on it, so cut the model with an example that is like the batches"
                 )
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -324,18 +359,22 @@ class _Arguments:
     def packed(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
         """What goes to a stage from which on the tensors number ``read`` are looked into."""
         return tuple(
-            torch.empty((0, *tensor.shape), dtype=torch.int8, device=tensor.device)
-            if _is_shape(i, tensor.dtype, read)
-            else tensor
+            (
+                torch.empty((0, *tensor.shape), dtype=torch.int8, device=tensor.device)
+                if _is_shape(i, tensor.dtype, read)
+                else tensor
+            )
             for i, tensor in enumerate(tensors)
         )
 
     def unpacked(self, tensors: tuple[Tensor, ...], read: set[int]) -> tuple[Tensor, ...]:
         """Return the tensors that came packed, with zeros for those that nobody looks into."""
         return tuple(
-            torch.zeros((), dtype=kind, device=tensor.device).expand(tensor.shape[1:])
-            if _is_shape(i, kind, read)
-            else tensor
+            (
+                torch.zeros((), dtype=kind, device=tensor.device).expand(tensor.shape[1:])
+                if _is_shape(i, kind, read)
+                else tensor
+            )
             for i, (tensor, kind) in enumerate(zip(tensors, self._kinds, strict=True))
         )
 
@@ -346,7 +385,10 @@ def _is_shape(index: int, dtype: torch.dtype, read: set[int]) -> bool:
 
 def _is_as(given: Any, known: Any) -> bool:
     if isinstance(known, Tensor):
-        return given.dim() == known.dim() and given.dtype.is_floating_point == known.dtype.is_floating_point
+        return (
+            given.dim() == known.dim()
+            and given.dtype.is_floating_point == known.dtype.is_floating_point
+        )
     return type(given) is type(known) and (given is known or bool(given == known))
 
 
@@ -357,7 +399,10 @@ def _told(value: Any) -> str:
 
 
 def _spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    words = [*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items())]
+    words = [
+        *map(described, args),
+        *(f"{name}={described(value)}" for name, value in kwargs.items()),
+    ]
     return f"({', '.join(words)})"
 
 
@@ -378,7 +423,9 @@ class _Carver:
 
     def stage(self) -> nn.Module:
         kind = type(self._model)
-        of_stage = type(f"{kind.__name__}Stage", (SplitStage, kind), {"__module__": kind.__module__})
+        of_stage = type(
+            f"{kind.__name__}Stage", (SplitStage, kind), {"__module__": kind.__module__}
+        )
         stage = self._on_the_way(self._model, "", of_stage)
         vars(stage)["_segment"] = self._segment
         return stage
@@ -395,7 +442,9 @@ class _Carver:
             return self._on_the_way(module, name, type(module)) if holds_units else module
         if unit not in self._here:
             absent = Absent(unit, module, self._segment)
-            read = {key: p for key, p in own_parameters(module).items() if f"{unit}.{key}" in self._read}
+            read = {
+                key: p for key, p in own_parameters(module).items() if f"{unit}.{key}" in self._read
+            }
             own_parameters(absent).update(read)
             return absent
         if not self._segment.is_called_elsewhere(unit):

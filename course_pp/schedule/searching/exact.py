@@ -48,32 +48,39 @@ def optimum(
 ) -> Optimum:
     """Find the order of least makespan and prove it, as far as time allows. For small sizes.
 
-    It begins with :func:`course_pp.schedule.search`; where the result meets the bound, that is the proof. Otherwise
-    CP-SAT of OR-Tools looks for anything shorter: one interval an action, each rank doing one at a time, each stage
-    taking the microbatches in order (without loss, as they are alike), a forward of one stage a rank no earlier than
-    the end of the weight gradient that makes room for it.
+    It begins with :func:`course_pp.schedule.search`; where the result meets the bound, that is the
+    proof. Otherwise CP-SAT of OR-Tools looks for anything shorter: one interval an action, each
+    rank doing one at a time, each stage taking the microbatches in order (without loss, as they are
+    alike), a forward of one stage a rank no earlier than the end of the weight gradient that makes
+    room for it.
 
     Args:
-        costs: as for ``search``. Floats are read as the decimals they print as, and the proof is for those.
-        seconds: end after that long, with the gap that remains. Otherwise the solver does the same each time.
+        costs: as for ``search``. Floats are read as the decimals they print as, and the proof is
+            for those.
+        seconds: end after that long, with the gap that remains. Otherwise the solver does the same
+            each time.
     """
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
     if not 0 < seconds < inf:
-        raise ValueError(f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one")
+        raise ValueError(
+            f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one"
+        )
     began = monotonic()
     given = Costs() if costs is None else costs
-    asked = questions(n_ranks, n_microbatches, _exact(given), memory_limit, n_chunks, placement, split)
+    asked = questions(
+        n_ranks, n_microbatches, _exact(given), memory_limit, n_chunks, placement, split
+    )
     found = []
     for number, question in enumerate(asked):
         problem = question.problem
         whole = problem.n_microbatches * (sum(problem.durations) + sum(problem.delays))
         if whole > _LONGEST:
             raise ValueError(
-                f"costs have so many digits that a solver in whole numbers would count to {float(whole):.1g}: "
-                f"round them, so that it is at most {float(_LONGEST):.1g}"
+                "costs have so many digits that a solver in whole numbers would count to"
+                f" {float(whole):.1g}: round them, so that it is at most {float(_LONGEST):.1g}"
             )
         deadline = began + seconds * (number + 1) / len(asked)
         start = answer(question, monotonic() + (deadline - monotonic()) / 4, seed)
@@ -86,10 +93,17 @@ def optimum(
     return replace(best, timeline=timeline, bound=bound, proven=proven)
 
 
-def _prove(cp_model: ModuleType, question: PlacementQuestion, start: Found, deadline: float, seed: int) -> Optimum:
+def _prove(
+    cp_model: ModuleType, question: PlacementQuestion, start: Found, deadline: float, seed: int
+) -> Optimum:
     """Look for something better than ``start``, or for the proof that there is nothing."""
     as_they_are = Optimum(
-        start.schedule, start.timeline, start.bound, start.stopped, start.tries, proven=start.stopped == "bound"
+        start.schedule,
+        start.timeline,
+        start.bound,
+        start.stopped,
+        start.tries,
+        proven=start.stopped == "bound",
     )
     left = deadline - monotonic()
     if as_they_are.proven or left <= 0:
@@ -110,14 +124,16 @@ def _prove(cp_model: ModuleType, question: PlacementQuestion, start: Found, dead
     if timeline.makespan >= start.timeline.makespan:
         schedule, timeline = start.schedule, start.timeline
     proven = status == cp_model.OPTIMAL
-    return Optimum(schedule, timeline, bound, "bound" if proven else "time", start.tries, proven=proven)
+    return Optimum(
+        schedule, timeline, bound, "bound" if proven else "time", start.tries, proven=proven
+    )
 
 
 def _solved(solver: Any, model: Any) -> Any:
     """Return the status of a search that an interrupt ends.
 
-    The solver's own handler would leave none behind, and the next interrupt would end the process. Without it, none is
-    heard in the thread that searches.
+    The solver's own handler would leave none behind, and the next interrupt would end the process.
+    Without it, none is heard in the thread that searches.
     """
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as thread:
@@ -137,7 +153,9 @@ class _Model:
         run = problem.run(hint)
         assert run is not None
         self.horizon = int(run.makespan)
-        self.letters = [letter for rank in range(problem.n_ranks) for letter in problem.letters_of(rank)]
+        self.letters = [
+            letter for rank in range(problem.n_ranks) for letter in problem.letters_of(rank)
+        ]
         self.starts = {
             (letter, k): self.model.new_int_var(0, self.horizon, f"{letter}.{k}")
             for letter in self.letters
@@ -151,12 +169,16 @@ class _Model:
                 self.model.add(start >= self._end(letter, k - 1))
         for rank in range(problem.n_ranks):
             self.model.add_no_overlap(
-                self.model.new_fixed_size_interval_var(start, int(problem.durations[letter]), f"{letter}.{k}")
+                self.model.new_fixed_size_interval_var(
+                    start, int(problem.durations[letter]), f"{letter}.{k}"
+                )
                 for (letter, k), start in self.starts.items()
                 if problem.ranks[letter // 3] == rank
             )
             self._memory(rank)
-        makespan = self.model.new_int_var(int(-(-bound * problem.scale // 1)), self.horizon, "makespan")
+        makespan = self.model.new_int_var(
+            int(-(-bound * problem.scale // 1)), self.horizon, "makespan"
+        )
         for letter in self.letters:
             self.model.add(makespan >= self._end(letter, problem.n_microbatches - 1))
         self.model.minimize(makespan)
@@ -190,7 +212,10 @@ class _Model:
         """Return the solution's orders. What takes no time comes before what starts with it."""
         words: Words = [[] for _ in range(self.problem.n_ranks)]
         durations = self.problem.durations
-        timed = [(solver.value(start), durations[letter], letter) for (letter, _), start in self.starts.items()]
+        timed = [
+            (solver.value(start), durations[letter], letter)
+            for (letter, _), start in self.starts.items()
+        ]
         for _, _, letter in sorted(timed):
             words[self.problem.ranks[letter // 3]].append(letter)
         return words
@@ -207,5 +232,9 @@ def _exact(costs: Costs) -> Costs:
     return replace(
         costs,
         overlapped=None,
-        **{field.name: exact(getattr(costs, field.name)) for field in fields(costs) if field.name != "overlapped"},
+        **{
+            field.name: exact(getattr(costs, field.name))
+            for field in fields(costs)
+            if field.name != "overlapped"
+        },
     )

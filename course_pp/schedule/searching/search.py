@@ -68,24 +68,31 @@ def questions(
     if n_chunks not in (1, 2):
         raise ValueError(f"n_chunks is {n_chunks}: a search takes 1 or 2 stages a rank")
     if placement == "v" and n_chunks == 1:
-        raise ValueError("placement is 'v' with n_chunks 1: a V has two stages a rank; give n_chunks=2, or 'loop'")
+        raise ValueError(
+            "placement is 'v' with n_chunks 1: a V has two stages a rank; give n_chunks=2, or"
+            " 'loop'"
+        )
     actions = 3 * n_ranks * n_chunks * n_microbatches
     if actions > _MOST_ACTIONS:
         raise ValueError(
-            f"3 × n_ranks × n_chunks × n_microbatches is {actions:,}: a search goes through every action many times, "
-            f"so keep it at {_MOST_ACTIONS:,} or below"
+            f"3 × n_ranks × n_chunks × n_microbatches is {actions:,}: a search goes through every"
+            f" action many times, so keep it at {_MOST_ACTIONS:,} or below"
         )
     times = costs.durations(n_ranks * n_chunks)
-    for name, kind in (("forward", "F"), ("input_grad", "I")):  # W may take no time, as that of a frozen stage does
+    # W may take no time, as that of a frozen stage does
+    for name, kind in (("forward", "F"), ("input_grad", "I")):
         if 0 in times[kind]:
-            raise ValueError(f"{name} is 0 in stage {times[kind].index(0)}: give a time above 0 for a search")
+            raise ValueError(
+                f"{name} is 0 in stage {times[kind].index(0)}: give a time above 0 for a search"
+            )
     most = n_chunks * n_microbatches
     limits = limits_of(memory_limit, n_ranks)
     for rank, cap in enumerate(limits):
         if cap is not None and cap < n_chunks:
             raise ValueError(
-                f"memory_limit is {cap} on rank {rank}: a microbatch keeps an activation in each of its {n_chunks} "
-                f"stages there until its backward comes, so give at least {n_chunks}"
+                f"memory_limit is {cap} on rank {rank}: a microbatch keeps an activation in each of"
+                f" its {n_chunks} stages there until its backward comes, so give at least"
+                f" {n_chunks}"
             )
     caps = [most if cap is None else min(int(cap), most) for cap in limits]
     layouts = [placement] if placement else ["loop", "v"][:n_chunks]
@@ -105,12 +112,15 @@ def questions(
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the best order, and its simulation under the costs that were searched for.
+    """The result of a search: the best order, and its simulation under the costs that were searched
+    for.
 
     Attributes:
-        bound: what no order of this placement and memory can beat: see :func:`course_pp.schedule.bound`.
-        stopped: why the search ended: ``bound`` (nothing can be better), ``patience`` (nothing was gained for
-            thousands of tries; the same seed then gives the same result everywhere) or ``time``.
+        bound: what no order of this placement and memory can beat: see
+            :func:`course_pp.schedule.bound`.
+        stopped: why the search ended: ``bound`` (nothing can be better), ``patience`` (nothing was
+            gained for thousands of tries; the same seed then gives the same result everywhere) or
+            ``time``.
         tries: how many orders were simulated.
     """
 
@@ -142,25 +152,29 @@ def search(
 ) -> Found:
     """Look for the order of least makespan.
 
-    It starts from every schedule of the catalogue with this placement that fits, built for these costs, from list
-    scheduling by many rules, from the heuristic of the Zero Bubble authors and, with two stages a rank, from repeating
-    blocks made for the caps; it takes the best few, and improves them locally. So it is never worse than any of those.
-    Among equal makespans it prefers ranks that finish early. Microbatches are alike, so each stage takes them in order,
-    and only the order of kinds of work is searched for.
+    It starts from every schedule of the catalogue with this placement that fits, built for these
+    costs, from list scheduling by many rules, from the heuristic of the Zero Bubble authors and,
+    with two stages a rank, from repeating blocks made for the caps; it takes the best few, and
+    improves them locally. So it is never worse than any of those. Among equal makespans it prefers
+    ranks that finish early. Microbatches are alike, so each stage takes them in order, and only the
+    order of kinds of work is searched for.
 
     Args:
-        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Of memory it says nothing here.
-        memory_limit: how many activations a rank may hold, each from its ``F`` until its ``B`` or ``W``; one number,
-            or one for each rank, None for no limit.
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Of memory it says nothing
+            here.
+        memory_limit: how many activations a rank may hold, each from its ``F`` until its ``B`` or
+            ``W``; one number, or one for each rank, None for no limit.
         n_chunks: stages a rank, 1 or 2.
         seconds: end after that long.
         placement: ``loop`` or, for two chunks, ``v``. Both are tried unless given.
-        split: whether the backward may be halved into ``I`` and ``W``; if not, it is ``B``. A whole ``B`` is never
-            better than its halves in a row.
+        split: whether the backward may be halved into ``I`` and ``W``; if not, it is ``B``. A whole
+            ``B`` is never better than its halves in a row.
         seed: of the random moves.
     """
     if not 0 < seconds < inf:
-        raise ValueError(f"search: seconds is {seconds}: give a time limit above 0, and a finite one")
+        raise ValueError(
+            f"search: seconds is {seconds}: give a time limit above 0, and a finite one"
+        )
     began = monotonic()
     costs = Costs() if costs is None else costs
     asked = questions(n_ranks, n_microbatches, costs, memory_limit, n_chunks, placement, split)
@@ -178,7 +192,11 @@ AnyFound = TypeVar("AnyFound", bound=Found)
 def best_of(found: Sequence[AnyFound]) -> AnyFound:
     """Return the best of several placements' results; it stopped at the ``bound`` if none can hold anything better."""
     best = min(found, key=lambda each: each.timeline.makespan)
-    unsettled = {each.stopped for each in found if each.stopped != "bound" and each.bound < best.timeline.makespan}
+    unsettled = {
+        each.stopped
+        for each in found
+        if each.stopped != "bound" and each.bound < best.timeline.makespan
+    }
     return replace(
         best,
         bound=min(each.bound for each in found),
@@ -201,7 +219,8 @@ def answer(question: PlacementQuestion, deadline: float, seed: int) -> Found:
     improvers = [Improver(problem, words, seed + number) for number, words in enumerate(starts)]
     for improver in improvers if improvers[0].score[0] > enough else ():
         improver.improve(enough, _SCOUTING, over)
-    # With two stages a rank there are many more orders, and a start that looks worse often leads further.
+    # With two stages a rank there are many more orders, and a start that looks worse often leads
+    # further.
     improvers.sort(key=lambda each: each.score)
     for improver in improvers[: 1 if problem.n_chunks == 1 else None]:
         stopped = improver.improve(enough, _PATIENCE, over)
@@ -209,20 +228,26 @@ def answer(question: PlacementQuestion, deadline: float, seed: int) -> Found:
             break
     best = min(improvers, key=lambda each: each.score)
     orders = [problem.schedule_of("found", best.best)]
-    if question.costs.overlapped is not None:  # pairs run as one may be quicker than what was searched
+    # pairs run as one may be quicker than what was searched
+    if question.costs.overlapped is not None:
         orders += question.named()
     timed = [(order, simulate(order, question.costs)) for order in orders]
     order, timeline = min(timed, key=lambda each: each[1].makespan)
     return Found(order, timeline, question.bound, stopped, sum(each.tries for each in improvers))
 
 
-def _starts(question: PlacementQuestion, seed: int, enough: Time, over: Callable[[], bool]) -> list[Words]:
-    """Return the best few of the catalogue, of the heuristic and of all rules, and the best that repeat; best first.
+def _starts(
+    question: PlacementQuestion, seed: int, enough: Time, over: Callable[[], bool]
+) -> list[Words]:
+    """Return the best few of the catalogue, of the heuristic and of all rules, and the best that
+    repeat; best first.
 
     The latter have their place kept: improved, they often end before what was ahead of them.
     """
     problem = question.problem
-    tried: list[Words] = [problem.words_of(filled(each, question.costs, problem.caps)) for each in question.named()]
+    tried: list[Words] = [
+        problem.words_of(filled(each, question.costs, problem.caps)) for each in question.named()
+    ]
     tried += zero_bubble_heuristic(problem)
     for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
@@ -249,11 +274,12 @@ def _ranked(problem: Problem, tried: Iterable[Words]) -> list[tuple[Time, Time, 
 class Improver:
     """The best words so far, and a walk that looks for better ones by moving a letter of a word.
 
-    Only what lies on the longest path can shorten the run, so a move takes a letter of a block of that path (what one
-    rank does in one go) past the block's end, or the block's last letter, for which another rank waits, further to the
-    front (Nowicki and Smutnicki 1996, "A fast taboo search algorithm for the job shop problem"). A change for the worse
-    is accepted within a threshold that falls to zero; then the next round starts from the best (Dueck and Scheuer 1990,
-    "Threshold accepting").
+    Only what lies on the longest path can shorten the run, so a move takes a letter of a block of
+    that path (what one rank does in one go) past the block's end, or the block's last letter, for
+    which another rank waits, further to the front (Nowicki and Smutnicki 1996, "A fast taboo search
+    algorithm for the job shop problem"). A change for the worse is accepted within a threshold that
+    falls to zero; then the next round starts from the best (Dueck and Scheuer 1990, "Threshold
+    accepting").
 
     Attributes:
         score: of the best words, the makespan and the sum of the ranks' ends.
@@ -271,7 +297,8 @@ class Improver:
         self.tries = self.last_gain = 0
 
     def improve(self, enough: Time, patience: int, over: Callable[[], bool]) -> str:
-        """Walk until the makespan is ``enough``, nothing was gained for ``patience`` tries, or time is ``over``.
+        """Walk until the makespan is ``enough``, nothing was gained for ``patience`` tries, or time
+        is ``over``.
 
         Return which of the three it was: ``bound``, ``patience`` or ``time``.
         """
@@ -328,7 +355,9 @@ class Improver:
             letter = word[place]
             if letter % 3 == FORWARD:
                 if held == cap:
-                    later = next((i for i in range(place + 1, len(word)) if problem.releases(word[i])), None)
+                    later = next(
+                        (i for i in range(place + 1, len(word)) if problem.releases(word[i])), None
+                    )
                     if later is None:
                         break
                     if self.random.random() < 0.5:
@@ -342,7 +371,9 @@ class Improver:
             place += 1
         return word
 
-    def _move(self, words: Words, blocks: list[tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    def _move(
+        self, words: Words, blocks: list[tuple[int, int, int]]
+    ) -> tuple[int, int, int] | None:
         """Return a rank, the place of a letter in its word, and where to put it."""
         random = self.random
         rank, first, last = blocks[random.randrange(len(blocks))]
@@ -350,13 +381,21 @@ class Improver:
         if random.random() < 0.5:
             # What the next block waits for comes sooner.
             taken = last
-            put = random.randrange(first, last) if last > first and random.random() < 0.7 else max(0, last - 1)
+            put = (
+                random.randrange(first, last)
+                if last > first and random.random() < 0.7
+                else max(0, last - 1)
+            )
             if first > 0 and random.random() < 0.3:
                 put = random.randrange(max(0, first - 6), first)
         else:
             # Something of the block gives way.
             taken = random.randrange(first, last + 1)
-            put = last if random.random() < 0.5 else random.randrange(last, min(len(word) - 1, last + 8) + 1)
+            put = (
+                last
+                if random.random() < 0.5
+                else random.randrange(last, min(len(word) - 1, last + 8) + 1)
+            )
             if random.random() < 0.2:
                 put = random.randrange(max(0, first - 8), first + 1)
         if put == taken or (word[put] == word[taken] and abs(put - taken) == 1):
@@ -388,7 +427,11 @@ class Improver:
             maker = waits_for[letter]
             before = None if place == 0 else ends[words[rank][place - 1]][counts[rank][place - 1]]
             arrival = None if maker < 0 else ends[maker][k] + delays[letter]
-            if arrival is not None and (before is None or arrival > before) and problem.ranks[maker // 3] != rank:
+            if (
+                arrival is not None
+                and (before is None or arrival > before)
+                and problem.ranks[maker // 3] != rank
+            ):
                 blocks.append((rank, place, last))
                 rank = problem.ranks[maker // 3]
                 place = last = where[maker, k]

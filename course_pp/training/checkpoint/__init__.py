@@ -1,8 +1,9 @@
-"""Checkpoints that any layout can write and any other can load, on ``torch.distributed.checkpoint``.
+"""Checkpoints that any layout can write and any other can load, on
+``torch.distributed.checkpoint``.
 
-    saved = save("checkpoints", step, modules, optimizer, device_mesh=mesh, extra={"scheduler": scheduler.state_dict()})
-    loaded = load("checkpoints", modules, optimizer, device_mesh=mesh)  # the newest whole one
-    scheduler.load_state_dict(loaded.extra["scheduler"])
+    saved = save("checkpoints", step, modules, optimizer, device_mesh=mesh, extra={"scheduler":
+    scheduler.state_dict()}) loaded = load("checkpoints", modules, optimizer, device_mesh=mesh)  #
+    the newest whole one scheduler.load_state_dict(loaded.extra["scheduler"])
 
 A checkpoint is one directory::
 
@@ -11,9 +12,9 @@ A checkpoint is one directory::
         state.json       step, sizes of the model, layout, options of the optimizer, extra
         manifest.json    size and checksum of every file, written last
 
-It is written under another name and renamed when complete, so it is there whole or not at all. Loading runs nothing
-that a checkpoint holds: ``.metadata`` may name the classes that describe tensors and no others, tensors are read with
-``weights_only=True``, and the rest is JSON.
+It is written under another name and renamed when complete, so it is there whole or not at all.
+Loading runs nothing that a checkpoint holds: ``.metadata`` may name the classes that describe
+tensors and no others, tensors are read with ``weights_only=True``, and the rest is JSON.
 """
 
 from course_pp.training.checkpoint.huggingface import export_hf, import_hf, load_stage

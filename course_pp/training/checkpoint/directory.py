@@ -4,8 +4,9 @@
     .step_00000200.tmp-k3jd92ab   being written, or left behind by a save that was killed
     .step_00000050.old-x81mmz0q   being deleted
 
-While it writes, rank 0 holds a lock on the directory, which the system releases when the process ends, however it
-ends. So a later save can tell a leftover from the work of a run that is still alive.
+While it writes, rank 0 holds a lock on the directory, which the system releases when the process
+ends, however it ends. So a later save can tell a leftover from the work of a run that is still
+alive.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(tmp|old)-\w+")
 def named(root: str | os.PathLike[str]) -> Path:
     """Return the directory; an empty name, which would be the working directory, is refused."""
     if not os.fspath(root):
-        raise CheckpointError("'' names no directory: give one, such as '.' for the working directory")
+        raise CheckpointError(
+            "'' names no directory: give one, such as '.' for the working directory"
+        )
     return Path(root)
 
 
@@ -53,7 +56,9 @@ def step_directories(root: Path) -> list[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Return True if ``path`` is meant as one checkpoint and not as the directory of a run's."""
-    return bool(_STEP.fullmatch(path.name)) or (path / MANIFEST).exists() or (path / METADATA).exists()
+    return (
+        bool(_STEP.fullmatch(path.name)) or (path / MANIFEST).exists() or (path / METADATA).exists()
+    )
 
 
 def check_free(final: Path) -> None:
@@ -61,10 +66,14 @@ def check_free(final: Path) -> None:
     if not os.path.lexists(final):
         return
     if not problems(final):
-        raise CheckpointError(f"{final} is a whole checkpoint already: resume from it, or save to another directory")
+        raise CheckpointError(
+            f"{final} is a whole checkpoint already: resume from it, or save to another directory"
+        )
     if final.is_symlink() or not is_ours(final):
         how = "move it away, or save to another directory"
-        raise CheckpointError(f"{final} has the name of a checkpoint, but this version has not written it: {how}")
+        raise CheckpointError(
+            f"{final} has the name of a checkpoint, but this version has not written it: {how}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,9 @@ class Retention:
         """Delete what need not be kept beside ``newest``, but nothing damaged and no later step: they do not count."""
         if self.keep_last is None:
             return
-        before = [path for path in step_directories(newest.parent) if step_of(path) < step_of(newest)]
+        before = [
+            path for path in step_directories(newest.parent) if step_of(path) < step_of(newest)
+        ]
         whole = [path for path in before if not problems(path, checksums=False)]
         for path in whole[self.keep_last - 1 :]:
             if self.keep_every is None or step_of(path) % self.keep_every:
@@ -148,16 +159,19 @@ def _remove_leftovers(root: Path) -> None:
     for path in root.iterdir():
         if not _LEFTOVER.fullmatch(path.name):
             continue
-        with contextlib.suppress(OSError):  # locked by a live run, gone meanwhile, or no locks on this file system
+        # locked by a live run, gone meanwhile, or no locks on this file system
+        with contextlib.suppress(OSError):
             handle = _lock(path, wait=False)
             shutil.rmtree(path, ignore_errors=True)
             os.close(handle)
 
 
 def _lock(directory: Path, wait: bool = True) -> int:
-    """Hold a lock until the returned handle is closed or this process ends; without ``wait``, have it at once or raise.
+    """Hold a lock until the returned handle is closed or this process ends; without ``wait``, have
+    it at once or raise.
 
-    Where the file system has no locks, a draft goes without one: nobody can then lock it as a leftover either.
+    Where the file system has no locks, a draft goes without one: nobody can then lock it as a
+    leftover either.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

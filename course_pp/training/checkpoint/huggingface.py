@@ -1,4 +1,5 @@
-"""To and from a Hugging Face model directory, and stages filled from one: safetensors, ``config.json``, the tokenizer.
+"""To and from a Hugging Face model directory, and stages filled from one: safetensors,
+``config.json``, the tokenizer.
 
     with weights_on_meta():
         model = LlamaForCausalLM(config)               # takes no memory
@@ -70,21 +71,30 @@ States = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 @checked
 def export_hf(
-    path: str | os.PathLike[str], directory: str | os.PathLike[str], dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the model of a checkpoint so that ``from_pretrained(directory)`` of transformers loads it.
+    """Write the model of a checkpoint so that ``from_pretrained(directory)`` of transformers loads
+    it.
 
-    Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end and pad a text.
+    Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end
+    and pad a text.
 
-    A model of transformers, saved whole or cut by ``auto_split``, is exported as its own class, with its own
-    ``config.json``. It must have the names of that class: merge adapters into the weights before saving.
+    A model of transformers, saved whole or cut by ``auto_split``, is exported as its own class,
+    with its own ``config.json``. It must have the names of that class: merge adapters into the
+    weights before saving.
 
-    ``path`` is a checkpoint, or the directory of a run's; ``directory``, new or empty, appears when it is complete;
-    without a ``dtype`` it is the checkpoint's.
+    ``path`` is a checkpoint, or the directory of a run's; ``directory``, new or empty, appears when
+    it is complete; without a ``dtype`` it is the checkpoint's.
     """
     checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
     _, files = read_manifest(checkpoint.path)
-    attached = {name: _json_in(checkpoint.path / name) for name in (*_TOKENIZER, _GENERATION) if name in files}
+    attached = {
+        name: _json_in(checkpoint.path / name)
+        for name in (*_TOKENIZER, _GENERATION)
+        if name in files
+    }
     if checkpoint.state["config"] is None and HF_CONFIG in files:
         model = _model_of_transformers(checkpoint, dtype)
         write = partial(_write_transformers, model, attached)
@@ -101,14 +111,20 @@ def export_hf(
         raise
     except Exception as error:  # safetensors has an error of its own for a full disk
         how = "make room there, or export to another directory"
-        raise CheckpointError(f"{directory} cannot be written ({sentence(error)}): {how}") from error
+        raise CheckpointError(
+            f"{directory} cannot be written ({sentence(error)}): {how}"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Path(directory)
 
 
 def _write(
-    checkpoint: Opened, config: ModelConfig, attached: Mapping[str, bytes], dtype: torch.dtype | None, directory: Path
+    checkpoint: Opened,
+    config: ModelConfig,
+    attached: Mapping[str, bytes],
+    dtype: torch.dtype | None,
+    directory: Path,
 ) -> None:
     from huggingface_hub import save_torch_state_dict
 
@@ -126,7 +142,9 @@ def _write(
     hf_config.save_pretrained(directory)
 
 
-def _write_attached(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]], directory: Path) -> None:
+def _write_attached(
+    attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]], directory: Path
+) -> None:
     for name, content in attached.items():
         (directory / name).write_bytes(content)
     if special:  # other tokenizers bring their description along
@@ -175,7 +193,9 @@ def _built_by_transformers(checkpoint: Opened) -> Any:
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     kind = next(iter(described.get("architectures") or ()), None)
     architecture: Any = getattr(transformers, str(kind), None)
-    known = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
+    known = isinstance(architecture, type) and issubclass(
+        architecture, transformers.PreTrainedModel
+    )
     if not known:
         problem = f"{checkpoint.path} is of {kind or 'a class'}, which transformers does not have"
         raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained")
@@ -186,8 +206,12 @@ def _built_by_transformers(checkpoint: Opened) -> Any:
             return architecture(config)
     except Exception as error:
         what = " ".join(str(error).split())
-        problem = f"{checkpoint.path}: {HF_CONFIG} makes no {kind} ({type(error).__name__}: {what:.300})"
-        raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained") from error
+        problem = (
+            f"{checkpoint.path}: {HF_CONFIG} makes no {kind} ({type(error).__name__}: {what:.300})"
+        )
+        raise CheckpointError(
+            f"{problem}: load it into your model, and call its save_pretrained"
+        ) from error
 
 
 def _weights_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -232,12 +256,16 @@ def _config_of(checkpoint: Opened) -> ModelConfig:
     except (TypeError, ValueError) as error:
         problem = f"{checkpoint.path} does not say which model it is of"
         how = "load it into your model, and call its save_pretrained"
-        raise CheckpointError(f"{problem}: only course_pp's and transformers' can be exported; {how}") from error
+        raise CheckpointError(
+            f"{problem}: only course_pp's and transformers' can be exported; {how}"
+        ) from error
     if config.tie_embeddings:
         expected.discard(HEAD)
     if differ := sorted(expected ^ checkpoint.weights):
         has = f"{'no' if differ[0] in expected else 'a'} {differ[0]}"
-        raise CheckpointError(f"{checkpoint.path} is not of course_pp's Transformer, as an export needs: it has {has}")
+        raise CheckpointError(
+            f"{checkpoint.path} is not of course_pp's Transformer, as an export needs: it has {has}"
+        )
     return config
 
 
@@ -246,11 +274,20 @@ def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
     definition, description = _TOKENIZER[:2]
     if definition not in attached or description in attached:
         return {}
-    ids = {token["content"]: token["id"] for token in json.loads(attached[definition]).get("added_tokens", ())}
-    return {role: (token, ids[token]) for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True) if token in ids}
+    ids = {
+        token["content"]: token["id"]
+        for token in json.loads(attached[definition]).get("added_tokens", ())
+    }
+    return {
+        role: (token, ids[token])
+        for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)
+        if token in ids
+    }
 
 
-def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+def _token_ids(
+    attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]]
+) -> dict[str, Any]:
     """Return ``eos_token_id`` and the like for ``config.json``, as the model came with or our tokenizer has them."""
     if _GENERATION in attached:
         known = json.loads(attached[_GENERATION])
@@ -262,29 +299,39 @@ def _token_ids(attached: Mapping[str, bytes], special: Mapping[str, tuple[str, i
 def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> Saved:
     """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
 
-    Attention is always the built-in one. No link is followed. Load the checkpoint with ``optimizer=None``, at any
-    layout, in the dtype it has. If the directory does not hold exactly the weights that its ``config.json`` asks for,
-    nothing is left in ``root``.
+    Attention is always the built-in one. No link is followed. Load the checkpoint with
+    ``optimizer=None``, at any layout, in the dtype it has. If the directory does not hold exactly
+    the weights that its ``config.json`` asks for, nothing is left in ``root``.
     """
     folder = Path(source)
     if not os.path.lexists(folder / "config.json") or not list(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder} is not a model directory: it needs config.json and .safetensors files")
+        raise CheckpointError(
+            f"{folder} is not a model directory: it needs config.json and .safetensors files"
+        )
     if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
         raise CheckpointError(f"{folder}: {links[0]} is a link: put the file itself in its place")
     described = json.loads(_json_in(folder / "config.json"))
     hf_config, config = _config_in(folder, described)
     model = _model_of(folder, config, _dtype_of(described))
     names = (*_TOKENIZER, _GENERATION)
-    attachments = {name: _json_in(folder / name) for name in names if os.path.lexists(folder / name)}
+    attachments = {
+        name: _json_in(folder / name) for name in names if os.path.lexists(folder / name)
+    }
     if _GENERATION not in attachments:
         ids = {name: getattr(hf_config, name, None) for name in _IDS}
-        attachments[_GENERATION] = json.dumps({"_from_model_config": True, **ids}, indent=1).encode()
+        attachments[_GENERATION] = json.dumps(
+            {"_from_model_config": True, **ids}, indent=1
+        ).encode()
     return save(root, 0, model, device_mesh=None, attachments=attachments)
 
 
 def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> Transformer:
     """Return the model whose weights ``folder`` holds, on the CPU; its rotary tables stay on the meta device."""
-    found = {name: tensor for name, tensor in _found_in(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    found = {
+        name: tensor
+        for name, tensor in _found_in(folder).items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
     # An enormous number of layers would take as long to build as to look for.
     if config.n_layers > len(found):
         layers = f"the {config.n_layers:,} layers of its config.json"
@@ -293,8 +340,12 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
         model = Transformer(config).to(dtype or _DTYPES.get(next(iter(found.values())).kind))
     state = model.state_dict(keep_vars=True)
     form = form_of(found)
-    if others := sorted(found.keys() - {each.name for name in state for each in sources_in_hf(name, config, form)}):
-        raise CheckpointError(f"{folder} has, beside what config.json asks for, {_first_of(others)}: {_ANEW}")
+    if others := sorted(
+        found.keys() - {each.name for name in state for each in sources_in_hf(name, config, form)}
+    ):
+        raise CheckpointError(
+            f"{folder} has, beside what config.json asks for, {_first_of(others)}: {_ANEW}"
+        )
     cpu = torch.device("cpu")
     planned = _plan([(model, state)], folder)
     ends = [found[name] for name in map(name_to_hf, (EMBEDDING, HEAD)) if name in found]
@@ -303,7 +354,9 @@ def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> T
         both = (_read([(own, Source(end.name), end)], cpu)[id(own)] for end in ends)
         same = ends[0].shape == ends[1].shape and torch.equal(*both)
         if not same:
-            raise CheckpointError(f"{folder} has different {ends[0].name} and {ends[1].name}, which are tied: {_ANEW}")
+            raise CheckpointError(
+                f"{folder} has different {ends[0].name} and {ends[1].name}, which are tied: {_ANEW}"
+            )
     read = _read(planned, cpu)
     model.load_state_dict({name: read[id(own)] for name, own in state.items()}, assign=True)
     return model
@@ -313,7 +366,8 @@ def _config_in(folder: Path, described: Mapping[str, Any]) -> tuple[Any, ModelCo
     """Return what ``config.json`` says, as the class of its model reads it, and as our sizes."""
     kind = described.get("model_type")
     refuse_other_kinds(kind)
-    # How transformers computes attention, and whose code it fetches for that, is not a matter of the model.
+    # How transformers computes attention, and whose code it fetches for that, is not a matter of
+    # the model.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     try:
         hf_config = config_class(str(kind)).from_dict(kept)
@@ -322,7 +376,9 @@ def _config_in(folder: Path, described: Mapping[str, Any]) -> tuple[Any, ModelCo
         if type(error) is ValueError:  # the model has something that ours has not
             raise
         what = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: config.json is damaged ({type(error).__name__}: {what})") from error
+        raise CheckpointError(
+            f"{folder}: config.json is damaged ({type(error).__name__}: {what})"
+        ) from error
 
 
 def _dtype_of(described: Mapping[str, Any]) -> torch.dtype | None:
@@ -338,35 +394,42 @@ def load_stage(
     device: torch.device | str = "cpu",
     names: Callable[[str], str] | None = None,
 ) -> int:
-    """Fill a stage that was built without weights from a directory of safetensors files; call it on every rank.
+    """Fill a stage that was built without weights from a directory of safetensors files; call it on
+    every rank.
 
     Files are read in pieces, so a rank needs memory for its stage and little more.
 
-    Weights are cast to the stage's dtype. Tied weights may be in the files under any of their names, with or without
-    the ``base_model_prefix`` of transformers' models. Persistent buffers are read like weights; the others stay as they
-    were built. What other stages need is neither read nor missed. The stage's own ``load_state_dict`` and its hooks see
-    what was read.
+    Weights are cast to the stage's dtype. Tied weights may be in the files under any of their
+    names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are
+    read like weights; the others stay as they were built. What other stages need is neither read
+    nor missed. The stage's own ``load_state_dict`` and its hooks see what was read.
 
     Args:
-        stage: of :func:`~course_pp.parallel.auto_split` or :func:`~course_pp.model.build_stage_module`; or all of a
-            rank's, in a list. Shard it and cast it afterwards.
-        folder: a directory with ``model.safetensors``, or an index and its files, or any ``.safetensors`` files.
+        stage: of :func:`~course_pp.parallel.auto_split` or
+            :func:`~course_pp.model.build_stage_module`; or all of a rank's, in a list. Shard it and
+            cast it afterwards.
+        folder: a directory with ``model.safetensors``, or an index and its files, or any
+            ``.safetensors`` files.
         device: where to put the stage.
-        names: for a weight's name in the stage its name in the files, where transformers renames what it reads.
+        names: for a weight's name in the stage its name in the files, where transformers renames
+            what it reads.
 
     Returns:
         Bytes that were read of the files.
 
     Raises:
-        CheckpointError: on every rank, with nothing filled on any: if a tensor is missing or does not fit, a file is
-            damaged, or what files do not hold has lost its values, as under ``torch.device("meta")``.
+        CheckpointError: on every rank, with nothing filled on any: if a tensor is missing or does
+            not fit, a file is damaged, or what files do not hold has lost its values, as under
+            ``torch.device("meta")``.
     """
     ranks = Ranks(limit_s=_LIMIT_S)
     with ranks.refusing_together():
         check_arguments(load_stage, locals())
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     where = torch.device(device)
-    states = ranks.collectively(lambda: [(each, each.state_dict(keep_vars=True)) for each in stages])
+    states = ranks.collectively(
+        lambda: [(each, each.state_dict(keep_vars=True)) for each in stages]
+    )
     planned = ranks.collectively(lambda: _plan(states, Path(folder), names or str))
     read = ranks.collectively(lambda: _read(planned, where))
     ranks.collectively(lambda: _put(states, read, where))
@@ -395,20 +458,30 @@ def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) ->
     missing: list[str] = []
     for choices, own in _sources_of(states, form_of(found)):
         for names, source in choices:
-            there = [found[name] for name in dict.fromkeys([*map(in_files, names), *names]) if name in found]
+            there = [
+                found[name]
+                for name in dict.fromkeys([*map(in_files, names), *names])
+                if name in found
+            ]
             if not there:
                 missing.append(names[0])
                 continue
             tensor, needs = there[0], source.place(torch.empty(own.shape, device="meta")).shape
             if source.take(torch.empty(tensor.shape, device="meta")).shape != needs:
-                needed = f"and the model needs {tuple(needs)}: build it with the sizes of its config.json"
+                needed = (
+                    f"and the model needs {tuple(needs)}: build it with the sizes of its"
+                    " config.json"
+                )
                 raise CheckpointError(f"{folder} has {tensor.name} as {tensor.shape}, {needed}")
             if (tensor.kind in _DTYPES) != own.is_floating_point():
                 needed = f"and the model as {own.dtype}: get it in one of {', '.join(_DTYPES)}"
                 raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
             planned.append((own, source, tensor))
     if missing:
-        how = "get the directory of this model, whole, or give load_stage names= if they are others there"
+        how = (
+            "get the directory of this model, whole, or give load_stage names= if they are others"
+            " there"
+        )
         raise CheckpointError(f"{folder} has no {_first_of(missing)}, which the model needs: {how}")
     _refuse_lost(states)
     return planned
@@ -427,9 +500,13 @@ def _found_in(folder: Path) -> dict[str, _InFile]:
                 part = file.get_slice(name)
                 kind, shape = part.get_dtype(), tuple(part.get_shape())
                 bits = int("".join(filter(str.isdigit, kind))[:2] or 8)
-                found[name] = _InFile(path, name, kind, shape, torch.Size(shape).numel() * bits // 8)
+                found[name] = _InFile(
+                    path, name, kind, shape, torch.Size(shape).numel() * bits // 8
+                )
     if not found:
-        raise CheckpointError(f"{folder} holds no .safetensors files: give the directory of a model")
+        raise CheckpointError(
+            f"{folder} holds no .safetensors files: give the directory of a model"
+        )
     return found
 
 
@@ -443,7 +520,9 @@ def _files_of(folder: Path) -> list[Path]:
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise CheckpointError(f"{folder}: {_INDEX} is damaged: it has no weight_map")
     names = sorted(set(weights.values()))
-    if strange := [name for name in names if name != Path(name).name or not name.endswith(".safetensors")]:
+    if strange := [
+        name for name in names if name != Path(name).name or not name.endswith(".safetensors")
+    ]:
         raise CheckpointError(f"{folder}: {_INDEX} is refused: it names {strange[0]!r}")
     return [folder / name for name in names]
 
@@ -458,10 +537,14 @@ def _safetensors(path: Path) -> Iterator[Any]:
     except CheckpointError as error:
         raise CheckpointError(f"{path.parent}: {error}") from error
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({' '.join(str(error).split())}): {_ANEW}") from error
+        raise CheckpointError(
+            f"{path} is damaged ({' '.join(str(error).split())}): {_ANEW}"
+        ) from error
 
 
-def _sources_of(states: States, form: Form) -> Iterator[tuple[list[tuple[list[str], Source]], Tensor]]:
+def _sources_of(
+    states: States, form: Form
+) -> Iterator[tuple[list[tuple[list[str], Source]], Tensor]]:
     """Return each weight that files hold, and its parts there, each with the names it may have, its own first."""
     parts: dict[int, dict[int, tuple[dict[str, None], Source]]] = {}
     own: dict[int, Tensor] = {}
@@ -470,9 +553,14 @@ def _sources_of(states: States, form: Form) -> Iterator[tuple[list[tuple[list[st
         prefix = f"{getattr(stage, 'base_model_prefix', '')}."
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
-                raise CheckpointError(f"{name} is no tensor, and safetensors hold nothing else: set it after filling")
+                raise CheckpointError(
+                    f"{name} is no tensor, and safetensors hold nothing else: set it after filling"
+                )
             own[id(tensor)] = tensor
-            known = [name, *sorted({other for tie in ties if name in tie for other in tie} - {name})]
+            known = [
+                name,
+                *sorted({other for tie in ties if name in tie for other in tie} - {name}),
+            ]
             if isinstance(stage, Transformer):
                 sources = [sources_in_hf(each, stage.config, form) for each in known]
             else:
@@ -482,10 +570,16 @@ def _sources_of(states: States, form: Form) -> Iterator[tuple[list[tuple[list[st
                 names = [each.name for each in same]
                 if form == "mixtral":
                     names += [each.replace(".mlp.", ".block_sparse_moe.") for each in names]
-                names += [each.removeprefix(prefix) if each.startswith(prefix) else prefix + each for each in names]
+                names += [
+                    each.removeprefix(prefix) if each.startswith(prefix) else prefix + each
+                    for each in names
+                ]
                 kept, _ = parts.setdefault(id(tensor), {}).setdefault(part, ({}, same[0]))
                 kept.update(dict.fromkeys(names))
-    return (([(list(names), part) for names, part in parts[key].values()], tensor) for key, tensor in own.items())
+    return (
+        ([(list(names), part) for names, part in parts[key].values()], tensor)
+        for key, tensor in own.items()
+    )
 
 
 def _refuse_lost(states: States) -> None:
@@ -493,28 +587,42 @@ def _refuse_lost(states: States) -> None:
         given = {id(tensor) for tensor in state.values()}
         for name, own in (*stage.named_parameters(), *stage.named_buffers()):
             stands_for_another = getattr(own, "of_another_stage", False)
-            if isinstance(stage, Transformer) or not own.is_meta or id(own) in given or stands_for_another:
+            if (
+                isinstance(stage, Transformer)
+                or not own.is_meta
+                or id(own) in given
+                or stands_for_another
+            ):
                 continue
             how = "in memory, or buffers under weights_on_meta(), which leaves them as they are"
-            raise ValueError(f"{name} is on the meta device, and no file holds it: build the model {how}")
+            raise ValueError(
+                f"{name} is on the meta device, and no file holds it: build the model {how}"
+            )
 
 
 def _read(planned: Planned, device: torch.device) -> dict[int, Tensor]:
     """Return what is in the files, by the ``id`` of the weight, read in pieces.
 
-    A file is closed and opened anew after some: the part of it that was read takes this process's memory too.
+    A file is closed and opened anew after some: the part of it that was read takes this process's
+    memory too.
     """
     full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, *_ in planned}
     by_file = sorted(planned, key=lambda each: (each[2].path, each[2].name))
     for path, group in groupby(by_file, key=lambda each: each[2].path):
-        pieces = [(tensor.name, source, full[id(own)], rows) for own, source, tensor in group for rows in _rows(tensor)]
+        pieces = [
+            (tensor.name, source, full[id(own)], rows)
+            for own, source, tensor in group
+            for rows in _rows(tensor)
+        ]
         while pieces:
             n_bytes = 0
             with _safetensors(path) as file:
                 while pieces and n_bytes < _OPEN_BYTES:
                     name, source, own, rows = pieces.pop(0)
                     to = source.place(own)
-                    part = source.take(file.get_tensor(name) if rows is None else file.get_slice(name)[rows])
+                    part = source.take(
+                        file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+                    )
                     (to if rows is None else to[rows]).copy_(part)
                     n_bytes += part.nbytes
     return full
@@ -524,19 +632,25 @@ def _rows(tensor: _InFile) -> Iterator[slice | None]:
     """Yield as many rows at a time as may be open at once; None for a tensor without rows."""
     n_rows = tensor.shape[0] if tensor.shape else 0
     step = max(1, _OPEN_BYTES * n_rows // max(1, tensor.n_bytes))
-    return (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)) if n_rows else iter([None])
+    return (
+        (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
+        if n_rows
+        else iter([None])
+    )
 
 
 def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> None:
     """Put what was read in the place of parameters and buffers, move the others, and let the stages load it."""
-    moved: dict[int, tuple[Tensor, Any]] = {}  # with the tensor of that id, which must not be used again
+    # with the tensor of that id, which must not be used again
+    moved: dict[int, tuple[Tensor, Any]] = {}
 
     def on_device(own: Tensor) -> Any:
         if id(own) not in moved:
             tensor = read.get(id(own))
             if isinstance(own, nn.Parameter):
                 tensor = own if tensor is None else nn.Parameter(tensor, own.requires_grad)
-            elif tensor is None and getattr(own, "of_another_stage", False):  # only its shape counts
+            elif tensor is None and getattr(own, "of_another_stage", False):
+                # only its shape counts
                 tensor = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
             elif tensor is None:
                 tensor = torch.empty_like(own, device=device) if own.is_meta else own.to(device)

@@ -1,6 +1,8 @@
-"""Loading: fill what this rank holds of the model from a checkpoint that is whole and of this model.
+"""Loading: fill what this rank holds of the model from a checkpoint that is whole and of this
+    model.
 
-A checkpoint of another model or optimizer is refused before anything is changed, by the first thing that differs.
+A checkpoint of another model or optimizer is refused before anything is changed, by the first thing
+that differs.
 """
 
 import os
@@ -56,26 +58,33 @@ def load(
     device_mesh: DeviceMesh | None,
     tied: Ties | None = None,
 ) -> Loaded:
-    """Fill modules and optimizer from a checkpoint, in place, at this layout, whatever the one it was written at.
+    """Fill modules and optimizer from a checkpoint, in place, at this layout, whatever the one it
+    was written at.
 
-    What was read goes through each module's ``load_state_dict``, so its hooks see it, as in torch's own recipe. Call
-    it on every rank, with modules and optimizer as they will be trained, whether or not steps were taken.
+    What was read goes through each module's ``load_state_dict``, so its hooks see it, as in torch's
+    own recipe. Call it on every rank, with modules and optimizer as they will be trained, whether
+    or not steps were taken.
 
     Args:
-        path: a checkpoint, or the directory of a run's checkpoints, of which the newest whole one is loaded.
+        path: a checkpoint, or the directory of a run's checkpoints, of which the newest whole one
+            is loaded.
         modules: this rank's stages, or the whole model; ``{index: stage}`` if it was saved so.
-        optimizer: None loads the weights alone; otherwise the random number generators are restored too
-            (:mod:`~course_pp.training.checkpoint.state` says what ranks that were not there get).
+        optimizer: None loads the weights alone; otherwise the random number generators are restored
+            too (:mod:`~course_pp.training.checkpoint.state` says what ranks that were not there
+            get).
         device_mesh: as for :func:`save`.
-        tied: as for :func:`save`; to be given only for a checkpoint that was saved without saying so.
+        tied: as for :func:`save`; to be given only for a checkpoint that was saved without saying
+            so.
 
     Raises:
-        CheckpointError: on every rank with the same sentence, if the checkpoint is damaged, of another model, or holds
-            anything that is not a tensor or JSON. Nothing is changed then.
+        CheckpointError: on every rank with the same sentence, if the checkpoint is damaged, of
+            another model, or holds anything that is not a tensor or JSON. Nothing is changed then.
     """
     loaded = resume(path, modules, optimizer, device_mesh=device_mesh, tied=tied)
     if loaded is None:
-        raise CheckpointError(f"{path} holds no checkpoint: give a directory that save has written to")
+        raise CheckpointError(
+            f"{path} holds no checkpoint: give a directory that save has written to"
+        )
     return loaded
 
 
@@ -94,7 +103,8 @@ def resume(
     opened = open_together(named(path), ranks)
     if opened is None:
         return None
-    # By itself, as the state_dict of some modules is a collective: all ranks are through it before one refuses.
+    # By itself, as the state_dict of some modules is a collective: all ranks are through it before
+    # one refuses.
     state = ranks.collectively(lambda: state_of(modules, tied))
     ends, also = _ends_there(state, opened)
 
@@ -115,11 +125,15 @@ def resume(
     slots = {} if optimizer is None else _new_slots(opened, optimizer, ends)
     coordinates = mesh_coordinates(device_mesh, ranks.rank)
     rng = {} if optimizer is None else rng_keys(coordinates, opened.tensors)
-    generators = {kind: torch.empty(opened.tensors[key].shape, dtype=torch.uint8) for kind, key in rng.items()}
+    generators = {
+        kind: torch.empty(opened.tensors[key].shape, dtype=torch.uint8) for kind, key in rng.items()
+    }
     wanted = [(rng[kind], generator) for kind, generator in generators.items()]
     for name, tensor in ends:
         wanted.append((f"model.{name}", tensor.detach()))
-        wanted += [(f"optimizer.{name}.{slot}", new) for slot, new in slots.get(id(tensor), {}).items()]
+        wanted += [
+            (f"optimizer.{name}.{slot}", new) for slot, new in slots.get(id(tensor), {}).items()
+        ]
     ranks.collectively(lambda: _read(opened, wanted))
     ranks.collectively(lambda: _load(state, optimizer))
     if optimizer is not None:
@@ -146,14 +160,19 @@ def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> N
     """Refuse a checkpoint of another model, by the first thing that differs."""
     saved = opened.state["config"]
     if saved is not None and config is not None:
-        saved = {each.name: each.default for each in fields(ModelConfig)} | saved  # older ones lack newer sizes
+        # older ones lack newer sizes
+        saved = {each.name: each.default for each in fields(ModelConfig)} | saved
         differ = [key for key in config if key not in _MAY_DIFFER and saved.get(key) != config[key]]
         if differ:
-            spelled_out = ", ".join(f"{key}={saved.get(key)!r}, not {config[key]!r}" for key in differ)
+            spelled_out = ", ".join(
+                f"{key}={saved.get(key)!r}, not {config[key]!r}" for key in differ
+            )
             raise CheckpointError(f"{opened.path} is of another model: it has {spelled_out}")
     for name, tensor in ends:
         if tensor.is_meta:
-            raise CheckpointError(f"{name} is on the meta device: give the module memory first, to_empty(device=…)")
+            raise CheckpointError(
+                f"{name} is on the meta device: give the module memory first, to_empty(device=…)"
+            )
         entry = opened.tensors.get(f"model.{name}")
         if entry is None:
             hint = _hint(next(iter(opened.weights), ""))
@@ -161,39 +180,58 @@ def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> N
         if entry.shape != tensor.shape:
             shapes = f"{name} is {entry.shape} there and {tuple(tensor.shape)} here"
             raise CheckpointError(f"{opened.path} is of another model: {shapes}")
-        # Loading widens buffers: a router's bias stays float32 here, and older checkpoints may have it in bfloat16.
+        # Loading widens buffers: a router's bias stays float32 here, and older checkpoints may have
+        # it in bfloat16.
         is_float_buffer = entry.dtype.is_floating_point and not isinstance(tensor, nn.Parameter)
-        is_widened = is_float_buffer and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype
+        is_widened = (
+            is_float_buffer and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype
+        )
         if entry.dtype != tensor.dtype and not is_widened:
             how = "convert the modules first, and again after loading"
-            raise CheckpointError(f"{opened.path} holds {name} as {entry.dtype}, here it is {tensor.dtype}: {how}")
+            raise CheckpointError(
+                f"{opened.path} holds {name} as {entry.dtype}, here it is {tensor.dtype}: {how}"
+            )
 
 
 def _hint(name: str) -> str:
-    return " (its names begin with the stage: pass {index: stage})" if name.startswith(STAGES) else ""
+    return (
+        " (its names begin with the stage: pass {index: stage})" if name.startswith(STAGES) else ""
+    )
 
 
 def _check_optimizer(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> None:
     """Refuse another kind of optimizer, and one with other groups."""
     saved, here = opened.state["optimizer"], type(optimizer).__name__
     if saved is None:
-        raise CheckpointError(f"{opened.path} was saved without an optimizer: load its weights with optimizer=None")
+        raise CheckpointError(
+            f"{opened.path} was saved without an optimizer: load its weights with optimizer=None"
+        )
     if saved["kind"] != here:
         other = f"the state of {saved['kind']}, and this optimizer is {here}"
-        raise CheckpointError(f"{opened.path} holds {other}: make the same, or load with optimizer=None")
+        raise CheckpointError(
+            f"{opened.path} holds {other}: make the same, or load with optimizer=None"
+        )
     options = _options(opened)
     for group in optimizer_groups(optimizer, ends):
         for name in group.parameters:
             if name not in options:
-                raise CheckpointError(f"{opened.path}: its optimizer does not train {name}, this one does")
+                raise CheckpointError(
+                    f"{opened.path}: its optimizer does not train {name}, this one does"
+                )
             if options[name] != options[group.parameters[0]]:
                 pair = f"{name} than for {group.parameters[0]}, which are in one group here"
-                raise CheckpointError(f"{opened.path} has other options for {pair}: make the same groups")
+                raise CheckpointError(
+                    f"{opened.path} has other options for {pair}: make the same groups"
+                )
 
 
 def _options(opened: Opened) -> dict[str, dict[str, Any]]:
     """Return the options of the checkpoint's optimizer, by the parameter's name."""
-    return {name: group["options"] for group in opened.state["optimizer"]["groups"] for name in group["parameters"]}
+    return {
+        name: group["options"]
+        for group in opened.state["optimizer"]["groups"]
+        for name in group["parameters"]
+    }
 
 
 def _saved_slots(opened: Opened) -> dict[str, list[str]]:
@@ -212,7 +250,10 @@ def _check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimize
     for first, others in also.items():
         for other in others:
             pairs = [(f"model.{first}", f"model.{other}")]
-            pairs += [(f"optimizer.{first}.{slot}", f"optimizer.{other}.{slot}") for slot in slots.get(first, ())]
+            pairs += [
+                (f"optimizer.{first}.{slot}", f"optimizer.{other}.{slot}")
+                for slot in slots.get(first, ())
+            ]
             for pair in pairs:
                 found = opened.read(key for key in pair if key in opened.tensors)
                 if len(found) < 2 or not torch.equal(*found.values()):
@@ -221,10 +262,14 @@ def _check_ties(opened: Opened, also: Mapping[str, Sequence[str]], with_optimize
                     raise CheckpointError(f"{ends} in {opened.path}: {how}")
 
 
-def _new_slots(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> dict[int, dict[str, Tensor]]:
+def _new_slots(
+    opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends
+) -> dict[int, dict[str, Tensor]]:
     """Return new state for each tensor of ``ends`` by its ``id``, to be filled; empty where the checkpoint has none."""
     saved = _saved_slots(opened)
-    on_device = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    on_device = [
+        group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")
+    ]
     counts_on_device = {id(p) for group in on_device for p in group["params"]}
     slots: dict[int, dict[str, Tensor]] = {}
     for name, tensor in ends:
@@ -256,13 +301,21 @@ def _load(state: RankState, optimizer: torch.optim.Optimizer | None) -> None:
     for module, loaded in state.states:
         load_into(module, loaded)
     own = {id(parameter) for module in state.modules for parameter in module.parameters()}
-    trained = () if optimizer is None else (each for group in optimizer.param_groups for each in group["params"])
+    trained = (
+        ()
+        if optimizer is None
+        else (each for group in optimizer.param_groups for each in group["params"])
+    )
     if lost := [state.own_names[id(each)] for each in trained if id(each) not in own]:
         how = "let it copy into the one that is there"
-        raise CheckpointError(f"load_state_dict replaces {lost[0]}, which the optimizer trains: {how}")
+        raise CheckpointError(
+            f"load_state_dict replaces {lost[0]}, which the optimizer trains: {how}"
+        )
 
 
-def _options_of_groups(opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends) -> list[dict[str, Any]]:
+def _options_of_groups(
+    opened: Opened, optimizer: torch.optim.Optimizer, ends: Ends
+) -> list[dict[str, Any]]:
     """Return the checkpoint's options for each group of this rank; none for a group that is empty here."""
     names, options = {id(tensor): name for name, tensor in ends}, _options(opened)
     found = []
@@ -281,8 +334,8 @@ def _apply(
     """Give the optimizer its state and options.
 
     A group that is empty here, as on a stage without norms, takes the options of the group with its
-    number on another rank. If it is empty everywhere, it takes only options that it lacks, such as a
-    scheduler's ``initial_lr``, without which a scheduler refuses to go on.
+    number on another rank. If it is empty everywhere, it takes only options that it lacks, such as
+    a scheduler's ``initial_lr``, without which a scheduler refuses to go on.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

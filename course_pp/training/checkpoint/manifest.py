@@ -1,7 +1,9 @@
-"""What a whole checkpoint consists of: size and checksum of every file, written when all of them are there.
+"""What a whole checkpoint consists of: size and checksum of every file, written when all of them
+are there.
 
-Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had SHA-256, and is read.
-Both detect damage, and neither detects tampering: whoever can change a file can change the manifest.
+Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had
+SHA-256, and is read. Both detect damage, and neither detects tampering: whoever can change a file
+can change the manifest.
 """
 
 import errno
@@ -29,7 +31,10 @@ _FORMAT = "course_pp checkpoint, version 2"
 _READABLE = (_FORMAT, "course_pp checkpoint, version 1")
 _CHUNK = 1 << 20
 _KIND = "xxh3_128"
-_CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {_KIND: (xxhash.xxh3_128, 32), "sha256": (hashlib.sha256, 64)}
+_CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {
+    _KIND: (xxhash.xxh3_128, 32),
+    "sha256": (hashlib.sha256, 64),
+}
 """For each kind of checksum what computes it, and its number of hexadecimal digits."""
 
 
@@ -61,7 +66,8 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, CheckpointError | WrongArgument):
         return str(error)
     if isinstance(error, pickle.UnpicklingError):
-        return "a record in it holds something other than a tensor"  # torch would suggest to load it nevertheless
+        # torch would suggest to load it nevertheless
+        return "a record in it holds something other than a tensor"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
@@ -93,8 +99,14 @@ def write_file(path: Path, content: bytes) -> Digest:
 
 def write_manifest(directory: Path, step: int, files: Mapping[str, Digest]) -> None:
     """Declare the directory complete: the last file written to it."""
-    listed = {name: {"bytes": files[name].bytes, files[name].kind: files[name].checksum} for name in sorted(files)}
-    write_file(directory / MANIFEST, json.dumps({"format": _FORMAT, "step": step, "files": listed}, indent=1).encode())
+    listed = {
+        name: {"bytes": files[name].bytes, files[name].kind: files[name].checksum}
+        for name in sorted(files)
+    }
+    write_file(
+        directory / MANIFEST,
+        json.dumps({"format": _FORMAT, "step": step, "files": listed}, indent=1).encode(),
+    )
     sync_directory(directory)
 
 
@@ -111,7 +123,8 @@ def sync_directory(directory: Path) -> None:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """A regular file opened for reading: no link is followed, and no pipe or device waited for."""
     try:
-        # Without O_NONBLOCK a named pipe would be waited for before anybody could see that it is one.
+        # Without O_NONBLOCK a named pipe would be waited for before anybody could see that it is
+        # one.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -119,7 +132,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path.name} is a link: put the file itself in its place") from error
+            raise CheckpointError(
+                f"{path.name} is a link: put the file itself in its place"
+            ) from error
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
@@ -143,13 +158,20 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
     if not directory.is_dir():
         raise CheckpointError("there is no such directory")
     if not os.path.lexists(directory / MANIFEST):
-        raise CheckpointError(f"{MANIFEST} is missing: not a checkpoint of this package, or one whose writing stopped")
+        raise CheckpointError(
+            f"{MANIFEST} is missing: not a checkpoint of this package, or one whose writing stopped"
+        )
     manifest = read_json(directory / MANIFEST)
     said = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(said, str) and said not in _READABLE:
-        raise CheckpointError(f"{MANIFEST} says format {said!r}, this package reads {' and '.join(_READABLE)}")
+        raise CheckpointError(
+            f"{MANIFEST} says format {said!r}, this package reads {' and '.join(_READABLE)}"
+        )
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        step, files = manifest["step"], {name: _listed(name, entry) for name, entry in manifest["files"].items()}
+        step, files = (
+            manifest["step"],
+            {name: _listed(name, entry) for name, entry in manifest["files"].items()},
+        )
         if said in _READABLE and type(step) is int and {STATE, METADATA} <= files.keys():
             return step, files
     raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
@@ -179,7 +201,11 @@ def is_ours(directory: Path) -> bool:
             continue
         if not isinstance(found, dict):
             return False
-        return found.get("format") in _READABLE if name == MANIFEST else {"step", "layout", "config"} <= set(found)
+        return (
+            found.get("format") in _READABLE
+            if name == MANIFEST
+            else {"step", "layout", "config"} <= set(found)
+        )
     return False
 
 
@@ -193,7 +219,8 @@ def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool =
     """Return what is wrong with a checkpoint; empty if it is whole.
 
     Args:
-        part, n_parts: check the manifest and every ``n_parts``-th file from ``part`` on, so that ranks share the work.
+        part, n_parts: check the manifest and every ``n_parts``-th file from ``part`` on, so that
+            ranks share the work.
         checksums: False compares sizes only.
     """
     try:
@@ -201,9 +228,17 @@ def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool =
     except CheckpointError as error:
         return [str(error)]
     named = re.fullmatch(r"step_(\d+)", directory.name)
-    found = [f"the directory was renamed: it holds step {step}"] if named and int(named[1]) != step else []
+    found = (
+        [f"the directory was renamed: it holds step {step}"]
+        if named and int(named[1]) != step
+        else []
+    )
     mine = sorted(files)[part::n_parts]
-    return found + [problem for name in mine if (problem := _problem_of(directory / name, files[name], checksums))]
+    return found + [
+        problem
+        for name in mine
+        if (problem := _problem_of(directory / name, files[name], checksums))
+    ]
 
 
 def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
@@ -222,7 +257,8 @@ def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
 
 
 def _checksum(file: BinaryIO, kind: str) -> str:
-    # Into one buffer, which stays in the processor's cache; a file that is mapped to memory could vanish under us.
+    # Into one buffer, which stays in the processor's cache; a file that is mapped to memory could
+    # vanish under us.
     checksum, buffer = new_checksum(kind), memoryview(bytearray(_CHUNK))
     while n := file.readinto(buffer):  # type: ignore[attr-defined]
         checksum.update(buffer[:n])

@@ -48,17 +48,20 @@ class Opened:
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors on the CPU."""
-        tensors = {key: torch.empty(self.tensors[key].shape, dtype=self.tensors[key].dtype) for key in keys}
+        tensors = {
+            key: torch.empty(self.tensors[key].shape, dtype=self.tensors[key].dtype) for key in keys
+        }
         read_tensors(self.path, self.metadata, tensors)
         return tensors
 
 
 @checked
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest whole checkpoint in ``root``, found by reading every byte of it; None if there is none at all.
+    """Return the newest whole checkpoint in ``root``, found by reading every byte of it; None if
+    there is none at all.
 
-    Newer ones that are damaged are named in a warning. If none is whole, it raises a CheckpointError: starting anew is
-    then for a person to decide.
+    Newer ones that are damaged are named in a warning. If none is whole, it raises a
+    CheckpointError: starting anew is then for a person to decide.
     """
     return _newest(Path(root), Ranks(alone=True))
 
@@ -67,7 +70,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     """Read the descriptions in a checkpoint, or in the newest whole one of a run, in this process alone."""
     opened = open_together(Path(path), Ranks(alone=True))
     if opened is None:
-        raise CheckpointError(f"{path} holds no checkpoint: give a directory that save has written to")
+        raise CheckpointError(
+            f"{path} holds no checkpoint: give a directory that save has written to"
+        )
     return opened
 
 
@@ -92,7 +97,11 @@ def _problems_of(path: Path, ranks: Ranks) -> list[str] | None:
         return found if not found or os.path.lexists(path) else None
 
     everyone = ranks.each(look)
-    return None if None in everyone else sorted({problem for mine in everyone for problem in mine or ()})
+    return (
+        None
+        if None in everyone
+        else sorted({problem for mine in everyone for problem in mine or ()})
+    )
 
 
 def _newest(root: Path, ranks: Ranks) -> Path | None:
@@ -107,11 +116,16 @@ def _newest(root: Path, ranks: Ranks) -> Path | None:
             damaged.append(spelled(path, found))
         else:
             if damaged and ranks.rank == 0:
-                warnings.warn(f"using {path}, because newer ones are not whole: {'; '.join(damaged)}", stacklevel=4)
+                warnings.warn(
+                    f"using {path}, because newer ones are not whole: {'; '.join(damaged)}",
+                    stacklevel=4,
+                )
             return path
     if damaged:
         how = "restore one from a copy, or start anew in another directory"
-        raise CheckpointError(f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): {how}")
+        raise CheckpointError(
+            f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): {how}"
+        )
     return None
 
 
@@ -124,7 +138,9 @@ def _describe(path: Path) -> Opened:
         raise CheckpointError(f"{path}: {error}") from error
     kinds: dict[str, Any] = {"step": int, "seed": int, "extra": dict, "layout": dict}
     kinds |= {"config": dict | None, "optimizer": dict | None}
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in kinds.items()):
+    if not isinstance(state, dict) or not all(
+        isinstance(state.get(key), kind) for key, kind in kinds.items()
+    ):
         raise CheckpointError(f"{path}: {STATE} is damaged: entries are missing or make no sense")
     return Opened(path, state, tensors, metadata)
 
@@ -158,16 +174,20 @@ class Difference:
 
 @checked
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
-    """Return the differences between two checkpoints, however they are laid out; none if they hold the same.
+    """Return the differences between two checkpoints, however they are laid out; none if they hold
+    the same.
 
-    One tensor of each is in memory at a time. Another layout alone is no difference. But each rank has random number
-    generators of its own, and those of ranks that only one checkpoint has are named. NaN equals NaN.
+    One tensor of each is in memory at a time. Another layout alone is no difference. But each rank
+    has random number generators of its own, and those of ranks that only one checkpoint has are
+    named. NaN equals NaN.
     """
     one, other = open_checkpoint(first), open_checkpoint(second)
     a, b = dict(_flat(one.state)), dict(_flat(other.state))
     keys = [key for key in sorted({*a, *b}) if not key.startswith(("layout.", "tied", "writer"))]
     pairs = [(key, a.get(key, "absent"), b.get(key, "absent")) for key in keys]
-    found = [Difference(key, f"{here!r} and {there!r}") for key, here, there in pairs if here != there]
+    found = [
+        Difference(key, f"{here!r} and {there!r}") for key, here, there in pairs if here != there
+    ]
     for key in sorted({*one.tensors, *other.tensors}, key=_natural):
         found += _tensor_differences(one, other, key)
     return found
@@ -191,11 +211,19 @@ def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Differ
             if dtypes or differ.any():
                 gaps = (x - y).abs()[differ]
                 largest = gaps.max().item() if gaps.numel() else 0.0
-                yield Difference(key, f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers", largest)
+                yield Difference(
+                    key, f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers", largest
+                )
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else None
+    )
     if not children:
         yield path, value
         return

@@ -1,7 +1,8 @@
 """Save: take what a rank holds, write it under another name, declare it complete, and rename it.
 
-What several ranks hold under one name are parts of one sharded tensor, equal copies, which are compared by digest, or
-buffers, such as the statistics of BatchNorm, of which the lowest data-parallel rank's are saved. Else it is refused.
+What several ranks hold under one name are parts of one sharded tensor, equal copies, which are
+compared by digest, or buffers, such as the statistics of BatchNorm, of which the lowest
+data-parallel rank's are saved. Else it is refused.
 """
 
 import hashlib
@@ -101,30 +102,38 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Saved:
-    """Write ``root/step_…``. Call it on every rank, between two steps, with the same arguments but the modules.
+    """Write ``root/step_…``. Call it on every rank, between two steps, with the same arguments but
+    the modules.
 
     Args:
         root: the directory of the run's checkpoints, on a file system that all ranks share.
         step: number of finished steps.
-        modules: this rank's stages, or the whole model, as they are trained (after FSDP2). If the names in a stage are
-            not the full model's, as in a plain ``nn.Sequential``, pass ``{index: stage}``: names then begin with the
-            stage, and the checkpoint fits any placement of the same stages.
+        modules: this rank's stages, or the whole model, as they are trained (after FSDP2). If the
+            names in a stage are not the full model's, as in a plain ``nn.Sequential``, pass
+            ``{index: stage}``: names then begin with the stage, and the checkpoint fits any
+            placement of the same stages.
         optimizer: made from their parameters; None saves weights alone.
-        device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline of ranks.
-        extra: whatever else the run needs to go on, as JSON: scheduler, position in the data, tokenizer's digest. Rank
-            0's counts. Tuples come back as lists, keys as text.
-        attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json": definition}``; rank 0's.
-            The ``config.json`` of a model of transformers goes along by itself.
-        tied: tied weights that lie on several ranks: for each its names, ``["embed.weight", "head.weight"]``, or with
-            ``{index: stage}`` those by stage, ``{0: "embed.weight", 3: "head.weight"}``, as for
-            :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each of its names. Ties
-            within a rank are found, as are those of our own model; None takes those that stages of ``auto_split`` know.
+        device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline
+            of ranks.
+        extra: whatever else the run needs to go on, as JSON: scheduler, position in the data,
+            tokenizer's digest. Rank 0's counts. Tuples come back as lists, keys as text.
+        attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json":
+            definition}``; rank 0's. The ``config.json`` of a model of transformers goes along by
+            itself.
+        tied: tied weights that lie on several ranks: for each its names, ``["embed.weight",
+            "head.weight"]``, or with ``{index: stage}`` those by stage, ``{0: "embed.weight", 3:
+            "head.weight"}``, as for
+            :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each
+                of its names. Ties
+            within a rank are found, as are those of our own model; None takes those that stages of
+            ``auto_split`` know.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
 
     Raises:
-        CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole model, if two of them
-            hold different tensors under one name or were given different ties, if another rank is in another call, or
-            if it cannot be written; nothing new is left in ``root`` then.
+        CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole
+            model, if two of them hold different tensors under one name or were given different
+            ties, if another rank is in another call, or if it cannot be written; nothing new is
+            left in ``root`` then.
     """
     begin, ranks = time.perf_counter(), Ranks()
     with ranks.refusing_together():
@@ -135,7 +144,9 @@ def save(
     return Saved(path, step, n_bytes, time.perf_counter() - begin, write_s)
 
 
-def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -> tuple[Path, int, float]:
+def _write(
+    root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks
+) -> tuple[Path, int, float]:
     """Return the checkpoint's directory, its bytes, and the seconds it took."""
     begin = time.perf_counter()
     draft: Draft | None = None
@@ -151,7 +162,10 @@ def _write(root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks) -
         _check_shared(directory, everyone)
         files = {name: digest for mine in everyone for name, digest in mine.items()}
         with writing_to(root):
-            files |= {name: write_file(directory / name, content) for name, content in snapshot.files.items()}
+            files |= {
+                name: write_file(directory / name, content)
+                for name, content in snapshot.files.items()
+            }
             write_manifest(directory, snapshot.step, files)
             draft.publish()
         retention.apply(newest=draft.final)
@@ -174,7 +188,9 @@ def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> N
             path = directory / name
             if not path.exists() or path.stat().st_size != digest.bytes:
                 here = f"is not in {directory.parent} as rank 0 sees it"
-                raise CheckpointError(f"{name}, written by rank {rank}, {here}: save where all ranks see the same")
+                raise CheckpointError(
+                    f"{name}, written by rank {rank}, {here}: save where all ranks see the same"
+                )
 
 
 class Saving:
@@ -199,12 +215,12 @@ class Saving:
 class AsyncSaver:
     """Saves while training goes on: a copy in CPU memory at once, the writing in a thread.
 
-    The copy is made to the same memory each time. One save is written at a time: the next waits for it. If it failed,
-    the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a context manager, or call :meth:`close`
-    before the process group is destroyed.
+    The copy is made to the same memory each time. One save is written at a time: the next waits for
+    it. If it failed, the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a
+    context manager, or call :meth:`close` before the process group is destroyed.
 
-    Ranks have a process group of their own for it, so that messages of the background never meet those of training.
-    The arguments are those of :func:`save`.
+    Ranks have a process group of their own for it, so that messages of the background never meet
+    those of training. The arguments are those of :func:`save`.
     """
 
     def __init__(
@@ -242,11 +258,16 @@ class AsyncSaver:
         self.wait()
         with Ranks().refusing_together():
             check_arguments(AsyncSaver.save, locals())
-        snapshot = take(step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks())
+        snapshot = take(
+            step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks()
+        )
         staged = Snapshot(step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
-        # A daemon: a training loop that has failed must not wait at its end for ranks that are gone.
-        threading.Thread(target=self._work, args=(saving, staged), name="checkpoint", daemon=True).start()
+        # A daemon: a training loop that has failed must not wait at its end for ranks that are
+        # gone.
+        threading.Thread(
+            target=self._work, args=(saving, staged), name="checkpoint", daemon=True
+        ).start()
         self._saving = saving
         saving.stall_s = time.perf_counter() - begin
         return saving
@@ -267,14 +288,19 @@ class AsyncSaver:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
 
     def _work(self, saving: Saving, snapshot: Snapshot) -> None:
         try:
-            saving._future.set_result(_write(self._root, snapshot, self._retention, self._background))
+            saving._future.set_result(
+                _write(self._root, snapshot, self._retention, self._background)
+            )
         except BaseException as error:
             saving._future.set_exception(error)
 
@@ -325,7 +351,14 @@ def take(
             raise CheckpointError(f"step={step} must be at least 0")
         state = state_of(modules, tied)
         groups = [] if optimizer is None else optimizer_groups(optimizer, state.ends)
-        told = state.met, state.declared, state.aliases, state.indices, config_of(state), _whole_model(state)
+        told = (
+            state.met,
+            state.declared,
+            state.aliases,
+            state.indices,
+            config_of(state),
+            _whole_model(state),
+        )
         return _Told(set(state.owned), *told, groups)
 
     everyone = ranks.each(look)
@@ -340,13 +373,17 @@ def take(
         if device_mesh is not None:
             sizes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
             layout = {name: sizes.get(name, 1) for name in DIMENSIONS}
-        groups = [asdict(group) for group in merged(group for told in everyone for group in told.groups)]
+        groups = [
+            asdict(group) for group in merged(group for told in everyone for group in told.groups)
+        ]
         described = {
             "step": step,
             "config": config,
             "layout": layout,
             "seed": torch.initial_seed(),
-            "optimizer": None if optimizer is None else {"kind": type(optimizer).__name__, "groups": groups},
+            "optimizer": (
+                None if optimizer is None else {"kind": type(optimizer).__name__, "groups": groups}
+            ),
             "extra": dict(extra or {}),
             "tied": {alias: first for told in everyone for alias, first in told.aliases.items()},
         }
@@ -354,12 +391,18 @@ def take(
             # Infinity and NaN are not in JSON, though it would write them.
             files = {STATE: json.dumps(described, indent=1, allow_nan=False).encode()}
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"extra must be JSON (finite numbers, text, lists, dictionaries): {error}") from error
+            raise CheckpointError(
+                f"extra must be JSON (finite numbers, text, lists, dictionaries): {error}"
+            ) from error
         of_transformers = hf_config_of(state)
         if of_transformers is not None:  # an export needs it
             files[HF_CONFIG] = of_transformers.encode()
         for name, content in (attachments or {}).items():
-            if not is_plain_name(name) or name in (MANIFEST, STATE, METADATA) or name.endswith(".distcp"):
+            if (
+                not is_plain_name(name)
+                or name in (MANIFEST, STATE, METADATA)
+                or name.endswith(".distcp")
+            ):
                 raise CheckpointError(f"{name!r} cannot be attached: choose another, plain name")
             files[name] = content.encode() if isinstance(content, str) else content
         return files
@@ -383,11 +426,15 @@ def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
     for told in everyone:
         if missing := sorted(told.expected - found):
             more = f"{len(missing)} parameters of the model are missing"
-            raise CheckpointError(f"no rank passed a module with {missing[0]} ({more}): pass all stages of every rank")
+            raise CheckpointError(
+                f"no rank passed a module with {missing[0]} ({more}): pass all stages of every rank"
+            )
     stages = set().union(*(told.indices for told in everyone))
     n_stages = max((n or index + 1 for index, n in stages), default=0)
     if stages and (missing_stages := sorted(set(range(n_stages)) - {index for index, _ in stages})):
-        raise CheckpointError(f"no rank passed stage {missing_stages[0]} of {n_stages}: pass all stages of every rank")
+        raise CheckpointError(
+            f"no rank passed stage {missing_stages[0]} of {n_stages}: pass all stages of every rank"
+        )
     check_ties_are_declared_alike([(told.declared, told.met) for told in everyone])
     return next((told.config for told in everyone if told.config), None)
 
@@ -397,7 +444,8 @@ class Copy:
     """What other ranks are told of a tensor that one rank holds under a key of the checkpoint.
 
     Attributes:
-        number: among those of this rank under this key; more than one where it holds several ends of a tied weight.
+        number: among those of this rank under this key; more than one where it holds several ends
+            of a tied weight.
         name: what the rank itself calls it; another end of a tied weight has another name.
         place: where the rank is along the pipeline; ranks at one place hold the same stages.
         is_buffer: True if no optimizer trains it.
@@ -415,8 +463,11 @@ class Copy:
     mesh: tuple[object, ...] | None
 
 
-def check_copies(state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: Ranks) -> set[str]:
-    """Check that every name means one tensor; a collective. ``place`` is where this rank is along the pipeline.
+def check_copies(
+    state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: Ranks
+) -> set[str]:
+    """Check that every name means one tensor; a collective. ``place`` is where this rank is along
+    the pipeline.
 
     Return the keys of buffers that this rank must not write: a lower rank at the same place does.
     """
@@ -443,12 +494,18 @@ def check_copies(state: RankState, optimizer: torch.optim.Optimizer | None, plac
         for copy in copies:
             if (copy.shape, copy.dtype) != (copies[0].shape, copies[0].dtype):
                 raise _difference(key, copies[0], copy)
-        parts_of_one = copies[0].mesh is not None and len({(copy.name, copy.mesh) for copy in copies}) == 1
+        parts_of_one = (
+            copies[0].mesh is not None and len({(copy.name, copy.mesh) for copy in copies}) == 1
+        )
         if len(copies) > 1 and not parts_of_one:
             to_compare[key] = copies
     if to_compare:
         digests = ranks.each(
-            lambda: {key: [_digest(each) for each in tensors[key]] for key in to_compare if key in tensors}
+            lambda: {
+                key: [_digest(each) for each in tensors[key]]
+                for key in to_compare
+                if key in tensors
+            }
         )
         for key, copies in to_compare.items():
             first: dict[Box, tuple[Copy, bytes]] = {}
@@ -456,7 +513,8 @@ def check_copies(state: RankState, optimizer: torch.optim.Optimizer | None, plac
                 box, digest = digests[copy.rank][key][copy.number]
                 before, expected = first.setdefault(box, (copy, digest))
                 if digest != expected:
-                    raise _difference(key, before, copy)  # where pieces overlap otherwise, DCP refuses to write
+                    # where pieces overlap otherwise, DCP refuses to write
+                    raise _difference(key, before, copy)
     return {key for key in mine if all(copy.rank != ranks.rank for copy in counted[key])}
 
 
@@ -491,7 +549,10 @@ def _digest(tensor: Tensor) -> tuple[Box, bytes]:
 def _difference(key: str, one: Copy, other: Copy) -> CheckpointError:
     kind, _, name = key.partition(".")
     parameter, _, slot = name.rpartition(".")
-    what, where = name if kind == "model" else f"{slot} of {parameter}", f"rank {one.rank} and rank {other.rank}"
+    what, where = (
+        name if kind == "model" else f"{slot} of {parameter}",
+        f"rank {one.rank} and rank {other.rank}",
+    )
     if one.name != other.name:
         ends = f"{one.name} of rank {one.rank} and {other.name} of rank {other.rank}"
         how = "give both the sum of their gradients in every step, or leave the tie away"

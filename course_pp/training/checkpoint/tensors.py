@@ -1,8 +1,10 @@
-"""The tensors of a checkpoint: DCP writes and reads them, and what it says of them is read without running anything.
+"""The tensors of a checkpoint: DCP writes and reads them, and what it says of them is read without
+running anything.
 
-DCP writes one file a rank, holding each tensor as ``torch.save`` would, and describes them all in ``.metadata``, a
-pickle. It is read here, as a tree of names and numbers which are checked one by one. DCP then reads exactly the pieces
-that it describes: if one were missing, the run that loads would keep its own numbers there.
+DCP writes one file a rank, holding each tensor as ``torch.save`` would, and describes them all in
+``.metadata``, a pickle. It is read here, as a tree of names and numbers which are checked one by
+one. DCP then reads exactly the pieces that it describes: if one were missing, the run that loads
+would keep its own numbers there.
 """
 
 import io
@@ -55,7 +57,9 @@ _KINDS = (
     *named_by_checkpoints(),
 )
 """What ``.metadata`` may name, beside dtypes."""
-_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
 _LARGEST = 1 << 60  # of a size or an offset: their sums still fit 64 bits
 
 
@@ -95,7 +99,9 @@ class TensorEntry:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def read_description(directory: Path, files: Mapping[str, Digest]) -> tuple[dict[str, TensorEntry], Metadata]:
+def read_description(
+    directory: Path, files: Mapping[str, Digest]
+) -> tuple[dict[str, TensorEntry], Metadata]:
     """Return what the files hold, by key; and the same as DCP reads it, rebuilt from checked numbers and names."""
     try:
         metadata = _metadata(_Unpickler(read_plain(directory / METADATA)).load())
@@ -110,7 +116,8 @@ def read_description(directory: Path, files: Mapping[str, Digest]) -> tuple[dict
 class _Described:
     """An object as a pickle describes it: its arguments and its state. It has no behaviour.
 
-    A pickle can call what it names and set attributes of it, so it never gets the process's real classes.
+    A pickle can call what it names and set attributes of it, so it never gets the process's real
+    classes.
     """
 
     kind: Any = None
@@ -132,13 +139,16 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
         stand_ins = {
-            (kind.__module__, kind.__qualname__): type(kind.__name__, (_Described,), {"kind": kind}) for kind in _KINDS
+            (kind.__module__, kind.__qualname__): type(kind.__name__, (_Described,), {"kind": kind})
+            for kind in _KINDS
         }
         self._known: dict[tuple[str, str], Any] = {**stand_ins, **_DTYPES}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no description of tensors needs")
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which no description of tensors needs"
+            )
         return self._known[module, name]
 
 
@@ -149,7 +159,11 @@ def _metadata(found: Any) -> Metadata:
         index, record = _state(index, MetadataIndex), _state(record, _Record)
         if record.get("transform_descriptors"):
             raise pickle.UnpicklingError("it describes records that are not plain tensors")
-        place = _sure(record["relative_path"], str), _whole(record["offset"]), _whole(record["length"])
+        place = (
+            _sure(record["relative_path"], str),
+            _whole(record["offset"]),
+            _whole(record["length"]),
+        )
         records[MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))] = _Record(*place)
     entries: dict[str, Any] = {}
     for key, entry in fields["state_dict_metadata"].items():
@@ -159,7 +173,10 @@ def _metadata(found: Any) -> Metadata:
         entries[_sure(key, str)] = TensorStorageMetadata(
             TensorProperties(dtype=_sure(dtype, torch.dtype)),
             _size(entry["size"]),
-            [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+            [
+                ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
+                for chunk in chunks
+            ],
         )
     return Metadata(entries, storage_data=records)
 
@@ -171,7 +188,11 @@ def _state(found: Any, kind: type, state: type = dict) -> Any:
 
 
 def _size(found: Any) -> torch.Size:
-    if not isinstance(found, _Described) or found.kind is not torch.Size or len(found.arguments) != 1:
+    if (
+        not isinstance(found, _Described)
+        or found.kind is not torch.Size
+        or len(found.arguments) != 1
+    ):
         raise pickle.UnpicklingError("it does not describe a checkpoint")
     return torch.Size([_whole(n) for n in _sure(found.arguments[0], tuple)])
 
@@ -197,10 +218,17 @@ def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorE
         if record is not None and record.relative_path not in files:
             raise CheckpointError(f"it refers to {record.relative_path!r}, not in the manifest")
         n_bytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
-        fits = record is not None and record.offset + record.length <= files[record.relative_path].bytes
+        fits = (
+            record is not None
+            and record.offset + record.length <= files[record.relative_path].bytes
+        )
         if record is None or not fits or record.length < n_bytes:
-            raise CheckpointError(f"no file holds the {n_bytes:,} bytes of {key} from {tuple(chunk.offsets)} on")
-        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.relative_path, record.length))
+            raise CheckpointError(
+                f"no file holds the {n_bytes:,} bytes of {key} from {tuple(chunk.offsets)} on"
+            )
+        pieces.append(
+            Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.relative_path, record.length)
+        )
     if sum(prod(piece.sizes) for piece in pieces) != prod(entry.size):
         raise CheckpointError(f"the pieces of {key} do not make up its shape {tuple(entry.size)}")
     return TensorEntry(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
@@ -271,13 +299,20 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Digest]:
+def write_tensors(
+    directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks
+) -> dict[str, Digest]:
     """Write everyone's tensors, each by one rank; return the digests of the files that this rank wrote."""
     writer = _Writer(directory)
 
     def write() -> None:
         with writing_to(directory.parent), _without_crc32():
-            dcp.save(dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+            dcp.save(
+                dict(tensors),
+                storage_writer=writer,
+                process_group=ranks.group,
+                no_dist=ranks.size == 1,
+            )
 
     ranks.collectively(write)
     return writer.files.digests
@@ -291,7 +326,9 @@ def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tens
 
 def writing_to(root: Path) -> AbstractContextManager[None]:
     """Say in one sentence why a checkpoint cannot be written there."""
-    return _in_a_sentence(f"a checkpoint cannot be written to {root}", "make room there, or save to another directory")
+    return _in_a_sentence(
+        f"a checkpoint cannot be written to {root}", "make room there, or save to another directory"
+    )
 
 
 @contextmanager

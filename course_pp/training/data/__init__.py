@@ -7,7 +7,8 @@
     texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens | PaddedTokens ─Batches─► a batch, from disk
     rows of ids that `datasets` has saved ─open_arrow─► ArrowRows ─Batches─► a batch, read from disk
 
-Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a message.
+Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a
+message.
 """
 
 from course_pp.training.data.corpus import Corpus, load_corpus, load_stream

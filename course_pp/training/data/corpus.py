@@ -17,7 +17,9 @@ STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
 
 # Tables, bundled applications, and packages that later Python versions dropped.
-_NOT_READ = frozenset({"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"})
+_NOT_READ = frozenset(
+    {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "turtledemo"}
+)
 
 TextPath = str | os.PathLike[str]
 
@@ -32,10 +34,16 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not any(document.strip() for document in self.documents):
-            raise ValueError(f"empty corpus: {self.name} holds no text in UTF-8; name files or a dataset with text")
+            raise ValueError(
+                f"empty corpus: {self.name} holds no text in UTF-8; name files or a dataset with"
+                " text"
+            )
 
     def __repr__(self) -> str:
-        return f"Corpus({self.name!r}, {len(self.documents)} documents, {self.n_characters:,} characters)"
+        return (
+            f"Corpus({self.name!r}, {len(self.documents)} documents, {self.n_characters:,}"
+            " characters)"
+        )
 
     @property
     def n_characters(self) -> int:
@@ -52,13 +60,16 @@ class Corpus:
         return hasher.hexdigest()
 
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """Split into two corpora, for training and validation, that depend on the contents alone and on no seed.
+        """Split into two corpora, for training and validation, that depend on the contents alone
+        and on no seed.
 
-        Whole documents are taken in the order of their hashes while they fit into the share `validation` of all
-        characters; a single document is cut there. Neither part is ever empty.
+        Whole documents are taken in the order of their hashes while they fit into the share
+        `validation` of all characters; a single document is cut there. Neither part is ever empty.
         """
         if not 0 < validation < 1:
-            raise ValueError(f"validation={validation}: the share must lie between 0 and 1, such as 0.1")
+            raise ValueError(
+                f"validation={validation}: the share must lie between 0 and 1, such as 0.1"
+            )
         # Copies of a text stay together, or validation would hold what was trained on.
         size: dict[str, int] = defaultdict(int)
         for document in self.documents:
@@ -96,18 +107,19 @@ def load_corpus(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> Corpus:
-    """Load documents from `texts`, or from `dataset`, or by default from the sources of Python's standard library.
+    """Load documents from `texts`, or from `dataset`, or by default from the sources of Python's
+    standard library.
 
     Documents of nothing but white space are dropped.
 
     Args:
-        texts: a file, a directory (every file below it, in sorted order, without hidden ones and without
-            those that are not UTF-8), or several of either. Each file is one document.
-        dataset: name of a Hugging Face dataset, or path of a local one, for `datasets.load_dataset`; each row
-            is one document.
+        texts: a file, a directory (every file below it, in sorted order, without hidden ones and
+            without those that are not UTF-8), or several of either. Each file is one document.
+        dataset: name of a Hugging Face dataset, or path of a local one, for
+            `datasets.load_dataset`; each row is one document.
         subset, split, text_column: which part of `dataset`, and which of its columns.
-        max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts and
-            datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
+        max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts
+            and datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
     """
     part: dict[str, Any] = {"subset": subset, "split": split, "text_column": text_column}
     name, documents = iterate_documents(texts, dataset, **part, max_bytes=max_bytes)
@@ -126,18 +138,29 @@ def iterate_documents(
 ) -> tuple[str, Iterator[str]]:
     """Return the name of what :func:`load_corpus` would load, and its documents, one at a time."""
     if texts is not None and dataset is not None:
-        raise ValueError(f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one")
+        raise ValueError(
+            f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one"
+        )
     if dataset is None and (subset, split, text_column) != (None, "train", "text"):
-        raise ValueError("subset, split and text_column are of a dataset, and none is named: give dataset=")
+        raise ValueError(
+            "subset, split and text_column are of a dataset, and none is named: give dataset="
+        )
     if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything")
+        raise ValueError(
+            f"max_bytes={max_bytes}: must be at least 1; leave it out to read everything"
+        )
     documents: Iterable[str | None]
     if texts is not None:
         given = [texts] if isinstance(texts, str | os.PathLike) else list(texts)
         if "" in given:  # a shell makes it of a variable that is not set
-            raise ValueError("texts has '', which names nothing: give '.' for the files of the working directory")
+            raise ValueError(
+                "texts has '', which names nothing: give '.' for the files of the working directory"
+            )
         named = [Path(text) for text in given]
-        name = ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "") or "an empty list of texts"
+        name = (
+            ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "")
+            or "an empty list of texts"
+        )
         documents = _from_texts(named)
     elif dataset is not None:
         name = "/".join(filter(None, (dataset, subset, split)))
@@ -162,7 +185,8 @@ def beginning(documents: Iterable[str | None], max_bytes: int | None) -> Iterato
 
 def _from_stdlib() -> Iterator[str | None]:
     root = Path(sysconfig.get_path("stdlib"))
-    # The names keep out what others installed beside the library, and build data that differs by machine.
+    # The names keep out what others installed beside the library, and build data that differs by
+    # machine.
     for name in sorted(sys.stdlib_module_names - _NOT_READ):
         for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))):
             if path.is_file() and not {"test", "tests"} & set(path.relative_to(root).parts):
@@ -172,16 +196,22 @@ def _from_stdlib() -> Iterator[str | None]:
 def _from_texts(paths: list[Path]) -> Iterator[str | None]:
     for path in paths:
         if not path.exists():
-            raise ValueError(f"text file {str(path)!r} does not exist: name files or directories that do")
+            raise ValueError(
+                f"text file {str(path)!r} does not exist: name files or directories that do"
+            )
     for path in paths:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
-                if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+                if file.is_file() and not any(
+                    part.startswith(".") for part in file.relative_to(path).parts
+                ):
                     yield _read_utf8(file)
         else:
             document = _read_utf8(path)
             if document is None:
-                raise ValueError(f"text file {str(path)!r} is not UTF-8: convert it, or leave it out")
+                raise ValueError(
+                    f"text file {str(path)!r} is not UTF-8: convert it, or leave it out"
+                )
             yield document
 
 
@@ -212,16 +242,23 @@ def import_datasets(what: str) -> Any:
     return datasets
 
 
-def _load_dataset(dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False) -> Any:
+def _load_dataset(
+    dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False
+) -> Any:
     datasets = import_datasets(f"dataset={dataset!r}")
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
-        columns = rows.column_names or list(next(iter(rows), {}))  # a stream may not know before it is read
+        # a stream may not know before it is read
+        columns = rows.column_names or list(next(iter(rows), {}))
     # An IndexError is what an empty name comes to.
     except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
         part = f"dataset={dataset!r} (subset={subset!r}, split={split!r})"
-        raise ValueError(f"{part} could not be loaded: {error}; correct the name, or give text files") from error
+        raise ValueError(
+            f"{part} could not be loaded: {error}; correct the name, or give text files"
+        ) from error
     if text_column not in columns:
         there = ", ".join(map(repr, columns))
-        raise ValueError(f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are {there}")
+        raise ValueError(
+            f"text_column={text_column!r} is not in dataset {dataset!r}: its columns are {there}"
+        )
     return rows.select_columns(text_column)

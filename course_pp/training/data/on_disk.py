@@ -1,10 +1,11 @@
-"""Tokens on disk that are never loaded whole: a file of numbers, or rows that the package `datasets` has saved.
+"""Tokens on disk that are never loaded whole: a file of numbers, or rows that the package
+`datasets` has saved.
 
     data.bin         uint16 or uint32, little-endian: [BOT] … [EOT] [BOT] … [EOT] …
     data.bin.json    how many, of which tokenizer, and two digests: of all bytes, and of 64 places spread over them
 
-The digest of all bytes stands for the data in checkpoints. A start reads 64 places of 64 KiB at most, so it notices in
-a moment a file that was cut off, swapped, or changed in many places.
+The digest of all bytes stands for the data in checkpoints. A start reads 64 places of 64 KiB at
+most, so it notices in a moment a file that was cut off, swapped, or changed in many places.
 """
 
 import hashlib
@@ -64,7 +65,10 @@ class TokenFile:
     def bounds(self) -> np.ndarray:
         """Where documents begin, and where the last one ends: found by reading the file once."""
         _, bot, _ = self.special_ids
-        parts = [at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot) for at in range(0, self.n_tokens, _CHUNK)]
+        parts = [
+            at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot)
+            for at in range(0, self.n_tokens, _CHUNK)
+        ]
         return np.concatenate([*parts, [self.n_tokens]])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,14 +76,18 @@ class TokenFile:
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}
 
 
-def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokenizer: Tokenizer) -> TokenFile:
+def write_tokens(
+    path: str | os.PathLike[str], documents: Iterable[str], tokenizer: Tokenizer
+) -> TokenFile:
     """Write documents, one after the other, without holding more than one.
 
     The file appears whole or not at all.
     """
     path, vocab_size = Path(path), tokenizer.vocab_size
     for taken in filter(_is_no_file, (path, _beside(path))):  # or a device would be replaced
-        raise ValueError(f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced")
+        raise ValueError(
+            f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced"
+        )
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
     draft, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
     try:
@@ -92,8 +100,13 @@ def write_tokens(path: str | os.PathLike[str], documents: Iterable[str], tokeniz
         if not n_tokens:
             raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
         sample = _sample(draft)
-        written = TokenFile(path, dtype, n_tokens, vocab_size, hasher.hexdigest(), sample, tokenizer.definition)
-        description = {"format": _FORMAT, **{k: v for k, v in asdict(written).items() if k != "path"}}
+        written = TokenFile(
+            path, dtype, n_tokens, vocab_size, hasher.hexdigest(), sample, tokenizer.definition
+        )
+        description = {
+            "format": _FORMAT,
+            **{k: v for k, v in asdict(written).items() if k != "path"},
+        }
         _beside(path).unlink(missing_ok=True)  # a new file never goes by an old description
         os.replace(draft, path)
         write_atomically(_beside(path), json.dumps(description))
@@ -106,7 +119,9 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
     """Open a file that :func:`write_tokens` has written."""
     path = Path(path)
     for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
-        raise ValueError(f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}")
+        raise ValueError(
+            f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}"
+        )
     try:
         found = json.loads(_beside(path).read_text())
         n_bytes, form = path.stat().st_size, found.pop("format")
@@ -115,13 +130,18 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"token file {str(path)!r} cannot be opened ({error}): {_HOW}") from error
     if form != _FORMAT:
-        raise ValueError(f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {_HOW}")
+        raise ValueError(
+            f"{_beside(path)} does not describe a token file of this format, {_FORMAT!r}: {_HOW}"
+        )
     if n_bytes != expected:
         what = "cut off" if n_bytes < expected else "too long"
         sizes = f"it has {n_bytes:,} bytes, and its description says {expected:,}"
         raise ValueError(f"token file {str(path)!r} is {what}: {sizes}: copy it again")
     if _sample(path) != tokens.sample:
-        raise ValueError(f"token file {str(path)!r} is not the one that its description describes: copy both again")
+        raise ValueError(
+            f"token file {str(path)!r} is not the one that its description describes: copy both"
+            " again"
+        )
     return tokens
 
 
@@ -144,9 +164,14 @@ class _OnDisk:
         check_seq_len(self.seq_len)
         least = 1 if self.is_padded else self.seq_len + 1
         if self.first < 0 or not self.first + least <= self._end <= self._most:
-            there = f"{self._most} {'documents' if self.is_padded else 'tokens'} of {str(self.file.path)!r}"
+            there = (
+                f"{self._most} {'documents' if self.is_padded else 'tokens'} of"
+                f" {str(self.file.path)!r}"
+            )
             part = f"first={self.first}, last={self.last} of {there}"
-            raise ValueError(f"{part} are too few for one sequence of seq_len={self.seq_len}: write more")
+            raise ValueError(
+                f"{part} are too few for one sequence of seq_len={self.seq_len}: write more"
+            )
 
     @property
     def _most(self) -> int:
@@ -162,7 +187,13 @@ class _OnDisk:
 
     @property
     def digest(self) -> str:
-        parts = (self.file.digest, self.seq_len, self.first, self._end, *["padded"] * self.is_padded)
+        parts = (
+            self.file.digest,
+            self.seq_len,
+            self.first,
+            self._end,
+            *["padded"] * self.is_padded,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple[Self, Self]:
@@ -206,7 +237,8 @@ class PaddedTokens(_OnDisk):
         """Where the tokens of each row begin and end."""
         bounds = self.file.bounds[self.first : self._end + 1]
         rows = -(-(np.diff(bounds) - 1) // self.seq_len)
-        number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # of a row in its document
+        # of a row in its document
+        number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         starts = np.repeat(bounds[:-1], rows) + number * self.seq_len
         return starts, np.minimum(starts + self.seq_len + 1, np.repeat(bounds[1:], rows))
 
@@ -215,23 +247,32 @@ class PaddedTokens(_OnDisk):
 
     def __getitem__(self, rows: slice | Tensor) -> Sequences:
         """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
-        starts, ends = (each[rows if isinstance(rows, slice) else rows.numpy()] for each in self._spans)
-        pieces = [self.file.tokens[start:end].astype(np.int64) for start, end in zip(starts, ends, strict=True)]
+        starts, ends = (
+            each[rows if isinstance(rows, slice) else rows.numpy()] for each in self._spans
+        )
+        pieces = [
+            self.file.tokens[start:end].astype(np.int64)
+            for start, end in zip(starts, ends, strict=True)
+        ]
         pad, *_ = self.file.special_ids
         return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
 
     def _cut(self, validation: float, most: int) -> int:
         bounds = self.file.bounds[self.first : self._end + 1]
         held_out = min(most, round(int(bounds[-1] - bounds[0]) * validation))
-        return self.first + min(int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2)
+        return self.first + min(
+            int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ArrowRows:
-    """Rows of one length, made by :func:`open_arrow`; as :class:`Sequences`, but read when they are asked for.
+    """Rows of one length, made by :func:`open_arrow`; as :class:`Sequences`, but read when they are
+    asked for.
 
     Attributes:
-        column: which holds the ids, seq_len + 1 in each row: the last is only predicted, the first only predicts.
+        column: which holds the ids, seq_len + 1 in each row: the last is only predicted, the first
+            only predicts.
         digest: equal for equal data, as `datasets` fingerprints it.
     """
 
@@ -265,7 +306,8 @@ class ArrowRows:
 
 
 def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> ArrowRows:
-    """Open rows of token ids that `datasets` has saved with `save_to_disk`; of the ids themselves nothing is read.
+    """Open rows of token ids that `datasets` has saved with `save_to_disk`; of the ids themselves
+    nothing is read.
 
     Args:
         folder: one split, not several.
@@ -281,12 +323,25 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
         kind = ids.type.value_type
         found = pyarrow.compute.min_max(pyarrow.compute.list_value_length(ids))
     except Exception as error:  # whatever a damaged file makes of it
-        how = f"give what Dataset.save_to_disk has written of one split with lists of token ids in column {column!r}"
-        raise ValueError(f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): {how}") from error
+        how = (
+            "give what Dataset.save_to_disk has written of one split with lists of token ids in"
+            f" column {column!r}"
+        )
+        raise ValueError(
+            f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): {how}"
+        ) from error
     shortest, longest = found["min"].as_py(), found["max"].as_py()
-    if not pyarrow.types.is_integer(kind) or shortest is None or shortest != longest or ids.null_count:
+    if (
+        not pyarrow.types.is_integer(kind)
+        or shortest is None
+        or shortest != longest
+        or ids.null_count
+    ):
         rows = f"holds rows of {shortest} to {longest} values of {kind}"
-        raise ValueError(f"column {column!r} of {folder!r} {rows}: pack token ids into rows of one length, seq_len + 1")
+        raise ValueError(
+            f"column {column!r} of {folder!r} {rows}: pack token ids into rows of one length,"
+            " seq_len + 1"
+        )
     check_seq_len(shortest - 1)
     parts = (dataset._fingerprint, column, len(dataset), shortest)
     return ArrowRows(folder, column, shortest - 1, hashlib.sha256(repr(parts).encode()).hexdigest())

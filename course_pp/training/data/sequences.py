@@ -42,7 +42,8 @@ class Sequences:
 
     Attributes:
         inputs, targets: int64 (n, seq_len); `IGNORE_INDEX` where nothing is to be predicted.
-        attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing is padded.
+        attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing
+            is padded.
     """
 
     inputs: Tensor
@@ -53,9 +54,13 @@ class Sequences:
         shape = self.inputs.shape
         named = (("inputs", self.inputs, torch.int64), ("targets", self.targets, torch.int64))
         for name, tensor, dtype in (*named, ("attention_mask", self.attention_mask, torch.bool)):
-            if tensor is not None and (tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape != shape):
+            if tensor is not None and (
+                tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape != shape
+            ):
                 given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-                raise ValueError(f"{name} are {given}: give {dtype} (n, seq_len), of one shape with the inputs")
+                raise ValueError(
+                    f"{name} are {given}: give {dtype} (n, seq_len), of one shape with the inputs"
+                )
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -91,8 +96,8 @@ class Sequences:
 def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     """Join documents and cut them into rows; a row may begin and end within a document.
 
-    Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end are left
-    out.
+    Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end
+    are left out.
 
     Args:
         documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
@@ -103,20 +108,33 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     n = (len(stream) - 1) // seq_len
     if n == 0:
         needed = f"one sequence of seq_len={seq_len}, which needs {seq_len + 1}"
-        raise ValueError(f"{len(stream)} tokens are too few for {needed}: give more text, or choose a smaller seq_len")
-    return Sequences(stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len))
+        raise ValueError(
+            f"{len(stream)} tokens are too few for {needed}: give more text, or choose a smaller"
+            " seq_len"
+        )
+    return Sequences(
+        stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len)
+    )
 
 
 @checked
 def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> Sequences:
-    """Give each document a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the next row.
+    """Give each document a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the
+    next row.
 
-    A continuing row begins with the last token its predecessor predicted, so each token of a document after
-    its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or `[PAD]`.
+    A continuing row begins with the last token its predecessor predicted, so each token of a
+    document after its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or
+    `[PAD]`.
     """
     _check(documents, seq_len)
-    starts = [(document, start) for document in documents for start in range(0, len(document) - 1, seq_len)]
-    return padded_rows([document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id)
+    starts = [
+        (document, start)
+        for document in documents
+        for start in range(0, len(document) - 1, seq_len)
+    ]
+    return padded_rows(
+        [document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id
+    )
 
 
 def padded_rows(pieces: Sequence[Tensor], seq_len: int, pad_id: int) -> Sequences:
@@ -124,7 +142,9 @@ def padded_rows(pieces: Sequence[Tensor], seq_len: int, pad_id: int) -> Sequence
     rows = torch.full((len(pieces), seq_len + 1), pad_id)
     for row, piece in zip(rows, pieces, strict=True):
         row[: len(piece)] = piece
-    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces]).view(-1, 1)
+    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces]).view(
+        -1, 1
+    )
     targets = rows[:, 1:].masked_fill(~is_token[:, 1:], IGNORE_INDEX)
     return Sequences(rows[:, :-1].contiguous(), targets, is_token[:, :-1].contiguous())
 
@@ -138,9 +158,12 @@ def check_seq_len(seq_len: int) -> None:
 def _check(documents: Sequence[Tensor], seq_len: int) -> None:
     check_seq_len(seq_len)
     for i, document in enumerate(documents):
-        if document.dtype != torch.int64 or document.dim() != 1:  # a row would take other numbers, rounded
+        # a row would take other numbers, rounded
+        if document.dtype != torch.int64 or document.dim() != 1:
             given = f"{document.dtype} of shape {tuple(document.shape)}"
-            raise ValueError(f"documents[{i}] is {given}: give int64 token ids (length,), as from encode")
+            raise ValueError(
+                f"documents[{i}] is {given}: give int64 token ids (length,), as from encode"
+            )
 
 
 @checked
@@ -148,9 +171,9 @@ def _check(documents: Sequence[Tensor], seq_len: int) -> None:
 class Batches:
     """The batch of every step: `batches[step]`, for step 0, 1, 2, … without end.
 
-    There is no position to save. A step's global batch follows from `seed` and the step alone, so a run
-    resumes at any step, and with any number of data-parallel ranks, which share it. Each epoch has its own
-    permutation and leaves out the rows that do not fill a batch.
+    There is no position to save. A step's global batch follows from `seed` and the step alone, so a
+    run resumes at any step, and with any number of data-parallel ranks, which share it. Each epoch
+    has its own permutation and leaves out the rows that do not fill a batch.
     """
 
     sequences: Rows
@@ -178,10 +201,13 @@ def _order(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(n)
 
 
-def validation_batches(sequences: Rows, global_batch: int, max_batches: int | None = None) -> tuple[Sequences, ...]:
+def validation_batches(
+    sequences: Rows, global_batch: int, max_batches: int | None = None
+) -> tuple[Sequences, ...]:
     """Return the same full batches at every call, for all data-parallel ranks together.
 
-    With `max_batches` the rows are spread evenly over the data. Rows that do not fill a batch are left out.
+    With `max_batches` the rows are spread evenly over the data. Rows that do not fill a batch are
+    left out.
     """
     _check_size(sequences, global_batch)
     n_full = len(sequences) // global_batch
@@ -200,17 +226,22 @@ def _check_size(sequences: Rows, global_batch: int) -> None:
 def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
     """Return ``batches[first]`` to ``batches[last - 1]``, read by processes that end with the iterator."""
     dataset: Any = batches  # takes a number and gives a batch, which is all that is asked of it
-    return iter(DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers))
+    return iter(
+        DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers)
+    )
 
 
 def unigram_entropy(targets: Tensor) -> float:
-    """Return the entropy of the token frequencies of `targets`, the best loss of a model that ignores all context.
+    """Return the entropy of the token frequencies of `targets`, the best loss of a model that
+    ignores all context.
 
-    With p the relative frequencies, H(p) = -Σ_v p(v) ln p(v). No distribution that ignores context has a smaller mean
-    loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for any q (Cover & Thomas, Elements of Information Theory,
-    theorem 2.6.3). So a validation loss under it proves that the model uses context.
+    With p the relative frequencies, H(p) = -Σ_v p(v) ln p(v). No distribution that ignores context
+    has a smaller mean loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for any q (Cover &
+    Thomas, Elements of Information Theory, theorem 2.6.3). So a validation loss under it proves
+    that the model uses context.
 
-    In nats a token, as `torch.nn.functional.cross_entropy`. Targets are int64 of any shape; `IGNORE_INDEX` is left out.
+    In nats a token, as `torch.nn.functional.cross_entropy`. Targets are int64 of any shape;
+    `IGNORE_INDEX` is left out.
     """
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     return float(torch.special.entr(counts / counts.sum()).sum())

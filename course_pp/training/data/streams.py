@@ -1,10 +1,11 @@
-"""Documents that are read once, in order, without an end or a length: they become rows as they come.
+"""Documents that are read once, in order, without an end or a length: they become rows as they
+come.
 
     documents ─► [BOT] … [EOT] [BOT] … ─► rows, row i + 1 beginning with the last token that row i predicted
     documents ─► [BOT] … [EOT] ─► rows of one document each, padded
 
-The position is a document's number and a token in it. With it is kept a digest of that document: a stream that holds
-another one there is refused.
+The position is a document's number and a token in it. With it is kept a digest of that document: a
+stream that holds another one there is refused.
 """
 
 import hashlib
@@ -30,11 +31,12 @@ class Stream:
 
     Attributes:
         name: equal streams have equal names.
-        documents: gives the documents from number n on, the same at every call and on every rank; None and white space
-            count, but are not trained on.
+        documents: gives the documents from number n on, the same at every call and on every rank;
+            None and white space count, but are not trained on.
         seq_len: tokens in a row, at least 2.
         first: number of the first document; those before it are held out.
-        is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded` makes them.
+        is_padded: each document has rows of its own, as :func:`~course_pp.training.data.padded`
+            makes them.
     """
 
     name: str
@@ -50,7 +52,13 @@ class Stream:
     @cached_property
     def digest(self) -> str:
         """Digest of the name, not of the documents, which nobody has seen yet."""
-        parts = (self.name, self.tokenizer.digest, self.seq_len, self.first, *["padded"] * self.is_padded)
+        parts = (
+            self.name,
+            self.tokenizer.digest,
+            self.seq_len,
+            self.first,
+            *["padded"] * self.is_padded,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def split(self, n_rows: int) -> tuple["Stream", Sequences]:
@@ -60,13 +68,22 @@ class Stream:
         for number, document in enumerate(self.documents(self.first), start=self.first):
             if needed <= 0:
                 pad, *_ = self.tokenizer.special_ids
-                rows = padded(held, self.seq_len, pad) if self.is_padded else packed(held, self.seq_len)
+                rows = (
+                    padded(held, self.seq_len, pad)
+                    if self.is_padded
+                    else packed(held, self.seq_len)
+                )
                 return replace(self, first=number), rows
             if document is not None and document.strip():
                 held.append(torch.tensor(self.tokenizer.encode_document(document)))
-                needed -= -(-(len(held[-1]) - 1) // self.seq_len) if self.is_padded else len(held[-1])
+                needed -= (
+                    -(-(len(held[-1]) - 1) // self.seq_len) if self.is_padded else len(held[-1])
+                )
         why = f"{n_rows} validation rows of {self.seq_len} tokens would take all of it"
-        raise ValueError(f"{self.name} ends after {number + 1} documents, and {why}: evaluate on less (--eval-batches)")
+        raise ValueError(
+            f"{self.name} ends after {number + 1} documents, and {why}: evaluate on less"
+            " (--eval-batches)"
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,9 @@ class StreamedBatches:
     def __getitem__(self, step: int) -> Sequences:
         """Return the rows of ``step``, which must be the next."""
         if step != self._step:
-            raise ValueError(f"step={step}: a stream is read in order, and its next step is {self._step}")
+            raise ValueError(
+                f"step={step}: a stream is read in order, and its next step is {self._step}"
+            )
         batch = self._padded() if self.sequences.is_padded else self._packed()
         self._step = step + 1
         return batch
@@ -142,7 +161,9 @@ class StreamedBatches:
         found = self._following()
         if (found.number, found.digest) != (state["document"], state["digest"]):
             which = f"document {state['document']} of {self.sequences.name}"
-            raise ValueError(f"{which} is another than when the run was saved: give the same stream")
+            raise ValueError(
+                f"{which} is another than when the run was saved: give the same stream"
+            )
 
     def _following(self) -> _Document:
         if not self._unread:
@@ -158,7 +179,12 @@ class StreamedBatches:
                 if document is not None and document.strip():
                     found = True
                     tokens = np.array(stream.tokenizer.encode_document(document))
-                    yield _Document(epoch, number, hashlib.sha256(document.encode()).hexdigest(), tokens)
+                    yield _Document(
+                        epoch, number, hashlib.sha256(document.encode()).hexdigest(), tokens
+                    )
             if not found and start == stream.first:
-                raise ValueError(f"{stream.name} holds no text from document {start} on: name a stream with text in it")
+                raise ValueError(
+                    f"{stream.name} holds no text from document {start} on: name a stream with text"
+                    " in it"
+                )
             start, epoch = stream.first, epoch + 1

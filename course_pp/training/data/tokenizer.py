@@ -1,6 +1,7 @@
 """Byte-level BPE, trained on the corpus and remembered between runs.
 
-Every byte has a token, so any text can be encoded and comes back exactly (Radford et al. 2019, section 2.2).
+Every byte has a token, so any text can be encoded and comes back exactly (Radford et al. 2019,
+section 2.2).
 """
 
 import hashlib
@@ -27,23 +28,25 @@ from course_pp.training.data.corpus import Corpus
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
 PAD_ID, BOT_ID, EOT_ID = range(3)  # in the tokenizers that train_tokenizer makes
-_MAX_VOCAB_SIZE = 2_000_000  # the library reserves memory for all of it, and ends the process where there is none
+# the library reserves memory for all of it, and ends the process where there is none
+_MAX_VOCAB_SIZE = 2_000_000
 _MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 # Part of every cache key: raise it when the same corpus would give other tokens.
 _FORMAT = 2
 
-# A process forked after the library's threads have run may hang in them, and the library warns about it.
-# Ranks occupy the cores already, so threads would gain nothing here.
+# A process forked after the library's threads have run may hang in them, and the library warns
+# about it. Ranks occupy the cores already, so threads would gain nothing here.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and `[EOT]` (end of text).
+    """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and
+    `[EOT]` (end of text).
 
-    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary characters. The
-    `definition` is the content of a `tokenizer.json`, and read at the first use.
+    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary
+    characters. The `definition` is the content of a `tokenizer.json`, and read at the first use.
     """
 
     definition: str = field(repr=False)
@@ -53,7 +56,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(self.definition)
         except Exception as error:  # the library raises nothing more special
-            raise ValueError(f"it is not a tokenizer of the tokenizers library ({error})") from error
+            raise ValueError(
+                f"it is not a tokenizer of the tokenizers library ({error})"
+            ) from error
         # The library does not save this switch, hence also __reduce__.
         backend.encode_special_tokens = True
         backend.no_truncation()  # a file may ask for both
@@ -75,8 +80,13 @@ class Tokenizer:
         ids = {token.content: i for i, token in added.items() if token.special}
         missing = [token for token in SPECIAL_TOKENS if token not in ids]
         if missing:
-            how = f"tokenizers.Tokenizer.from_file(path)'s add_special_tokens({list(SPECIAL_TOKENS)}) and save(path)"
-            raise ValueError(f"{', '.join(missing)} are no special tokens of it: add them with {how}")
+            how = (
+                f"tokenizers.Tokenizer.from_file(path)'s add_special_tokens({list(SPECIAL_TOKENS)})"
+                " and save(path)"
+            )
+            raise ValueError(
+                f"{', '.join(missing)} are no special tokens of it: add them with {how}"
+            )
         pad, bot, eot = (ids[token] for token in SPECIAL_TOKENS)
         return pad, bot, eot
 
@@ -113,21 +123,27 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def train_tokenizer(
     corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
-    """Train the byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, unless it is remembered.
+    """Train the byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, unless it is
+    remembered.
 
-    A corpus too small to fill the vocabulary gives a smaller one. It is remembered in `cache_dir`, by default
-    `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`. Ranks may call this all at once: the file appears whole.
+    A corpus too small to fill the vocabulary gives a smaller one. It is remembered in `cache_dir`,
+    by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`. Ranks may call this all at once:
+    the file appears whole.
     """
     if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
         least = f"{_MIN_VOCAB_SIZE}, a token for each byte and the special ones"
-        raise ValueError(f"vocab_size={vocab_size}: choose at least {least}, and at most {_MAX_VOCAB_SIZE:,}")
+        raise ValueError(
+            f"vocab_size={vocab_size}: choose at least {least}, and at most {_MAX_VOCAB_SIZE:,}"
+        )
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
     return Tokenizer(_remembered(f"tokenizer-{key}", make, cache_dir).decode())
 
 
 @checked
-def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None) -> tuple[Tensor, ...]:
+def encode(
+    corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None
+) -> tuple[Tensor, ...]:
     """Encode each document as `[BOT] … [EOT]`, int64 (length,); remembered like the tokenizer."""
     key = _key(corpus.digest, tokenizer.digest)
     content = _remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
@@ -138,7 +154,9 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[st
 def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
     """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
     if vocab_size < tokenizer.vocab_size:
-        there = f"the tokenizer's {tokenizer.vocab_size}: give it as many, or train a smaller tokenizer"
+        there = (
+            f"the tokenizer's {tokenizer.vocab_size}: give it as many, or train a smaller tokenizer"
+        )
         raise ValueError(f"vocab_size={vocab_size} of the model is smaller than {there}")
 
 
@@ -146,7 +164,9 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\n".join((str(_FORMAT), *parts)).encode()).hexdigest()[:32]
 
 
-def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None) -> bytes:
+def _remembered(
+    name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None
+) -> bytes:
     """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept."""
     path = (_default_cache_dir() if cache_dir is None else Path(cache_dir)) / name
     with suppress(OSError):
@@ -163,7 +183,9 @@ def _remembered(name: str, make: Callable[[], bytes], cache_dir: str | os.PathLi
         with suppress(OSError):
             draft.unlink()
         how = "set XDG_CACHE_HOME to a directory that can be written"
-        warnings.warn(f"{path} could not be written ({error.strerror or error}): {how}", stacklevel=3)
+        warnings.warn(
+            f"{path} could not be written ({error.strerror or error}): {how}", stacklevel=3
+        )
     return content
 
 
@@ -204,5 +226,9 @@ def _encode(corpus: Corpus, tokenizer: Tokenizer) -> bytes:
         tokens.extend(ids)
         lengths.append(len(ids))
     buffer = io.BytesIO()
-    np.savez(buffer, tokens=np.asarray(tokens, dtype=np.int32), lengths=np.asarray(lengths, dtype=np.int64))
+    np.savez(
+        buffer,
+        tokens=np.asarray(tokens, dtype=np.int32),
+        lengths=np.asarray(lengths, dtype=np.int64),
+    )
     return buffer.getvalue()

@@ -23,7 +23,14 @@ Layout = Case
 
 def config_of(tied: bool, **changes: Any) -> ModelConfig:
     """Layers for two stages on each of four ranks; a tied vocabulary that no number of ranks divides."""
-    sizes = {"dim": 32, "n_layers": 8, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 48, "vocab_size": 61 if tied else 72}
+    sizes = {
+        "dim": 32,
+        "n_layers": 8,
+        "n_heads": 8,
+        "n_kv_heads": 4,
+        "ffn_dim": 48,
+        "vocab_size": 61 if tied else 72,
+    }
     return ModelConfig(**{**sizes, "max_seq_len": SEQ_LEN, "tie_embeddings": tied, **changes})
 
 
@@ -44,7 +51,9 @@ class Part:
 class Trainee:
     """Everything a training script builds on one rank: modules, optimizer, scheduler, and the step."""
 
-    def __init__(self, layout: Layout, config: ModelConfig, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(
+        self, layout: Layout, config: ModelConfig, seed: int = 0, dropout: float = 0.0
+    ) -> None:
         self.layout = layout
         self.mesh = init_distributed(layout.distributed, seed)
         self.modules = build_modules(layout, config, self.mesh)
@@ -56,7 +65,9 @@ class Trainee:
         loss_fn = CrossEntropy()
         self.runner: PipelineSchedule | WholeModel = WholeModel(self.modules[0], self.mesh, loss_fn)
         if layout.pp > 1:
-            self.runner = build_pipeline(layout, self.modules, self.mesh, BATCH // layout.n_data, loss_fn)
+            self.runner = build_pipeline(
+                layout, self.modules, self.mesh, BATCH // layout.n_data, loss_fn
+            )
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -111,7 +122,8 @@ def train(
     """Steps over ``data``, from the beginning or from the newest checkpoint in ``root``.
 
     Args:
-        save_at: after this step, save to ``root/sync`` and, while training goes on, to ``root/async``.
+        save_at: after this step, save to ``root/sync`` and, while training goes on, to
+            ``root/async``.
 
     Returns:
         The losses of the steps taken here, and this rank's state after the last.

@@ -36,7 +36,9 @@ class Small:
         """Train a step before each save; the path of the last."""
         for step in steps:
             self.step(step)
-            path = save(root, step, self.model, self.optimizer, device_mesh=None, extra={"at": step}).path
+            path = save(
+                root, step, self.model, self.optimizer, device_mesh=None, extra={"at": step}
+            ).path
         return path
 
 
@@ -53,5 +55,8 @@ def reseal(checkpoint: Path) -> None:
     manifest = json.loads(path.read_bytes())
     for name in manifest["files"]:
         content = (checkpoint / name).read_bytes()
-        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        manifest["files"][name] = {
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
     path.write_text(json.dumps(manifest))

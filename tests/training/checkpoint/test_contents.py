@@ -40,7 +40,10 @@ def test_the_pieces_of_a_tensor_make_it_up_and_say_who_wrote_them(sharded: Path)
     for entry in entries.values():
         assert sum(prod(piece.sizes) for piece in entry.pieces) == prod(entry.shape)
         assert all((sharded / piece.file).is_file() for piece in entry.pieces)
-    first, last = entries["model.layers.0.mlp.up_proj.weight"], entries["model.layers.1.mlp.up_proj.weight"]
+    first, last = (
+        entries["model.layers.0.mlp.up_proj.weight"],
+        entries["model.layers.1.mlp.up_proj.weight"],
+    )
     assert [(piece.offsets, piece.sizes, piece.rank) for piece in first.pieces] == [
         ((0, 0), (24, 32), 0),
         ((24, 0), (24, 32), 1),
@@ -57,7 +60,9 @@ def test_differences_are_measured_whatever_the_layout(sharded: Path, tmp_path: P
     assert {key.split(".")[1] for key in found if key.startswith("rng.")} == {"pp0", "pp1"}
 
 
-def test_each_kind_of_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_kind_of_difference_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3, bias=False)
     with torch.no_grad():
         one.weight.fill_(1)
@@ -85,7 +90,16 @@ def test_inspect_lists_tensors_with_shape_dtype_bytes_and_files(
     assert out.startswith(f"{sharded}: step 1, written at pp=2 dp_shard=2\n")
     assert "\nmodel.layers.0.mlp.up_proj.weight" in out
     (row,) = [line for line in out.splitlines() if line.startswith("model.embed.weight")]
-    assert row.split() == ["model.embed.weight", "61", "×", "32", "float64", "15,616", "__0_0.distcp,", "__1_0.distcp"]
+    assert row.split() == [
+        "model.embed.weight",
+        "61",
+        "×",
+        "32",
+        "float64",
+        "15,616",
+        "__0_0.distcp,",
+        "__1_0.distcp",
+    ]
     assert main(["checkpoint", "inspect", "--json", str(sharded)]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert listed["tensors"]["model.embed.weight"]["pieces"][1]["offsets"] == [31, 0]
@@ -105,9 +119,14 @@ def test_verify_says_which_are_whole_and_what_is_wrong_with_the_others(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "nowhere"], ["verify", "nowhere"], ["import", "nowhere", "out"]])
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "nowhere"], ["verify", "nowhere"], ["import", "nowhere", "out"]]
+)
 def test_what_is_not_there_is_refused_in_one_line(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", *arguments]) == 2

@@ -18,7 +18,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from course_pp.launch import on_ranks
-from course_pp.training.checkpoint import CheckpointError, find_latest, load, opening, resume, save, saving, verify
+from course_pp.training.checkpoint import (
+    CheckpointError,
+    find_latest,
+    load,
+    opening,
+    resume,
+    save,
+    saving,
+    verify,
+)
 from tests.training.checkpoint.small import CONFIG, SHARD, Small, flip_byte, reseal
 
 
@@ -64,7 +73,10 @@ def rewrite_name(path: Path) -> None:
 
 
 DAMAGE = {
-    "pipe for a manifest": (replace_by("manifest.json", os.mkfifo), "manifest.json is not a plain file"),
+    "pipe for a manifest": (
+        replace_by("manifest.json", os.mkfifo),
+        "manifest.json is not a plain file",
+    ),
     "device for a manifest": (
         replace_by("manifest.json", lambda path: path.symlink_to("/dev/zero")),
         "manifest.json is a link: put the file itself in its place",
@@ -73,10 +85,19 @@ DAMAGE = {
         replace_by("manifest.json", lambda path: path.write_text("[" * 400_000)),
         "manifest.json is damaged: it is not JSON",
     ),
-    "name that is none": (lambda path: rewrite_name(path / "manifest.json"), "manifest.json is damaged: entries"),
+    "name that is none": (
+        lambda path: rewrite_name(path / "manifest.json"),
+        "manifest.json is damaged: entries",
+    ),
     "pipe for a shard": (replace_by(SHARD, os.mkfifo), f"{SHARD} is not a plain file"),
-    "link for the state": (replace_by("state.json", link_to_itself_elsewhere), "state.json is a link"),
-    "pipe for the description": (replace_by(".metadata", os.mkfifo), ".metadata is not a plain file"),
+    "link for the state": (
+        replace_by("state.json", link_to_itself_elsewhere),
+        "state.json is a link",
+    ),
+    "pipe for the description": (
+        replace_by(".metadata", os.mkfifo),
+        ".metadata is not a plain file",
+    ),
     "truncated shard": (truncate(SHARD), f"{SHARD} has .* bytes instead of"),
     "flipped byte": (flip(SHARD), f"{SHARD} is damaged"),
     "missing shard": (remove(SHARD), f"{SHARD} is missing"),
@@ -100,7 +121,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(
     with pytest.raises(CheckpointError, match=f"step_00000002.*{said}"):
         load(path, run.model, run.optimizer, device_mesh=None)
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-    with pytest.warns(UserWarning, match=f"using .*step_00000001, because newer ones are not whole.*{said}"):
+    with pytest.warns(
+        UserWarning, match=f"using .*step_00000001, because newer ones are not whole.*{said}"
+    ):
         assert load(tmp_path, run.model, run.optimizer, device_mesh=None).step == 1
     with pytest.warns(UserWarning, match="step_00000002"):
         assert find_latest(tmp_path) == path.with_name("step_00000001")
@@ -111,7 +134,8 @@ def test_every_byte_is_verified(name: str, tmp_path: Path) -> None:
     path = Small().saved(tmp_path, 1)
     assert verify(path) == []
     n_bytes = (path / name).stat().st_size
-    # JSON's blanks are the only bytes without a meaning, and only the manifest is not itself in a manifest.
+    # JSON's blanks are the only bytes without a meaning, and only the manifest is not itself in a
+    # manifest.
     blanks = {32, 10} if name == "manifest.json" else set()
     for at in range(0, n_bytes, max(1, n_bytes // 50)):
         if (path / name).read_bytes()[at] not in blanks:
@@ -121,7 +145,9 @@ def test_every_byte_is_verified(name: str, tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(
+    tmp_path: Path,
+) -> None:
     run = Small()
     assert find_latest(tmp_path) is None
     assert find_latest(tmp_path / "nowhere") is None
@@ -129,7 +155,9 @@ def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(t
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load(tmp_path, run.model, device_mesh=None)
     (run.saved(tmp_path, 1) / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole .*is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the checkpoints in .* is whole .*is missing"
+    ):
         find_latest(tmp_path)
     with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
         resume(tmp_path, run.model, run.optimizer, device_mesh=None)
@@ -177,7 +205,9 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(name: str, tmp_path:
     assert witness.exists()
 
 
-def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(
+    tmp_path: Path,
+) -> None:
     run, witness = Small(), tmp_path / "witness"
     path = run.saved(tmp_path / "run", 1)
     metadata = dcp.FileSystemReader(path).read_metadata()
@@ -202,16 +232,24 @@ NAMED = {
 def changed() -> list[object]:
     """Those of the process that a pickle has set an attribute of."""
     member = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING(0)
-    return [each for each in (MetadataIndex, torch.serialization._get_layout, member) if hasattr(each, "witness")]
+    return [
+        each
+        for each in (MetadataIndex, torch.serialization._get_layout, member)
+        if hasattr(each, "witness")
+    ]
 
 
 @pytest.mark.parametrize("named", NAMED.values(), ids=NAMED)
-def test_a_description_cannot_change_what_belongs_to_the_process(named: bytes, tmp_path: Path) -> None:
+def test_a_description_cannot_change_what_belongs_to_the_process(
+    named: bytes, tmp_path: Path
+) -> None:
     run = Small()
     path = run.saved(tmp_path, 1)
     honest = (path / ".metadata").read_bytes()
     # BUILD with a second state sets attributes; the description follows as it was.
-    (path / ".metadata").write_bytes(honest[:2] + named + b"N}\x8c\x07witnessK\x01s\x86b0" + honest[2:])
+    (path / ".metadata").write_bytes(
+        honest[:2] + named + b"N}\x8c\x07witnessK\x01s\x86b0" + honest[2:]
+    )
     reseal(path)
     with contextlib.suppress(CheckpointError):
         load(path, run.model, run.optimizer, device_mesh=None)
@@ -263,12 +301,16 @@ def test_a_description_with_a_hole_is_refused_and_nothing_changed(
     assert all(map(torch.equal, run.model.parameters(), before))
 
 
-def test_a_description_of_the_run_that_is_not_json_is_refused_with_its_checkpoint(tmp_path: Path) -> None:
+def test_a_description_of_the_run_that_is_not_json_is_refused_with_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     run = Small()
     path = run.saved(tmp_path, 1)
     (path / "state.json").write_text("[" * 400_000)
     reseal(path)
-    with pytest.raises(CheckpointError, match=r"step_00000001: state\.json is damaged: it is not JSON"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001: state\.json is damaged: it is not JSON"
+    ):
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
@@ -278,7 +320,9 @@ def test_an_object_among_the_tensors_is_refused(tmp_path: Path) -> None:
     dcp.save({"model.extra": {"an": object}}, checkpoint_id=tmp_path / "other", no_dist=True)
     shutil.copy(tmp_path / "other" / ".metadata", path)
     reseal(path)
-    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it asks for .*BytesStorageMetadata"):
+    with pytest.raises(
+        CheckpointError, match=r"\.metadata is refused: it asks for .*BytesStorageMetadata"
+    ):
         load(path, run.model, device_mesh=None)
 
 
@@ -326,7 +370,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_what_differs(
         (torch.nn.Linear(3, 4), r"weight is \(2, 3\) there and \(4, 3\) here"),
         (torch.nn.Linear(3, 2, bias=False), "it has bias, which no rank's modules have"),
         (torch.nn.BatchNorm1d(2), r"weight is \(2, 3\) there"),
-        (torch.nn.Linear(3, 2).bfloat16(), r"weight as torch.float32, here it is torch.bfloat16: convert"),
+        (
+            torch.nn.Linear(3, 2).bfloat16(),
+            r"weight as torch.float32, here it is torch.bfloat16: convert",
+        ),
     ],
 )
 def test_a_module_without_a_configuration_is_told_apart_by_keys_shapes_and_dtypes(
@@ -407,7 +454,12 @@ def _save_elsewhere_on_one_rank(rank, root):
     real, saving.write_tensors = saving.write_tensors, write
     try:
         with pytest.raises(CheckpointError) as refusal:
-            save(root, 1, torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(1, 1)}), device_mesh=None)
+            save(
+                root,
+                1,
+                torch.nn.ModuleDict({f"part{rank}": torch.nn.Linear(1, 1)}),
+                device_mesh=None,
+            )
     finally:
         saving.write_tensors = real
     return str(refusal.value)

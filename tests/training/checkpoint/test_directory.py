@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_pp.training.checkpoint import AsyncSaver, CheckpointError, find_latest, load, save, saving, verify
+from course_pp.training.checkpoint import (
+    AsyncSaver,
+    CheckpointError,
+    find_latest,
+    load,
+    save,
+    saving,
+    verify,
+)
 from course_pp.training.checkpoint.directory import Draft
 from tests.training.checkpoint.small import SHARD, Small, flip_byte
 
@@ -45,15 +53,28 @@ def test_a_run_that_went_back_keeps_what_it_writes_beside_later_ones(tmp_path: P
 
 @pytest.mark.parametrize(
     ("retention", "said"),
-    [({"keep_last": 0}, "keep_last=0 must be"), ({"keep_every": 5}, "needs keep_last"), ({"keep_last": True}, "True")],
+    [
+        ({"keep_last": 0}, "keep_last=0 must be"),
+        ({"keep_every": 5}, "needs keep_last"),
+        ({"keep_last": True}, "True"),
+    ],
 )
-def test_a_retention_that_makes_no_sense_is_refused(retention: dict[str, int], said: str, tmp_path: Path) -> None:
+def test_a_retention_that_makes_no_sense_is_refused(
+    retention: dict[str, int], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=said):
         save_steps(tmp_path, 1, **retention)
 
 
-def test_the_next_save_removes_what_a_killed_one_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
-    for name in (".step_00000001.tmp-dead", ".step_00000001.tmp-alive", ".step_00000001.old-dead", ".step_1.tmp-x"):
+def test_the_next_save_removes_what_a_killed_one_left_and_nothing_that_is_being_written(
+    tmp_path: Path,
+) -> None:
+    for name in (
+        ".step_00000001.tmp-dead",
+        ".step_00000001.tmp-alive",
+        ".step_00000001.old-dead",
+        ".step_1.tmp-x",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     writer = os.open(tmp_path / ".step_00000001.tmp-alive", os.O_RDONLY)
@@ -66,9 +87,14 @@ def test_the_next_save_removes_what_a_killed_one_left_and_nothing_that_is_being_
 
 
 @pytest.mark.parametrize("gone", ["manifest.json", "state.json", SHARD])
-def test_a_whole_checkpoint_of_the_step_is_not_replaced_but_a_damaged_one_of_ours_is(gone: str, tmp_path: Path) -> None:
+def test_a_whole_checkpoint_of_the_step_is_not_replaced_but_a_damaged_one_of_ours_is(
+    gone: str, tmp_path: Path
+) -> None:
     save_steps(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="step_00000001 is a whole checkpoint already: resume from it, or save"):
+    with pytest.raises(
+        CheckpointError,
+        match="step_00000001 is a whole checkpoint already: resume from it, or save",
+    ):
         save_steps(tmp_path, 1)
     (tmp_path / "step_00000001" / gone).unlink()
     save_steps(tmp_path, 1)
@@ -97,11 +123,15 @@ STRANGERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", STRANGERS.values(), ids=STRANGERS)
-def test_what_this_version_has_not_written_does_not_make_way(make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_what_this_version_has_not_written_does_not_make_way(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
     final = tmp_path / "step_00000001"
     make(final)
     before = os.lstat(final)
-    with pytest.raises(CheckpointError, match=r"step_00000001 has the name of a checkpoint, but .* move it away"):
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001 has the name of a checkpoint, but .* move it away"
+    ):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["step_00000001"]
     assert os.lstat(final).st_ino == before.st_ino
@@ -135,7 +165,10 @@ def test_a_disk_that_is_full_at_the_end_leaves_nothing(
     real = saving.write_file
     monkeypatch.setattr(saving, "write_file", write)
     monkeypatch.setattr("course_pp.training.checkpoint.manifest.write_file", write)
-    said = f"cannot be written to {tmp_path}: {os.strerror(errno.ENOSPC)}; make room there, or save to another"
+    said = (
+        f"cannot be written to {tmp_path}: {os.strerror(errno.ENOSPC)}; make room there, or save to"
+        " another"
+    )
     with pytest.raises(CheckpointError, match=said):
         save_in_background(tmp_path) if asynchronous else save_steps(tmp_path, 1)
     assert names(tmp_path) == []
@@ -175,17 +208,23 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began(tmp_path: Path)
                 for parameter in run.model.parameters():
                     parameter.zero_()
             saved = saving.result()
-            assert load(saved.path, other.model, other.optimizer, device_mesh=None).extra == {"at": step}
+            assert load(saved.path, other.model, other.optimizer, device_mesh=None).extra == {
+                "at": step
+            }
             assert all(torch.equal(p, before[name]) for name, p in other.model.named_parameters())
             load(saved.path, run.model, run.optimizer, device_mesh=None)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
     n_numbers = sum(p.numel() for p in run.model.parameters())
     assert saved.staged_bytes >= 3 * 8 * n_numbers  # weights and two moments, in float64
     assert 0 < saved.stall_s < saved.stall_s + saved.write_s
-    assert saved.n_bytes == sum(p.stat().st_size for p in saved.path.iterdir() if p.name != "manifest.json")
+    assert saved.n_bytes == sum(
+        p.stat().st_size for p in saved.path.iterdir() if p.name != "manifest.json"
+    )
 
 
-def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(tmp_path: Path) -> None:
+def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
+    tmp_path: Path,
+) -> None:
     model, blocked = torch.nn.Linear(1, 1), tmp_path / "file"
     blocked.touch()
     saver = AsyncSaver(blocked, device_mesh=None)

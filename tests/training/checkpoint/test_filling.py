@@ -57,7 +57,10 @@ def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path) -> Non
         assert module.get_parameter("weight").eq(1.0).all()
         load_stage(stage := copying(0.0), tmp_path)
         assert stage.get_parameter("weight").eq(1.0).all()
-    with pytest.raises(CheckpointError, match="weight is on the meta device, and no file holds it: build the model in"):
+    with pytest.raises(
+        CheckpointError,
+        match="weight is on the meta device, and no file holds it: build the model in",
+    ):
         load_stage(copying(0.0).to("meta"), tmp_path)
 
 
@@ -112,11 +115,15 @@ def sums_after_loading(rank: int, path: Path) -> list[bool]:
     for stage in stages.values():
         fully_shard(stage, mesh=mesh)
     load(path, stages, adamw(stages.values()), device_mesh=None)
-    derived = [part for stage in stages.values() for part in stage.modules() if isinstance(part, Derived)]
+    derived = [
+        part for stage in stages.values() for part in stage.modules() if isinstance(part, Derived)
+    ]
     return [part.sum.eq(16.0 * (index + 1)).item() for index, part in enumerate(derived)]
 
 
-def test_what_a_module_derives_from_its_weights_is_derived_from_those_that_are_loaded(tmp_path: Path) -> None:
+def test_what_a_module_derives_from_its_weights_is_derived_from_those_that_are_loaded(
+    tmp_path: Path,
+) -> None:
     for kind in (InHook, InOverride, InPart):
         module = kind()
         nn.init.constant_(module.weight, 1.0)
@@ -131,8 +138,12 @@ def test_what_a_module_derives_from_its_weights_is_derived_from_those_that_are_l
     stages = auto_split(OfTheWhole(), torch.ones(1, 4), 2)
     save(tmp_path / "cut", 1, stages, device_mesh=None)
     load(tmp_path / "cut", stages, device_mesh=None)
-    assert all(torch.isclose(stage.sum, sum(p.sum() for p in stage.parameters())) for stage in stages)
-    stages = {index: nn.Sequential(layer(index + 1.0)) if index < 2 else layer(3.0) for index in range(3)}
+    assert all(
+        torch.isclose(stage.sum, sum(p.sum() for p in stage.parameters())) for stage in stages
+    )
+    stages = {
+        index: nn.Sequential(layer(index + 1.0)) if index < 2 else layer(3.0) for index in range(3)
+    }
     optimizer = adamw(stages.values())
     save(tmp_path / "sharded", 1, stages, optimizer, device_mesh=None)
     assert on_ranks(2, sums_after_loading, tmp_path / "sharded", timeout_s=60.0) == [[True] * 3] * 2
@@ -140,7 +151,9 @@ def test_what_a_module_derives_from_its_weights_is_derived_from_those_that_are_l
 
 class Replacing(nn.Linear):
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        return super().load_state_dict({k: v.clone() for k, v in state.items()}, strict, assign=True)
+        return super().load_state_dict(
+            {k: v.clone() for k, v in state.items()}, strict, assign=True
+        )
 
 
 class Failing(nn.Linear):
@@ -164,8 +177,17 @@ def said_by(rank: int, path: Path, kind: type[nn.Linear]) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Replacing, "load_state_dict replaces stages.1.weight, which the optimizer trains: let it copy"),
-        (Failing, "load_state_dict of Failing failed (TypeError: Failing.load_state_dict() got an unexpected"),
+        (
+            Replacing,
+            "load_state_dict replaces stages.1.weight, which the optimizer trains: let it copy",
+        ),
+        (
+            Failing,
+            (
+                "load_state_dict of Failing failed (TypeError: Failing.load_state_dict() got an"
+                " unexpected"
+            ),
+        ),
         (Asking, "Asking has more in its state_dict, and its load_state_dict does not take it"),
     ],
 )
@@ -207,10 +229,14 @@ WRAPS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    "view", [Tensor.detach, lambda tensor: nn.Parameter(tensor.detach())], ids=["tensor", "parameter"]
+    "view",
+    [Tensor.detach, lambda tensor: nn.Parameter(tensor.detach())],
+    ids=["tensor", "parameter"],
 )
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
-def test_views_of_every_class_are_filled(tmp_path: Path, view: Callable[[Tensor], Tensor], shard: bool) -> None:
+def test_views_of_every_class_are_filled(
+    tmp_path: Path, view: Callable[[Tensor], Tensor], shard: bool
+) -> None:
     save(tmp_path, 1, layer(1.0), device_mesh=None)
     on_ranks(1, view_is_filled, tmp_path, view, shard, timeout_s=60.0)
 
@@ -255,11 +281,17 @@ def test_modules_of_fsdp1_are_filled(tmp_path: Path) -> None:
 def said_beside_others(rank: int, path: Path) -> str:
     """FSDP1's state_dict is a collective; what rank 1 has beside it is refused there alone."""
     with pytest.raises(CheckpointError) as caught:
-        load(path, [fsdp1(StateDictType.FULL_STATE_DICT), *([layer(0.0)] if rank == 1 else [])], device_mesh=None)
+        load(
+            path,
+            [fsdp1(StateDictType.FULL_STATE_DICT), *([layer(0.0)] if rank == 1 else [])],
+            device_mesh=None,
+        )
     return str(caught.value)
 
 
-def test_what_one_rank_refuses_does_not_keep_the_others_in_a_collective_of_fsdp1(tmp_path: Path) -> None:
+def test_what_one_rank_refuses_does_not_keep_the_others_in_a_collective_of_fsdp1(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 1, layer(1.0), device_mesh=None)
     first, second = on_ranks(2, said_beside_others, tmp_path, timeout_s=30.0)
     assert first == second

@@ -13,7 +13,9 @@ from course_pp.training.checkpoint import contents, find_latest, load, verify
 
 # Two pipeline ranks of this model, after a step of AdamW: written by the code of commit 0e5b8a4.
 VERSION_1 = Path(__file__).with_name("version_1.tar.gz")
-CONFIG = ModelConfig(dim=4, n_layers=2, n_heads=1, vocab_size=5, ffn_dim=4, max_seq_len=8, tie_embeddings=True)
+CONFIG = ModelConfig(
+    dim=4, n_layers=2, n_heads=1, vocab_size=5, ffn_dim=4, max_seq_len=8, tie_embeddings=True
+)
 
 
 @pytest.fixture
@@ -40,18 +42,23 @@ def stepped(module: nn.Module) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     return {name: with_moments(p, optimizer) for name, p in module.named_parameters()}
 
 
-def with_moments(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor, Tensor]:
+def with_moments(
+    parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> tuple[Tensor, Tensor, Tensor]:
     state = optimizer.state[parameter]
     return parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
 
 
 def same(found: tuple[Tensor, ...], saved: tuple[Tensor, ...]) -> bool:
-    """Whether they differ by a few roundings only: another processor's vector units computed the step that was saved.
+    """Whether they differ by a few roundings only: another processor's vector units computed the
+    step that was saved.
 
-    Parameters, numbers below 2, were rounded as such; where they come near 0, a relative bound would be too strict.
+    Parameters, numbers below 2, were rounded as such; where they come near 0, a relative bound
+    would be too strict.
     """
     return torch.allclose(found[0], saved[0], rtol=0, atol=1e-6) and all(
-        torch.allclose(moment, there, rtol=1e-6, atol=0) for moment, there in zip(found[1:], saved[1:], strict=True)
+        torch.allclose(moment, there, rtol=1e-6, atol=0)
+        for moment, there in zip(found[1:], saved[1:], strict=True)
     )
 
 
@@ -62,7 +69,11 @@ def _differing(rank: int, root: Path, n_stages: int) -> list[str]:
     optimizer = torch.optim.AdamW(stage.parameters())
     loaded = load(root, stage, optimizer, device_mesh=None)
     assert (loaded.step, loaded.extra, optimizer.param_groups[0]["lr"]) == (7, {"at": 7}, 0.5)
-    return [name for name, p in stage.named_parameters() if not same(with_moments(p, optimizer), saved[name])]
+    return [
+        name
+        for name, p in stage.named_parameters()
+        if not same(with_moments(p, optimizer), saved[name])
+    ]
 
 
 @pytest.mark.parametrize("n_stages", [1, 2])

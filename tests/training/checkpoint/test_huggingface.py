@@ -36,7 +36,14 @@ from course_pp.parallel import (
     get_pp_rank,
     init_distributed,
 )
-from course_pp.training.checkpoint import CheckpointError, export_hf, import_hf, load, load_stage, save
+from course_pp.training.checkpoint import (
+    CheckpointError,
+    export_hf,
+    import_hf,
+    load,
+    load_stage,
+    save,
+)
 from course_pp.training.data import BOT_ID, EOT_ID, PAD_ID, Tokenizer
 from source_code.hf_pp.families import build, called, example, tensor_of
 from tests.training.checkpoint.resuming import Case, config_of, data_of, train
@@ -53,7 +60,9 @@ LLAMA = LlamaConfig(
 )
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied", [pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"]
+)
 def test_a_sharded_checkpoint_is_exported_with_equal_logits(tied: bool, tmp_path: Path) -> None:
     config = config_of(tied, n_layers=4)
     data = data_of(config, 1)
@@ -74,7 +83,9 @@ def _save_at(rank, layout, config, data, root):
     train(rank, layout, config, data, root, save_at=1)
 
 
-def test_the_tokenizer_goes_along_and_the_dtype_is_chosen(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_tokenizer_goes_along_and_the_dtype_is_chosen(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     attachments = {"tokenizer.json": tokenizer.definition}
     save(tmp_path / "run", 1, Small().model, device_mesh=None, attachments=attachments)
     exported = export_hf(tmp_path / "run", tmp_path / "hf", torch.bfloat16)
@@ -88,13 +99,17 @@ def test_the_tokenizer_goes_along_and_the_dtype_is_chosen(tokenizer: Tokenizer, 
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_an_imported_llama_gives_equal_logits_through_four_stages(tied: bool, tmp_path: Path) -> None:
+def test_an_imported_llama_gives_equal_logits_through_four_stages(
+    tied: bool, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     theirs = LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": tied}))
     theirs.save_pretrained(tmp_path / "hf")
     assert main(["checkpoint", "import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
     tokens = torch.randint(61, (2, 16))
-    logits = on_ranks(4, _logits, config_from_hf(theirs.config), tmp_path / "run", tokens, timeout_s=110)[-1]
+    logits = on_ranks(
+        4, _logits, config_from_hf(theirs.config), tmp_path / "run", tokens, timeout_s=110
+    )[-1]
     with torch.no_grad():
         assert (theirs(tokens).logits - logits).abs().max() < 1e-6
 
@@ -113,12 +128,22 @@ def _logits(rank, config, root, tokens):
     return x
 
 
-SIZES = {name: LLAMA.to_dict()[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
-SIZES |= {"num_hidden_layers": 4, "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 64}
+SIZES = {
+    name: LLAMA.to_dict()[name]
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+}
+SIZES |= {
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
 SIZES |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 WITH_EXPERTS = {
     "Mixtral": MixtralConfig(**SIZES),
-    "Qwen3-MoE": Qwen3MoeConfig(**SIZES, moe_intermediate_size=12, head_dim=16, norm_topk_prob=True),
+    "Qwen3-MoE": Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=12, head_dim=16, norm_topk_prob=True
+    ),
 }
 
 
@@ -146,19 +171,24 @@ def test_models_with_experts_come_in_and_go_out(kind: str, packed: bool, tmp_pat
             assert (logits - expected).abs().max() < 1e-5
     weights = load_file(tmp_path / "back" / WEIGHTS)
     assert packed or all(
-        torch.equal(weights[name], tensor) for name, tensor in load_file(tmp_path / "hf" / WEIGHTS).items()
+        torch.equal(weights[name], tensor)
+        for name, tensor in load_file(tmp_path / "hf" / WEIGHTS).items()
     )
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
 BROKEN: dict[str, Callable[[dict[str, Tensor]], object]] = {
     f"has no {UP}, which": lambda weights: weights.pop(UP),
-    f"has, beside what config.json asks for, {UP}.more": lambda weights: weights.update({f"{UP}.more": torch.ones(1)}),
+    f"has, beside what config.json asks for, {UP}.more": lambda weights: weights.update(
+        {f"{UP}.more": torch.ones(1)}
+    ),
     f"has {UP} as \\(3, 32\\), and": lambda weights: weights.update({UP: torch.ones(3, 32)}),
 }
 
 
-@pytest.mark.parametrize(("said", "break_it"), BROKEN.items(), ids=["missing", "unexpected", "of another shape"])
+@pytest.mark.parametrize(
+    ("said", "break_it"), BROKEN.items(), ids=["missing", "unexpected", "of another shape"]
+)
 def test_weights_that_transformers_would_draw_at_random_or_leave_out_are_refused(
     said: str, break_it: Callable[[dict[str, Tensor]], object], tmp_path: Path
 ) -> None:
@@ -171,8 +201,12 @@ def test_weights_that_transformers_would_draw_at_random_or_leave_out_are_refused
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("described", [True, False], ids=["generation_config.json", "config.json alone"])
-def test_the_ids_that_begin_end_and_pad_a_text_survive_both_ways(described: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "described", [True, False], ids=["generation_config.json", "config.json alone"]
+)
+def test_the_ids_that_begin_end_and_pad_a_text_survive_both_ways(
+    described: bool, tmp_path: Path
+) -> None:
     ids = {"bos_token_id": 16, "eos_token_id": [17, 18], "pad_token_id": 15}
     LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), **ids})).save_pretrained(tmp_path / "hf")
     if not described:
@@ -194,7 +228,11 @@ def test_a_vocabulary_larger_than_the_tokenizers_is_exported_with_the_tokenizers
     with torch.no_grad():
         assert (theirs(tokens).logits - run.model(tokens)).abs().max() < 1e-6
     for config in (theirs.config, theirs.generation_config):
-        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (PAD_ID, BOT_ID, EOT_ID)
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (
+            PAD_ID,
+            BOT_ID,
+            EOT_ID,
+        )
     described = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (described["vocab_size"], described["pad_token_id"]) == (tokenizer.vocab_size + 12, 0)
 
@@ -211,17 +249,23 @@ def reloaded(theirs: Any, exported: Path) -> Any:
 
 @pytest.mark.parametrize("numbered", [False, True], ids=["a list", "by number"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_model_of_transformers_is_exported_from_its_stages(name: str, numbered: bool, tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_exported_from_its_stages(
+    name: str, numbered: bool, tmp_path: Path
+) -> None:
     theirs: Any = build(name).eval()
     stages = auto_split(theirs, example(name), 3)
     save(tmp_path / "run", 1, dict(enumerate(stages)) if numbered else stages, device_mesh=None)
     again = reloaded(theirs, export_hf(tmp_path / "run", tmp_path / "hf"))
     assert find_ties(again) == find_ties(theirs)
-    assert torch.equal(tensor_of(called(again, example(name))), tensor_of(called(theirs, example(name))))
+    assert torch.equal(
+        tensor_of(called(again, example(name))), tensor_of(called(theirs, example(name)))
+    )
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
-def test_experts_of_transformers_are_exported_as_they_publish_them(kind: str, tmp_path: Path) -> None:
+def test_experts_of_transformers_are_exported_as_they_publish_them(
+    kind: str, tmp_path: Path
+) -> None:
     theirs = AutoModelForCausalLM.from_config(WITH_EXPERTS[kind]).eval()
     tokens = torch.arange(20).view(2, 10)
     stages = auto_split(theirs, {"input_ids": tokens, "use_cache": False}, 2)
@@ -229,13 +273,17 @@ def test_experts_of_transformers_are_exported_as_they_publish_them(kind: str, tm
     again = reloaded(theirs, export_hf(tmp_path / "run", tmp_path / "hf"))
     assert any(".experts.3." in name for name in load_file(tmp_path / "hf" / WEIGHTS))
     assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-    half = AutoModelForCausalLM.from_pretrained(export_hf(tmp_path / "run", tmp_path / "half", torch.bfloat16))
+    half = AutoModelForCausalLM.from_pretrained(
+        export_hf(tmp_path / "run", tmp_path / "half", torch.bfloat16)
+    )
     assert half.dtype == torch.bfloat16
 
 
 def tied_llama() -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True, "use_cache": False}))
+    return LlamaForCausalLM(
+        LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True, "use_cache": False})
+    )
 
 
 def save_shards_on_rank(rank: int, root: Path) -> None:
@@ -367,20 +415,37 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated weights": (truncated, f"{WEIGHTS} is damaged"),
     "lying weights": (lying, f"{WEIGHTS} is damaged"),
     "quantized weights": (quantized, f"has {UP} as I8"),
-    "ties that are two": (edited(tie_word_embeddings=True), "has different model.embed_tokens.weight and lm_head"),
+    "ties that are two": (
+        edited(tie_word_embeddings=True),
+        "has different model.embed_tokens.weight and lm_head",
+    ),
     "empty weights": (rewritten(WEIGHTS, ""), f"{WEIGHTS} is damaged"),
     "a link for weights": (linked(WEIGHTS), f"{WEIGHTS} is a link"),
     "a link for a tokenizer": (linked("tokenizer.json"), "tokenizer.json is a link"),
-    "a tokenizer that is not JSON": (rewritten("tokenizer.json", "{"), "tokenizer.json is damaged: it is not JSON"),
+    "a tokenizer that is not JSON": (
+        rewritten("tokenizer.json", "{"),
+        "tokenizer.json is damaged: it is not JSON",
+    ),
     "a tokenizer that is a list": (rewritten("tokenizer.json", "[]"), "tokenizer.json is damaged"),
-    "brackets for a configuration": (rewritten("config.json", "[" * 400_000), "config.json is damaged: it is not JSON"),
+    "brackets for a configuration": (
+        rewritten("config.json", "[" * 400_000),
+        "config.json is damaged: it is not JSON",
+    ),
     "sizes that are none": (edited(hidden_size="x"), "config.json is damaged"),
-    "more layers than weights": (edited(num_hidden_layers=10**9), "too few for the 1,000,000,000 layers"),
-    "an enormous vocabulary": (edited(vocab_size=10**15), "and the model needs (1000000000000000, 32)"),
+    "more layers than weights": (
+        edited(num_hidden_layers=10**9),
+        "too few for the 1,000,000,000 layers",
+    ),
+    "an enormous vocabulary": (
+        edited(vocab_size=10**15),
+        "and the model needs (1000000000000000, 32)",
+    ),
     "an index elsewhere": (
         lambda folder: (
             (folder / WEIGHTS).rename(folder / "weights.safetensors"),
-            (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {"a": "../../x.safetensors"}}'),
+            (folder / f"{WEIGHTS}.index.json").write_text(
+                '{"weight_map": {"a": "../../x.safetensors"}}'
+            ),
         ),
         "is refused: it names '../../x.safetensors'",
     ),
@@ -419,8 +484,12 @@ def test_attention_is_the_built_in_one_whatever_code_a_configuration_names(
 
 def test_an_export_that_fails_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
     run = Small()
-    attached = save(tmp_path / "run", 1, run.model, device_mesh=None, attachments={"tokenizer.json": "{"}).path
-    with pytest.raises(CheckpointError, match=r"step_00000001: tokenizer\.json is damaged: it is not JSON"):
+    attached = save(
+        tmp_path / "run", 1, run.model, device_mesh=None, attachments={"tokenizer.json": "{"}
+    ).path
+    with pytest.raises(
+        CheckpointError, match=r"step_00000001: tokenizer\.json is damaged: it is not JSON"
+    ):
         export_hf(attached, tmp_path / "out")
     path = save(tmp_path / "run", 2, run.model, device_mesh=None).path
     (path / "tokenizer.json").symlink_to("/etc/passwd")  # not in the manifest

@@ -14,13 +14,17 @@ DRILL = Path(__file__).parents[3] / "source_code" / "kill_drill.py"
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.long
-def test_nothing_is_lost(kills: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost(
+    kills: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(DRILL), "--kills", str(kills)])
     with warnings.catch_warnings(), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(DRILL), run_name="__main__")
     out, err = capsys.readouterr()
     assert not ended.value.code, out + err
-    tally = {what: int(number) for what, number in (line.rsplit(maxsplit=1) for line in out.splitlines())}
+    tally = {
+        what: int(number) for what, number in (line.rsplit(maxsplit=1) for line in out.splitlines())
+    }
     assert tally["kills"] == kills
     assert tally["during a save"] >= kills / 3
     assert tally["losses compared"] > 0

@@ -1,5 +1,5 @@
-"""A checkpoint of any layout resumes at any other, with the losses of a run that was never interrupted; at its own
-layout bit for bit.
+"""A checkpoint of any layout resumes at any other, with the losses of a run that was never
+interrupted; at its own layout bit for bit.
 """
 
 from functools import cache
@@ -24,7 +24,8 @@ class Span(NamedTuple):
 
 
 LONG_RUN = Span(3, 13)
-SHORT_RUN = Span(1, 3)  # the loss after the save depends on the weights, the next on what the optimizer had
+# the loss after the save depends on the weights, the next on what the optimizer had
+SHORT_RUN = Span(1, 3)
 
 LAYOUTS = [
     Case(),
@@ -65,7 +66,15 @@ def saved_by(layout: Case, config: ModelConfig, roots: Path, saved_at: int) -> P
     """Checkpoints of a run at ``layout`` that stopped after ``saved_at`` steps."""
     root = roots / f"{layout}-{config.tie_embeddings}-{config.n_layers}-{config.n_experts}"
     if not root.exists():
-        on_ranks(layout.n_ranks, _stop_early, layout, config, data_of(config, saved_at), root, timeout_s=100)
+        on_ranks(
+            layout.n_ranks,
+            _stop_early,
+            layout,
+            config,
+            data_of(config, saved_at),
+            root,
+            timeout_s=100,
+        )
     return root / "sync"
 
 
@@ -73,7 +82,9 @@ def _stop_early(rank, layout, config, data, root):
     train(rank, layout, config, data, root, save_at=len(data))
 
 
-def differences(layout: Case, config: ModelConfig, sources: list[Case], roots: Path, span: Span) -> list[float]:
+def differences(
+    layout: Case, config: ModelConfig, sources: list[Case], roots: Path, span: Span
+) -> list[float]:
     """Largest difference of a loss after the save on any rank, for each layout that the run is resumed from."""
     saved_at, n_steps = span
     data, expected = data_of(config, n_steps), uninterrupted(config, n_steps)[saved_at:]
@@ -83,7 +94,9 @@ def differences(layout: Case, config: ModelConfig, sources: list[Case], roots: P
     found = []
     for parts in zip(*ranks, strict=True):
         assert all(len(part.losses) == n_steps - saved_at for part in parts)
-        found.append(max(abs(a - b) for part in parts for a, b in zip(part.losses, expected, strict=True)))
+        found.append(
+            max(abs(a - b) for part in parts for a, b in zip(part.losses, expected, strict=True))
+        )
     return found
 
 
@@ -94,7 +107,9 @@ def differences(layout: Case, config: ModelConfig, sources: list[Case], roots: P
 )
 def test_a_run_resumes_at_another_layout(layout: Case, tied: bool, roots: Path) -> None:
     config = config_of(tied, n_layers=4)
-    assert max(differences(layout, config, SAMPLE[layout, tied], roots, SHORT_RUN)) <= LOSS_TOLERANCE
+    assert (
+        max(differences(layout, config, SAMPLE[layout, tied], roots, SHORT_RUN)) <= LOSS_TOLERANCE
+    )
 
 
 WITH_EXPERTS = [
@@ -116,7 +131,9 @@ HARDER = [
     [
         (WITH_EXPERTS[3], [WITH_EXPERTS[0], WITH_EXPERTS[2]]),
         *(
-            pytest.param(layout, [each for each in WITH_EXPERTS if each != layout], marks=pytest.mark.long)
+            pytest.param(
+                layout, [each for each in WITH_EXPERTS if each != layout], marks=pytest.mark.long
+            )
             for layout in WITH_EXPERTS
         ),
         pytest.param(Case(dp_shard=4, ep=2), HARDER, marks=pytest.mark.long),
@@ -157,4 +174,8 @@ def test_at_the_same_layout_a_resumed_run_is_bit_identical(layout: Case, tmp_pat
             assert other.losses == one.losses[1:]
             assert other.rng == one.rng[1:]
             assert other.local.keys() == one.local.keys()
-            assert not [name for name, tensor in one.local.items() if not torch.equal(tensor, other.local[name])]
+            assert not [
+                name
+                for name, tensor in one.local.items()
+                if not torch.equal(tensor, other.local[name])
+            ]

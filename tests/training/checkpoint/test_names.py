@@ -102,14 +102,22 @@ def _refusals(rank: int, root: Path) -> list[str]:
     said.append(refusal(save, root, 3, {2 * rank: module}))
     numbered, _ = stage(rank)
     numbered.stage_id, numbered.num_stages = rank, 3  # type: ignore[assignment]
-    said.append(refusal(save, root, 3, nn.ModuleDict({str(rank): module, "s": numbered}), None, tied=[TIE]))
+    said.append(
+        refusal(save, root, 3, nn.ModuleDict({str(rank): module, "s": numbered}), None, tied=[TIE])
+    )
     part = nn.ModuleDict({str(rank): module})
     part.stage_id, part.num_stages = rank, 3  # type: ignore[assignment]
     said.append(refusal(save, root, 3, part))
     end = Foreign(("first", "last")[rank], seed=rank)
     said.append(refusal(save, root, 3, end, None, tied=[TIE]))
-    said.append(refusal(save, root, 3, {rank: end}, None, tied=[{0: "wte.weight", 1: "a"}, {1: "a", 2: "b"}]))
-    said.append(refusal(save, root, 3, Foreign(("first", "last")[rank]), None, tied=[TIE] if rank else []))
+    said.append(
+        refusal(
+            save, root, 3, {rank: end}, None, tied=[{0: "wte.weight", 1: "a"}, {1: "a", 2: "b"}]
+        )
+    )
+    said.append(
+        refusal(save, root, 3, Foreign(("first", "last")[rank]), None, tied=[TIE] if rank else [])
+    )
     said.append(refusal(load, root, drifted, None, tied=[TIE] if rank else None))
     said.append(refusal(save, root, 3, build_stage_module(CONFIG, 0, 2)))
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
@@ -121,7 +129,10 @@ def _refusals(rank: int, root: Path) -> list[str]:
 def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> None:
     said, other = on_ranks(2, _refusals, tmp_path / "run")
     assert said == other
-    clash = "rank 0 and rank 1 hold different tensors under one name, {}: pass the stages as {{index: stage}}"
+    clash = (
+        "rank 0 and rank 1 hold different tensors under one name, {}: pass the stages as {{index:"
+        " stage}}"
+    )
     expected = [
         clash.format("0.bias"),
         clash.format("0.bias"),
@@ -133,10 +144,14 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
         "no rank passed stage 2 of 3: pass all stages",
         "wte.weight of rank 0 and lm_head.weight of rank 1 are tied and differ in wte.weight",
         "stages.1.a is in two ties: write one tie",
-        "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank the same, "
-        "or leave tied= away on all",
-        "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank the same, "
-        "or leave tied= away on all",
+        (
+            "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank"
+            " the same, or leave tied= away on all"
+        ),
+        (
+            "rank 1 was given tied=[('wte.weight', 'lm_head.weight')], rank 0 []: give every rank"
+            " the same, or leave tied= away on all"
+        ),
         "no rank passed a module with head.weight",
         "no rank passed stage 2 of 3: pass all stages",
     ]
@@ -144,8 +159,12 @@ def test_what_would_lose_a_tensor_is_refused_on_every_rank(tmp_path: Path) -> No
         assert sentence.startswith(beginning)
 
 
-@pytest.mark.parametrize("work", [lambda m: (save, "", 1, m), lambda m: (load, "", m)], ids=["save", "load"])
-def test_an_empty_name_is_not_the_working_directory(work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "work", [lambda m: (save, "", 1, m), lambda m: (load, "", m)], ids=["save", "load"]
+)
+def test_an_empty_name_is_not_the_working_directory(
+    work: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal(*work(nn.Linear(2, 2))).startswith("'' names no directory")
     assert not list(tmp_path.iterdir())
@@ -163,13 +182,18 @@ def _load_some(rank: int, path: Path, each: int) -> list[Tensor]:
             parameter.data.zero_()
     load(path, stages, optimizer, device_mesh=None)
     states = [optimizer.state[p] for module in stages.values() for p in module.parameters()]
-    return [p.detach() for m in stages.values() for p in m.parameters()] + [state["exp_avg"] for state in states]
+    return [p.detach() for m in stages.values() for p in m.parameters()] + [
+        state["exp_avg"] for state in states
+    ]
 
 
 def test_stages_with_an_index_are_read_at_any_placement(tmp_path: Path) -> None:
     for each in (2, 1):
         on_ranks(N_STAGES // each, _save_some, tmp_path, each)
-    keys = [{entry.key for entry in contents(tmp_path / f"each{each}") if "rng" not in entry.key} for each in (1, 2)]
+    keys = [
+        {entry.key for entry in contents(tmp_path / f"each{each}") if "rng" not in entry.key}
+        for each in (1, 2)
+    ]
     assert keys[0] == keys[1] >= {"model.stages.3.0.weight", "optimizer.stages.0.0.bias.exp_avg"}
     for saved, each in ((2, 1), (1, 4)):
         found = on_ranks(N_STAGES // each, _load_some, tmp_path / f"each{saved}", each)
@@ -179,17 +203,25 @@ def test_stages_with_an_index_are_read_at_any_placement(tmp_path: Path) -> None:
             expected = [*parameters, *(optimizer.state[p]["exp_avg"] for p in parameters)]
             assert all(map(torch.equal, tensors, expected))
     modules, _ = some_of(range(N_STAGES))
-    assert "pass {index: stage}" in refusal(load, tmp_path / "each2", nn.Sequential(nn.Linear(2, 2)))
+    assert "pass {index: stage}" in refusal(
+        load, tmp_path / "each2", nn.Sequential(nn.Linear(2, 2))
+    )
     del modules[3]
-    assert "stages.3.0.bias, which no rank's modules have" in refusal(load, tmp_path / "each2", modules)
+    assert "stages.3.0.bias, which no rank's modules have" in refusal(
+        load, tmp_path / "each2", modules
+    )
 
 
-def test_stages_of_our_own_model_have_the_full_models_names_with_an_index_too(tmp_path: Path) -> None:
+def test_stages_of_our_own_model_have_the_full_models_names_with_an_index_too(
+    tmp_path: Path,
+) -> None:
     stages = {index: build_stage_module(CONFIG, index, 2) for index in range(2)}
     path = save(tmp_path, 1, stages, device_mesh=None).path
     load(path, [build_stage_module(CONFIG, 0, 1)], device_mesh=None)
     assert "stage 1 was passed as 0" in refusal(save, tmp_path, 2, {0: stages[1], 1: stages[0]})
-    with pytest.raises(CheckpointError, match=r"two modules .* hold 0\.weight: .* as \{index: stage\}"):
+    with pytest.raises(
+        CheckpointError, match=r"two modules .* hold 0\.weight: .* as \{index: stage\}"
+    ):
         save(tmp_path, 2, [stage(0)[0], stage(1)[0]], device_mesh=None)
 
 
@@ -197,7 +229,14 @@ def _ends(rank: int, root: Path) -> None:
     end = Foreign(("first", "last")[rank])
     optimizer = end.stepped()
     save(root / "declared", 1, end, optimizer, device_mesh=None, tied=[TIE])
-    save(root / "by stage", 1, {rank: end}, optimizer, device_mesh=None, tied=[{0: TIE[0], 1: TIE[1]}])
+    save(
+        root / "by stage",
+        1,
+        {rank: end},
+        optimizer,
+        device_mesh=None,
+        tied=[{0: TIE[0], 1: TIE[1]}],
+    )
     save(root / "undeclared", 1, end, optimizer, device_mesh=None)
     cut = auto_split(Foreign(), torch.ones(1, 4, dtype=torch.long), at=["lm_head"])[rank]
     save(root / "carried", 1, cut, Foreign.stepped(cut), device_mesh=None)  # type: ignore[arg-type]
@@ -227,13 +266,20 @@ def test_a_tied_weight_of_any_model_is_saved_once_and_loads_at_any_layout(tmp_pa
     save(tmp_path / "found", 1, whole, optimizer, device_mesh=None)
     on_ranks(2, _ends, tmp_path)
     for root in ("found", "declared", "carried"):
-        keys = [entry.key for entry in contents(tmp_path / root) if not entry.key.startswith("rng.")]
+        keys = [
+            entry.key for entry in contents(tmp_path / root) if not entry.key.startswith("rng.")
+        ]
         assert "model.wte.weight" in keys
         assert not [key for key in keys if "lm_head" in key]
     keys = [entry.key for entry in contents(tmp_path / "by stage")]
     assert "model.stages.0.wte.weight" in keys
     assert not [key for key in keys if "lm_head" in key]
-    known = ("found", (), False), ("declared", None, False), ("carried", None, False), ("undeclared", None, True)
+    known = (
+        ("found", (), False),
+        ("declared", None, False),
+        ("carried", None, False),
+        ("undeclared", None, True),
+    )
     for root, tied, cut in (*known, ("undeclared", [TIE], False)):
         ends = on_ranks(2, _load_ends, tmp_path / root, tied, cut)
         assert all(map(torch.equal, ends[0], values(whole, optimizer)))
@@ -244,7 +290,9 @@ def test_a_tied_weight_of_any_model_is_saved_once_and_loads_at_any_layout(tmp_pa
             its = other.stepped(-1.0)
             load(tmp_path / root, other, its, device_mesh=None)
             found = values(other, its)
-            assert all(map(torch.equal, found, values(whole, optimizer) + values(whole, optimizer)[:2]))
+            assert all(
+                map(torch.equal, found, values(whole, optimizer) + values(whole, optimizer)[:2])
+            )
     before = Foreign(seed=7)
     said = refusal(load, tmp_path / "apart", before)
     assert said.startswith("wte.weight and lm_head.weight are one weight here, and ")
@@ -287,13 +335,18 @@ def test_of_data_parallel_ranks_the_lowest_ones_statistics_are_saved(tmp_path: P
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, partial(torch.compile, backend="eager")])
-def test_what_wraps_a_module_or_a_part_of_it_changes_no_name(wrap: Callable[..., nn.Module], tmp_path: Path) -> None:
+def test_what_wraps_a_module_or_a_part_of_it_changes_no_name(
+    wrap: Callable[..., nn.Module], tmp_path: Path
+) -> None:
     module, optimizer = stage(0)
     save(tmp_path / "plain", 1, module, optimizer, device_mesh=None)
     save(tmp_path / "wrapped", 1, wrap(module), optimizer, device_mesh=None)
     inside = nn.Sequential(torch.compile(module[0], backend="eager"))
     save(tmp_path / "inside", 1, inside, optimizer, device_mesh=None)
-    keys = [{entry.key for entry in contents(tmp_path / each)} for each in ("plain", "wrapped", "inside")]
+    keys = [
+        {entry.key for entry in contents(tmp_path / each)}
+        for each in ("plain", "wrapped", "inside")
+    ]
     assert keys[0] == keys[1] == keys[2] > {"model.0.weight", "optimizer.0.weight.exp_avg"}
     other, its = stage(1)
     load(tmp_path / "plain", wrap(other), its, device_mesh=None)

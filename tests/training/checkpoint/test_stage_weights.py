@@ -25,7 +25,10 @@ def saved(name: str, folder: Path) -> nn.Module:
     """A family's model, in shards as transformers writes them."""
     model = build(name).eval()
     if name in OWN:
-        save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, folder / "any.safetensors")
+        save_file(
+            {key: tensor.contiguous() for key, tensor in model.state_dict().items()},
+            folder / "any.safetensors",
+        )
     else:
         model.save_pretrained(folder, max_shard_size="20KB")
     return model
@@ -45,28 +48,42 @@ def in_turn(stages: list[nn.Module], given: Any) -> Any:
 
 
 def as_vit_was(name: str) -> str:
-    changes = ((r"vit\.layers", "vit.encoder.layer"), (r"attention\.o_proj", "attention.output.dense"))
-    changes += ((r"attention\.q_proj", "attention.attention.query"), (r"attention\.k_proj", "attention.attention.key"))
-    changes += ((r"attention\.v_proj", "attention.attention.value"), (r"mlp\.fc1", "intermediate.dense"))
+    changes = (
+        (r"vit\.layers", "vit.encoder.layer"),
+        (r"attention\.o_proj", "attention.output.dense"),
+    )
+    changes += (
+        (r"attention\.q_proj", "attention.attention.query"),
+        (r"attention\.k_proj", "attention.attention.key"),
+    )
+    changes += (
+        (r"attention\.v_proj", "attention.attention.value"),
+        (r"mlp\.fc1", "intermediate.dense"),
+    )
     for pattern, with_ in (*changes, (r"mlp\.fc2", "output.dense")):
         name = re.sub(pattern, with_, name)
     return name
 
 
-RENAMED: dict[str, Callable[[str], str]] = {  # transformers saves these under the names that they had once
+# transformers saves these under the names that they had once
+RENAMED: dict[str, Callable[[str], str]] = {
     "GPT-NeoX": lambda name: name.replace("lm_head", "embed_out"),
     "ViT": as_vit_was,
 }
 SAMPLE = (GPT2, "T5", "BERT", "one block, repeated")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full) for n in FAMILIES]
+)
 def test_stages_filled_from_files_are_the_model(name: str, tmp_path: Path) -> None:
     model, batch = saved(name, tmp_path), example(name, seed=1)
     stages = empty_stages(name, 3)
     for stage in stages:
         load_stage(stage, tmp_path, names=RENAMED.get(name))
-    assert not any(tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
+    assert not any(
+        tensor.is_meta for stage in stages for tensor in (*stage.parameters(), *stage.buffers())
+    )
     assert torch.equal(in_turn(stages, batch), tensor_of(called(model, batch)))
 
 
@@ -89,7 +106,8 @@ def test_a_weight_that_was_tied_before_it_was_held_stays_one() -> None:
 def test_the_names_of_a_model_without_its_head_are_known(tmp_path: Path) -> None:
     model = build(GPT2).eval()
     save_file(
-        {key: tensor.clone() for key, tensor in model.transformer.state_dict().items()}, tmp_path / "a.safetensors"
+        {key: tensor.clone() for key, tensor in model.transformer.state_dict().items()},
+        tmp_path / "a.safetensors",
     )
     stages = empty_stages(GPT2, 2)
     for stage in stages:
@@ -101,7 +119,9 @@ def test_the_names_of_a_model_without_its_head_are_known(tmp_path: Path) -> None
 def test_stages_of_the_courses_model_are_filled_too(tied: bool, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    config = ModelConfig(dim=32, n_layers=3, n_heads=4, vocab_size=61, max_seq_len=16, tie_embeddings=tied)
+    config = ModelConfig(
+        dim=32, n_layers=3, n_heads=4, vocab_size=61, max_seq_len=16, tie_embeddings=tied
+    )
     model = LlamaForCausalLM(config_to_hf(config)).eval()
     model.save_pretrained(tmp_path)
     with torch.device("meta"):
@@ -112,12 +132,31 @@ def test_stages_of_the_courses_model_are_filled_too(tied: bool, tmp_path: Path) 
     torch.testing.assert_close(stages[1](stages[0](tokens)), model(tokens).logits)
 
 
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 40}
-SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 3, "use_cache": False, "num_experts_per_tok": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "use_cache": False,
+    "num_experts_per_tok": 2,
+}
 OF_EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "mlp_only_layers": [0]},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 12,
+    },
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "mlp_only_layers": [0],
+    },
 }
 
 
@@ -130,7 +169,9 @@ def with_experts(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one matrix an expert", "packed"])
 @pytest.mark.parametrize("kind", OF_EXPERTS)
-def test_experts_of_transformers_are_cut_without_weights_and_filled(kind: str, packed: bool, tmp_path: Path) -> None:
+def test_experts_of_transformers_are_cut_without_weights_and_filled(
+    kind: str, packed: bool, tmp_path: Path
+) -> None:
     """Files hold a matrix for each expert, or all of a layer's packed as in memory."""
     model, example = with_experts(kind), {"input_ids": torch.arange(20).view(2, 10)}
     model.save_pretrained(tmp_path, save_original_format=not packed)
@@ -149,7 +190,9 @@ def test_files_with_another_number_of_experts_are_refused(tmp_path: Path) -> Non
     with weights_on_meta(), patch.dict(OF_EXPERTS["Mixtral"], num_local_experts=3):
         empty = with_experts("Mixtral")
     with pytest.raises(CheckpointError, match="sizes"):
-        load_stage(auto_split(empty, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, 2), tmp_path)
+        load_stage(
+            auto_split(empty, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, 2), tmp_path
+        )
 
 
 def test_links_are_followed_as_downloaded_models_consist_of_them(tmp_path: Path) -> None:
@@ -161,7 +204,9 @@ def test_links_are_followed_as_downloaded_models_consist_of_them(tmp_path: Path)
     stages = empty_stages("Llama", 2)
     for stage in stages:
         load_stage(stage, tmp_path / "snapshot")
-    assert torch.equal(in_turn(stages, example("Llama")), tensor_of(called(model, example("Llama"))))
+    assert torch.equal(
+        in_turn(stages, example("Llama")), tensor_of(called(model, example("Llama")))
+    )
 
 
 def refused_on_rank(rank: int, folder: Path, device: Any = "cpu") -> tuple[str, bool]:
@@ -187,7 +232,13 @@ def of_integers(state: dict[str, torch.Tensor]) -> None:
 
 
 SPOILED = [
-    (without, "has no 1.up.bias and 1 more, which the model needs: get the directory of this model, whole"),
+    (
+        without,
+        (
+            "has no 1.up.bias and 1 more, which the model needs: get the directory of this model,"
+            " whole"
+        ),
+    ),
     (
         of_another_shape,
         "has 1.up.bias as (3,), and the model needs (48,): build it with the sizes of",
@@ -197,7 +248,9 @@ SPOILED = [
 
 
 @pytest.mark.parametrize(("spoil", "said"), SPOILED)
-def test_files_that_do_not_fit_are_refused_on_every_rank(spoil: Any, said: str, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused_on_every_rank(
+    spoil: Any, said: str, tmp_path: Path
+) -> None:
     saved("Sequential", tmp_path)
     state = load_file(tmp_path / "any.safetensors")
     spoil(state)
@@ -216,8 +269,10 @@ def test_an_argument_of_a_wrong_class_on_one_rank_is_refused_on_both(tmp_path: P
 
 
 def test_a_directory_without_weights_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
-    (stage, _) = empty_stages("Sequential", 2)
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors files: give the directory of a model"):
+    stage, _ = empty_stages("Sequential", 2)
+    with pytest.raises(
+        CheckpointError, match=r"holds no \.safetensors files: give the directory of a model"
+    ):
         load_stage(stage, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
@@ -250,23 +305,32 @@ def saved_buffers(folder: Path) -> Buffered:
     return model.eval()
 
 
-def test_buffers_are_read_if_checkpoints_hold_them_and_stay_as_they_were_built_if_not(tmp_path: Path) -> None:
+def test_buffers_are_read_if_checkpoints_hold_them_and_stay_as_they_were_built_if_not(
+    tmp_path: Path,
+) -> None:
     model, x = saved_buffers(tmp_path), torch.randn(3, 4)
     with weights_on_meta():
         stages = auto_split(Buffered().eval(), x, at=["norm", "last"])
     for stage in stages:
-        assert load_stage(stage, tmp_path) == sum(tensor.nbytes for tensor in stage.state_dict().values())
+        assert load_stage(stage, tmp_path) == sum(
+            tensor.nbytes for tensor in stage.state_dict().values()
+        )
     assert torch.equal(in_turn(stages, x), model(x))
     assert stages[1].norm.num_batches_tracked == 2
     assert "norm.running_mean" not in stages[0].state_dict()
 
 
-def test_of_buffers_on_the_meta_device_those_that_no_file_holds_are_refused_by_name(tmp_path: Path) -> None:
+def test_of_buffers_on_the_meta_device_those_that_no_file_holds_are_refused_by_name(
+    tmp_path: Path,
+) -> None:
     model, x = saved_buffers(tmp_path), torch.randn(3, 4)
     with torch.device("meta"):
         lost = Buffered().eval()
     stages = auto_split(lost, x.to("meta"), at=["norm", "last"])
-    with pytest.raises(ValueError, match=r"table is on the meta device, and no file holds it: build the model in mem"):
+    with pytest.raises(
+        ValueError,
+        match=r"table is on the meta device, and no file holds it: build the model in mem",
+    ):
         load_stage(stages, tmp_path)
     for stage in stages:
         stage.table = torch.arange(4.0)
@@ -281,5 +345,7 @@ class Stateful(nn.Linear):
 
 def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     save_file(nn.Linear(2, 2).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"_extra_state is no tensor, and safetensors hold nothing else"):
+    with pytest.raises(
+        CheckpointError, match=r"_extra_state is no tensor, and safetensors hold nothing else"
+    ):
         load_stage(Stateful(2, 2), tmp_path)

@@ -75,7 +75,8 @@ def _groups_after_loading(rank, root):
     save(root, 1, stage, run, device_mesh=None)
     loaded = optimizer(1.0, 0.0)
     load(root, stage, loaded, device_mesh=None)
-    LambdaLR(loaded, lambda step: 0.5**step, last_epoch=0)  # which refuses a group without initial_lr
+    # which refuses a group without initial_lr
+    LambdaLR(loaded, lambda step: 0.5**step, last_epoch=0)
     return [{k: v for k, v in group.items() if k != "params"} for group in loaded.param_groups]
 
 
@@ -83,7 +84,9 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
     run = Small()
     path = run.saved(tmp_path, 1)
     optimizer = torch.optim.Adam(run.model.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="holds the state of AdamW, and this optimizer is Adam: "):
+    with pytest.raises(
+        CheckpointError, match="holds the state of AdamW, and this optimizer is Adam: "
+    ):
         load(path, run.model, optimizer, device_mesh=None)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -101,7 +104,9 @@ def test_without_an_optimizer_only_weights_are_loaded(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_other_modules_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"trains a parameter of shape \(11, 16\) of no module"):
+    with pytest.raises(
+        CheckpointError, match=r"trains a parameter of shape \(11, 16\) of no module"
+    ):
         save(tmp_path, 1, Small().model, adamw([Small().model]), device_mesh=None)
 
 
@@ -109,7 +114,9 @@ def test_an_optimizer_that_keeps_more_than_tensors_is_refused(tmp_path: Path) ->
     model = nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: model(torch.ones(1)).sum().backward() or torch.zeros(()))
-    with pytest.raises(CheckpointError, match=r"LBFGS keeps a int .*only tensors of the parameter's shape"):
+    with pytest.raises(
+        CheckpointError, match=r"LBFGS keeps a int .*only tensors of the parameter's shape"
+    ):
         save(tmp_path, 1, model, optimizer, device_mesh=None)
 
 
@@ -133,7 +140,9 @@ def test_the_generators_of_torch_python_and_numpy_continue(tmp_path: Path) -> No
     assert np.random.normal() == expected[2]
 
 
-def test_new_pipeline_ranks_draw_what_the_first_draws_and_new_data_ranks_their_own(tmp_path: Path) -> None:
+def test_new_pipeline_ranks_draw_what_the_first_draws_and_new_data_ranks_their_own(
+    tmp_path: Path,
+) -> None:
     run = Small()
     run.saved(tmp_path, 1)
     expected = torch.rand(()).item()
@@ -160,7 +169,11 @@ def _draw_after_loading(rank, root):
 def test_parameters_that_fsdp2_keeps_gathered_are_saved_as_shards(tmp_path: Path) -> None:
     assert all(on_ranks(2, _save_gathered, tmp_path))
     entries = {entry.key: entry for entry in contents(tmp_path)}
-    assert len(entries["model.embed.weight"].pieces) == len(entries["optimizer.embed.weight.exp_avg"].pieces) == 2
+    assert (
+        len(entries["model.embed.weight"].pieces)
+        == len(entries["optimizer.embed.weight.exp_avg"].pieces)
+        == 2
+    )
 
 
 def _save_gathered(rank, root):
