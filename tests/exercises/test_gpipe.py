@@ -315,6 +315,7 @@ def test_a_step_that_is_still_ill_is_told_from_its_symptom(answer: Answer, words
     refuses("mended_step", answer, words)
 
 
+@pytest.mark.ranks
 def test_a_healthy_step_has_the_loss_and_the_gradients_of_one_process() -> None:
     findings = examine(mended_step, 4)
     assert findings.loss == pytest.approx(findings.loss_of_one, rel=1e-12)
@@ -322,6 +323,7 @@ def test_a_healthy_step_has_the_loss_and_the_gradients_of_one_process() -> None:
     assert findings.largest < 1e-12
 
 
+@pytest.mark.ranks
 def test_each_patient_has_a_symptom_of_its_own() -> None:
     a, b, c = (examine(PATIENTS[name], 4) for name in "ABC")
     assert c.sizes == pytest.approx((4, 4, 4))

@@ -301,6 +301,7 @@ SYMPTOMS = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("name", "m"), SYMPTOMS)
 def test_a_patient_shows_its_symptom(name: str, m: int) -> None:
     found = examine(PATIENTS[name], m, stagger_s=0.05)
@@ -312,6 +313,7 @@ def test_a_patient_shows_its_symptom(name: str, m: int) -> None:
     assert (found.value == pytest.approx(found.of_one)) == ((name, m) != ("C", 8))
 
 
+@pytest.mark.ranks
 def test_a_healthy_step_has_every_gradient_and_the_loss_of_one_process() -> None:
     found = examine(train_step_pipeline_1f1b, 3)
     assert found.equal

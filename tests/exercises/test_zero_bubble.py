@@ -417,6 +417,7 @@ def test_a_step_may_add_gradients_by_hand_take_any_w_first_and_have_p_slots() ->
     )
 
 
+@pytest.mark.ranks
 def test_each_patient_shows_its_symptom_and_the_healed_step_none() -> None:
     found = {
         name: examine(step) for name, step in (*PATIENTS.items(), ("healed", healed_split_step))

@@ -343,6 +343,7 @@ def frames_of_ours(failure: BaseException) -> list[str]:
     return [Path(frame.filename).name for frame in frames if "course_pp/launch" in frame.filename]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "call",
     [

@@ -340,7 +340,7 @@ _LESS_MEMORY = (
 )
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
 _NEEDED, _FITS = "state + held * activation", " if state + held * activation <= budget"
-_LEAST = "(bubble, held, name) for"
+_LEAST = "(bubble, held, name)"
 _WRONG_CHOICES = (
     (("name, (held, bubble)", "name, (bubble, held)"),
      "In each pair the activations come first, then the bubble. Here they are swapped."),
@@ -351,11 +351,11 @@ _WRONG_CHOICES = (
     ((_NEEDED, "(state + held) * activation"),
      "The state is bytes already: only what is held is multiplied by `activation`."),
     ((_FITS, ""), "Throw out first what does not fit into `budget`."),
-    ((_FITS, ""), (_LEAST, "(held, bubble, name) for"), _LESS_MEMORY),
-    ((_LEAST, "(held, bubble, name) for"), _LESS_MEMORY),
-    ((_LEAST, "(-bubble, held, name) for"), "That is the largest bubble of what fits."),
-    ((_LEAST, "(bubble, name, name) for"), "Of equal bubbles take the one that holds less, whatever its name."),
-    ((_LEAST, "(-held, bubble, name) for"),
+    ((_FITS, ""), (_LEAST, "(held, bubble, name)"), _LESS_MEMORY),
+    ((_LEAST, "(held, bubble, name)"), _LESS_MEMORY),
+    ((_LEAST, "(-bubble, held, name)"), "That is the largest bubble of what fits."),
+    ((_LEAST, "(bubble, name, name)"), "Of equal bubbles take the one that holds less, whatever its name."),
+    ((_LEAST, "(-held, bubble, name)"),
      "The most memory that fits need not have the smallest bubble: compare the bubbles."),
 )  # fmt: skip
 
