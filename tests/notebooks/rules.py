@@ -16,7 +16,7 @@ from tests.notebooks import origins, quotes
 MIN_CELLS, MAX_CELLS = 15, 20
 MAX_MEDIAN_LINES = 6
 MAX_LINES = 20
-MAX_WORDS = 2000
+MAX_WORDS = 2600
 MIN_CONCEPTS = 3
 MIN_EXERCISES, MAX_EXERCISES = 3, 5
 # A cell with this tag may be longer: the text above asks the reader to read it.

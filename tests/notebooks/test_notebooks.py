@@ -142,7 +142,7 @@ BREAKAGES: list[tuple[str, Callable[[nbformat.NotebookNode], None]]] = [
     ("is_light", _lengthen(7)),
     ("is_light", _set_source(2, "1\n" * 21)),
     ("is_light", lambda notebook: notebook.cells[5].metadata.clear()),
-    ("is_light", _set_source(4, "word " * 2001)),
+    ("is_light", _set_source(4, "word " * 2601)),
     ("is_light", _replace(6, "ring", "timeline")),
     ("launches_its_script", _set_source(10, "1")),
     ("shows_torchs_own_pipeline", _replace(7, "mesh", "placement")),
