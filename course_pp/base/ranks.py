@@ -172,6 +172,10 @@ class Ranks:
             raise refusal from failure
         return result[0]
 
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Do ``work`` on every rank, as :meth:`collectively`; return everyone's result, by rank."""
+        return self.gather(self.collectively(work))
+
     def refusing_together(self) -> "RefusingTogether":
         """Return a block that raises on every rank if it raises on any; see :class:`RefusingTogether`."""
         return RefusingTogether([self])

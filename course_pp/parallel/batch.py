@@ -290,8 +290,9 @@ _NO_TARGETS = (
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank tells the others.
+class RankBatch:
+    """The batch that a rank was given, as the other ranks get to know it. Unlike in
+    :meth:`course_pp.base.ranks.Ranks.each`, the others' batches decide whether it is refused.
 
     Attributes:
         pipeline: the lowest rank of its pipeline.
@@ -318,7 +319,7 @@ class Told:
     draws: bool
 
 
-def problem_between(told: Sequence[Told]) -> str | None:
+def problem_between(told: Sequence[RankBatch]) -> str | None:
     """Return what is wrong with what all ranks were given, by rank; the same sentence on each of them."""
     for each in told:
         if each.problem is not None:

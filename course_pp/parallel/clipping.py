@@ -421,49 +421,47 @@ def _refuse_flattened(held: _Held) -> None:
 
 
 @dataclass(frozen=True)
-class _Note:
-    """What a rank tells the others: the ranks of one ``column`` of the mesh make up one pipeline."""
+class _Passed:
+    """The stages that one rank passed, as the other ranks get to know them.
+
+    Attributes:
+        column: the rank's place in the mesh without its place in the pipeline; the ranks of one
+            column make up one pipeline.
+        embeddings: the shapes of its embeddings, if nobody has said which weights are tied.
+    """
 
     column: tuple[int, ...]
     stages: tuple[int | None, ...]
     n_stages: int | None
     ties: tuple[dict[int, str], ...]
-    problem: str | None
-    embeddings: tuple[tuple[int, ...], ...]  # their shapes, where nobody has said what is tied
+    embeddings: tuple[tuple[int, ...], ...]
 
 
 def _agree(held: _Held, device_mesh: DeviceMesh | None, copies: int) -> Ranks:
     """Refuse, on every rank, stages of a foreign model that are not one model; return the ranks that compared."""
     everyone = _ranks_of(held, device_mesh)
-    if device_mesh is None:
-        column: tuple[int, ...] = (Ranks().rank,)  # each rank has the whole model
-    else:
-        place = zip(
-            device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=False
-        )
-        column = tuple(coordinate for name, coordinate in place if name != "pp")
-    embeddings = (
-        part
-        for module in held.modules
-        for part in module.modules()
-        if isinstance(part, nn.Embedding)
-    )
-    mine = _Note(
-        column,
-        held.stages,
-        held.n_stages,
-        tuple(dict(tie) for tie in held.ties),
-        _problem_here(held),
-        () if held.ties_are_known else tuple(tuple(part.weight.shape) for part in embeddings),
-    )
-    notes = everyone.gather(mine)
-    problem = next(
-        (f"rank {rank}: {note.problem}" for rank, note in enumerate(notes) if note.problem), None
-    )
-    problem = problem or difference([{"tied": list(note.ties)} for note in notes])
-    for column in {note.column for note in notes}:
-        problem = problem or _problem_of_column(notes, column, copies)
-    problem = problem or _problem_of_forgotten_ties(held, notes, device_mesh, everyone)
+
+    def look() -> _Passed:
+        if problem := _problem_here(held):
+            raise ValueError(f"rank {everyone.rank}: {problem}")
+        column: tuple[int, ...] = (Ranks().rank,)  # without a mesh each rank has the whole model
+        if device_mesh is not None:
+            names = device_mesh.mesh_dim_names or ()
+            place = zip(names, device_mesh.get_coordinate() or (), strict=False)
+            column = tuple(coordinate for name, coordinate in place if name != "pp")
+        embeddings = []
+        for module in held.modules if not held.ties_are_known else ():
+            for part in module.modules():
+                if isinstance(part, nn.Embedding):
+                    embeddings.append(tuple(part.weight.shape))
+        ties = tuple(dict(tie) for tie in held.ties)
+        return _Passed(column, held.stages, held.n_stages, ties, tuple(embeddings))
+
+    passed = everyone.each(look)
+    problem = difference([{"tied": list(theirs.ties)} for theirs in passed])
+    for column in {theirs.column for theirs in passed}:
+        problem = problem or _problem_of_column(passed, column, copies)
+    problem = problem or _problem_of_forgotten_ties(held, passed, device_mesh, everyone)
     if problem is not None:
         raise ValueError(problem)
     return everyone
@@ -513,12 +511,14 @@ def _problem_here(held: _Held) -> str | None:
     return None
 
 
-def _problem_of_column(notes: Sequence[_Note], column: tuple[int, ...], copies: int) -> str | None:
-    ranks = [note for note in notes if note.column == column]
-    stages = [stage for note in ranks for stage in note.stages]
+def _problem_of_column(
+    passed: Sequence[_Passed], column: tuple[int, ...], copies: int
+) -> str | None:
+    ranks = [theirs for theirs in passed if theirs.column == column]
+    stages = [stage for theirs in ranks for stage in theirs.stages]
     known = [stage for stage in stages if stage is not None]
     n_stages = next(
-        (note.n_stages for note in ranks if note.n_stages is not None), len(stages) // copies
+        (theirs.n_stages for theirs in ranks if theirs.n_stages is not None), len(stages) // copies
     )
     twice = [stage for stage, times in Counter(known).items() if times > copies]
     if twice:
@@ -531,12 +531,12 @@ def _problem_of_column(notes: Sequence[_Note], column: tuple[int, ...], copies: 
             f"clip_grad_norm_ was given stages {sorted(known)} of {n_stages}, so its norm would not"
             " be the whole model's: pass the list of all of this rank's stages on every rank"
         )
-    lost = [stage for tie in notes[0].ties for stage in tie if stage not in known]
+    lost = [stage for tie in passed[0].ties for stage in tie if stage not in known]
     return f"tied names stage {lost[0]!r}, but the stages are 0 to {n_stages - 1}" if lost else None
 
 
 def _problem_of_forgotten_ties(
-    held: _Held, notes: Sequence[_Note], device_mesh: DeviceMesh | None, everyone: Ranks
+    held: _Held, passed: Sequence[_Passed], device_mesh: DeviceMesh | None, everyone: Ranks
 ) -> str | None:
     """Return which weight would count twice, as nobody has said that it is tied; None if there is
     none.
@@ -545,7 +545,10 @@ def _problem_of_forgotten_ties(
     of one shape are judged by the layers around them, so all are looked at.
     """
     found = Counter(
-        shape for note in notes if note.column == notes[0].column for shape in note.embeddings
+        shape
+        for theirs in passed
+        if theirs.column == passed[0].column
+        for shape in theirs.embeddings
     )
     if not found:
         return None
@@ -555,11 +558,10 @@ def _problem_of_forgotten_ties(
     numbers = [
         pp_rank + i * pp_size if stage is None else stage for i, stage in enumerate(held.stages)
     ]
-    mine = everyone.collectively(
-        lambda: looks_of(dict(zip(numbers, held.modules, strict=True)), shapes)
-    )
+    modules = dict(zip(numbers, held.modules, strict=True))
+    everyones = everyone.each(lambda: looks_of(modules, shapes))
     looks: dict[int, dict[str, Look]] = {}
-    for note, theirs in zip(notes, everyone.gather(mine), strict=True):
-        if note.column == notes[0].column:
-            looks |= theirs
+    for theirs, found_there in zip(passed, everyones, strict=True):
+        if theirs.column == passed[0].column:
+            looks |= found_there
     return problem_of_forgotten_ties(looks)

@@ -22,7 +22,7 @@ from torch import Tensor
 from course_pp.base.ranks import Ranks
 from course_pp.base.torch_private import tree_map
 from course_pp.model import PipelineStageModule
-from course_pp.parallel.batch import Microbatches, Told
+from course_pp.parallel.batch import Microbatches, RankBatch
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.step.values import ValueMeta, as_value, call, meta_of
@@ -44,7 +44,7 @@ class Crossings:
         self._n_stages, self._everyone = stages[0].num_stages, everyone
         self._known: dict[Kind, dict[int, Crossing]] = {}
 
-    def agree(self, told: Sequence[Told], pipeline: int, mine: Microbatches) -> None:
+    def agree(self, told: Sequence[RankBatch], pipeline: int, mine: Microbatches) -> None:
         """Tell this rank's stages what crosses in a step; a collective.
 
         Args:
@@ -101,12 +101,8 @@ class Crossings:
                 for kind, why in theirs.items()
                 if kind not in answers
             }:
-                tried = self._everyone.collectively(partial(_tried, silent, questions))
-                answers |= {
-                    kind: both
-                    for theirs in self._everyone.gather(tried)
-                    for kind, both in theirs.items()
-                }
+                for theirs in self._everyone.each(partial(_tried, silent, questions)):
+                    answers |= theirs
             for kind, both in answers.items():
                 found[kind].append(both)
         self._known |= {

@@ -36,7 +36,7 @@ from course_pp.base.torch_private import (
     uncompiled,
 )
 from course_pp.model import PipelineStageModule
-from course_pp.parallel.batch import Batch, Given, Microbatches, Told, problem_between
+from course_pp.parallel.batch import Batch, Given, Microbatches, RankBatch, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh
@@ -454,7 +454,7 @@ class PipelineSchedule(AnyPipeline):
         if not self._peers.everyone.largest(int(bool(news))):
             return mine
         told = self._peers.everyone.gather(
-            Told(
+            RankBatch(
                 self._peers.number,
                 given.lists,
                 given.whole,
@@ -512,7 +512,7 @@ class PipelineSchedule(AnyPipeline):
             return {name: (index, value.item()) for name, (index, value) in found.items()}
 
         total: Sums = {}
-        everyone = self._peers.everyone.gather(self._peers.everyone.collectively(mine))
+        everyone = self._peers.everyone.each(mine)
         for theirs in everyone:
             total = added_sums(total, theirs)
         pipelines = len(everyone) / len(set(self._peers.owner.values()))

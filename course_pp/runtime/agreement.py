@@ -4,7 +4,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_pp.base.arguments import WrongArgument, check_arguments, refuse_bad_timeout
+from course_pp.base.arguments import check_arguments, refuse_bad_timeout
 from course_pp.base.ranks import Ranks, difference
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
@@ -42,7 +42,7 @@ Modules = Mapping[int, nn.Module | None]
 
 
 @dataclass(frozen=True)
-class Options:
+class PipelineOptions:
     """What a rank is given; :class:`~course_pp.runtime.Pipeline` says what each means."""
 
     schedule: Schedule
@@ -77,7 +77,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Options that this rank has checked and all ranks have agreed on.
+    """PipelineOptions that this rank has checked and all ranks have agreed on.
 
     Attributes:
         rank: in the pipeline's group.
@@ -90,7 +90,7 @@ class Agreement:
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
-    options: Options
+    options: PipelineOptions
     rank: int
     modules: Modules
     device: torch.device
@@ -112,30 +112,30 @@ class Fact(NamedTuple):
         return f"{self.kind} of value {self.value}" if self.value else self.kind
 
 
-@dataclass
-class _Told:
-    """What a rank tells the others.
+@dataclass(frozen=True)
+class _RankStages:
+    """The stages of one rank, as the other ranks get to know them.
 
     Attributes:
-        problem: what is wrong with its options; the fields below may then be empty.
-        facts: what must be the same on every rank, by name.
-        parameters: of each stage, what its copies and its weights' other places are compared by.
-        looks: of each stage, what tells tied weights that nobody named.
+        facts: options that must be the same on every rank, by name.
+        declared: the values that each stage reads and writes beyond its neighbours'.
+        parameters: for each stage, the properties that its copies and tied weights must share.
+        looks: for each stage, the properties that reveal tied weights nobody named.
         of_cut: the ties that ``auto_split`` found, if it made the stages.
-        series: its proposal; rank 0's is taken.
+        n_data: the number of ranks that FSDP2 averages gradients over.
+        series: the proposed number of this pipeline's messages; rank 0's is taken.
     """
 
-    problem: str | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    declared: Mapping[int, Declared] = field(default_factory=dict)
-    parameters: dict[int, Mapping[str, Fact]] = field(default_factory=dict)
-    looks: Mapping[int, Mapping[str, Look]] = field(default_factory=dict)
-    of_cut: Sequence[Mapping[int, str]] | None = None
-    n_data: int = 1
-    series: int = field(default_factory=lambda: 1 + secrets.randbelow(2**15 - 1))
+    facts: Mapping[str, Any]
+    declared: Mapping[int, Declared]
+    parameters: Mapping[int, Mapping[str, Fact]]
+    looks: Mapping[int, Mapping[str, Look]]
+    of_cut: Sequence[Mapping[int, str]] | None
+    n_data: int
+    series: int
 
 
-def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
+def agree(options: PipelineOptions, feeds_tokens_back: bool = False) -> Agreement:
     """Check this rank's options and compare them with the others'; refuse on every rank what is
     wrong on any.
 
@@ -143,31 +143,21 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     not do.
     """
     ranks = ranks_of(options.group)
-    mine, device = _Told(), torch.device("cpu")
-    modules: Modules = {}
-    try:  # whatever is wrong on one rank alone must not keep the others waiting
-        check_arguments(Options, vars(options), "Pipeline")
-        refuse_bad_timeout("Pipeline", options.timeout_s)
-        if options.loss_fn is not None:
-            counted(options.loss_fn)
-        here = [stage for stage, on in enumerate(options.schedule.placement) if ranks.rank in on]
-        modules = _by_stage(options.stages, here)
-        mine.problem = (
-            _problem_of_schedule(options, ranks.size, feeds_tokens_back)
-            or _problem_of_stages(modules, here, options)
-            or _problem_of_versions(modules, options)
-        )
-        device = (
-            device_of(modules.values()) if options.device is None else torch.device(options.device)
-        )
-        mine.facts = _facts(options, device)
-        if mine.problem is None:
-            _look_into(modules, options, mine)
-    except WrongArgument as error:
-        mine.problem = str(error)
-    except Exception as error:
-        mine.problem = f"{type(error).__name__}: {error}"
+
+    def look() -> tuple[Modules, torch.device, _RankStages]:
+        try:
+            modules = _checked_modules(options, ranks, feeds_tokens_back)
+            device = device_of(modules.values())
+            if options.device is not None:
+                device = torch.device(options.device)
+            return modules, device, _look_into(modules, options, device)
+        except Exception as error:
+            # The other ranks read the sentence too, so it says whose stages it is about.
+            raise ValueError(f"rank {ranks.rank}: {ranks.sentence(error)}") from error
+
+    modules, device, mine = ranks.collectively(look)
     everyone = ranks.gather(mine)
+
     declared, parameters = _compared(everyone, options.tied)
     schedule = options.schedule
     found = edges_from(declared)
@@ -179,25 +169,43 @@ def agree(options: Options, feeds_tokens_back: bool = False) -> Agreement:
     schedule = schedule if schedule.edges else schedule.with_edges(*found)
     if options.cluster is not None and (problem := options.cluster.problem_with(schedule)):
         raise ValueError(problem)
+
     ties = options.tied or ()
     # Stages that update by themselves exchange gradients at each update.
     planned = None if options.versions is None else ledger(schedule, options.versions)
     weights = _shared_weights(schedule, parameters, ties) if planned is None else ()
     if problem := problem_of_left_out_copies(_looks(everyone), ties, _of_cut(everyone)):
         raise ValueError(problem)
-    groups = _data_groups(ranks, modules, [told.n_data for told in everyone])
     return Agreement(
-        options,
-        ranks.rank,
-        modules,
-        device,
-        schedule,
-        mine.declared,
-        weights,
-        planned,
-        groups,
-        everyone[0].series,
+        options=options,
+        rank=ranks.rank,
+        modules=modules,
+        device=device,
+        schedule=schedule,
+        declared=mine.declared,
+        weights=weights,
+        planned=planned,
+        data_groups=_data_groups(ranks, modules, [theirs.n_data for theirs in everyone]),
+        series=everyone[0].series,
     )
+
+
+def _checked_modules(options: PipelineOptions, ranks: Ranks, feeds_tokens_back: bool) -> Modules:
+    """Return this rank's modules by stage; raise an exception for options that it cannot run."""
+    check_arguments(PipelineOptions, vars(options), "Pipeline")
+    refuse_bad_timeout("Pipeline", options.timeout_s)
+    if options.loss_fn is not None:
+        counted(options.loss_fn)
+    here = [stage for stage, on in enumerate(options.schedule.placement) if ranks.rank in on]
+    modules = _by_stage(options.stages, here)
+    problem = (
+        _problem_of_schedule(options, ranks.size, feeds_tokens_back)
+        or _problem_of_stages(modules, here, options)
+        or _problem_of_versions(modules, options)
+    )
+    if problem is not None:
+        raise ValueError(problem)
+    return modules
 
 
 def _data_groups(
@@ -246,7 +254,7 @@ def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     """Return those that agree; raise ValueError on a rank that is none of them."""
-    check_arguments(Options, {"group": group}, "Pipeline")
+    check_arguments(PipelineOptions, {"group": group}, "Pipeline")
     # one may take minutes longer than another to build its stages
     ranks = Ranks(group, limit_s=300.0)
     if ranks.rank < 0:
@@ -264,7 +272,9 @@ def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
     return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
 
 
-def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool) -> str | None:
+def _problem_of_schedule(
+    options: PipelineOptions, n_ranks: int, feeds_tokens_back: bool
+) -> str | None:
     schedule = options.schedule
     if schedule.feedback and not feeds_tokens_back:
         return (
@@ -282,7 +292,9 @@ def _problem_of_schedule(options: Options, n_ranks: int, feeds_tokens_back: bool
     return None
 
 
-def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) -> str | None:
+def _problem_of_stages(
+    modules: Modules, here: Sequence[int], options: PipelineOptions
+) -> str | None:
     if list(modules) != list(here):
         given = (
             f"one {type(modules[-1]).__name__}"
@@ -322,7 +334,7 @@ def _problem_of_stages(modules: Modules, here: Sequence[int], options: Options) 
     return None
 
 
-def _problem_of_versions(modules: Modules, options: Options) -> str | None:
+def _problem_of_versions(modules: Modules, options: PipelineOptions) -> str | None:
     schedule, optimizers, versions = options.schedule, options.optimizers, options.versions
     if not any(part.kind == "U" for part in schedule.parts):
         if versions is None and optimizers is None:
@@ -405,7 +417,7 @@ def _problem_of_optimizer(
     return None
 
 
-def _facts(options: Options, device: torch.device) -> dict[str, Any]:
+def _facts(options: PipelineOptions, device: torch.device) -> dict[str, Any]:
     """Return what must be the same on every rank."""
     return {
         "schedule": f"{options.schedule!r} {options.schedule.fingerprint}",
@@ -422,29 +434,33 @@ def _facts(options: Options, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _look_into(modules: Modules, options: Options, mine: _Told) -> None:
-    """Fill in what the modules say about themselves."""
-    mine.declared = {stage: declared_by(stage, module) for stage, module in modules.items()}
-    mine.n_data = math.prod(group.size() for group in ShardedStages(modules.values()).data_groups)
+def _look_into(modules: Modules, options: PipelineOptions, device: torch.device) -> _RankStages:
+    """Return what the others get to know of the modules; raise ValueError for one weight that became two."""
+    parameters: dict[int, Mapping[str, Fact]] = {}
     for stage, module in modules.items():
         is_copied = len(options.schedule.placement[stage]) > 1
-        facts = {
-            name: Fact(
-                f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}",
-                _fingerprint(p) if is_copied and not p.is_meta else "",
-            )
-            for name, p in ([] if module is None else module.named_parameters())
-        }
+        facts = {}
+        for name, p in [] if module is None else module.named_parameters():
+            kind = f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+            facts[name] = Fact(kind, _fingerprint(p) if is_copied and not p.is_meta else "")
         if is_copied and options.optimizers and stage in options.optimizers:
             facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
-        mine.parameters[stage] = facts
-    for stage, module in modules.items() if options.trains else ():
-        if module is not None and mine.problem is None:
-            mine.problem = problem_of_broken_ties(stage, module)
-    mine.looks = looks_of(
-        modules if options.trains and (options.tied is None or options.tied) else {}
+        parameters[stage] = facts
+
+    if options.trains:
+        for stage, module in modules.items():
+            if module is not None and (problem := problem_of_broken_ties(stage, module)):
+                raise ValueError(problem)
+    nothing_is_tied = options.tied is not None and not options.tied
+    return _RankStages(
+        facts=_facts(options, device),
+        declared={stage: declared_by(stage, module) for stage, module in modules.items()},
+        parameters=parameters,
+        looks=looks_of(modules if options.trains and not nothing_is_tied else {}),
+        of_cut=ties_of_cut(modules) if options.trains else None,
+        n_data=math.prod(group.size() for group in ShardedStages(modules.values()).data_groups),
+        series=1 + secrets.randbelow(2**15 - 1),
     )
-    mine.of_cut = ties_of_cut(modules) if options.trains else None
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
@@ -453,12 +469,9 @@ def _fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _compared(
-    everyone: Sequence[_Told], tied: Sequence[Mapping[int, str]] | None
+    everyone: Sequence[_RankStages], tied: Sequence[Mapping[int, str]] | None
 ) -> tuple[Mapping[int, Declared], Mapping[int, Mapping[str, Fact]]]:
-    """Return what each stage declares and its parameters; raise ValueError for a problem, or where ranks differ."""
-    for rank, told in enumerate(everyone):
-        if told.problem is not None:
-            raise ValueError(f"rank {rank}: {told.problem}")
+    """Return what each stage declares and its parameters; raise ValueError where ranks differ."""
     problem = difference([told.facts for told in everyone])
     if problem is None and tied is None:
         problem = problem_of_forgotten_ties(_looks(everyone), _of_cut(everyone))
@@ -487,11 +500,11 @@ def _compared(
     return declared, parameters
 
 
-def _looks(everyone: Sequence[_Told]) -> Mapping[int, Mapping[str, Look]]:
+def _looks(everyone: Sequence[_RankStages]) -> Mapping[int, Mapping[str, Look]]:
     return {stage: look for told in everyone for stage, look in told.looks.items()}
 
 
-def _of_cut(everyone: Sequence[_Told]) -> Sequence[Mapping[int, str]] | None:
+def _of_cut(everyone: Sequence[_RankStages]) -> Sequence[Mapping[int, str]] | None:
     return next((told.of_cut for told in everyone if told.of_cut is not None), None)
 
 

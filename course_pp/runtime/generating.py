@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from course_pp.base.arguments import WrongArgument, check_arguments, refuse_below, refuse_unless
+from course_pp.base.arguments import check_arguments, refuse_below, refuse_unless
 from course_pp.base.ranks import rank_by_stage
-from course_pp.runtime.agreement import Agreement, Options, Stages, agree, ranks_of
+from course_pp.runtime.agreement import Agreement, PipelineOptions, Stages, agree, ranks_of
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Batch, Executor, _Call
 from course_pp.runtime.gradients import ShardedStages
@@ -69,9 +69,10 @@ def generate(
         they are in.
     """
     ranks = ranks_of(group)
-    problem, here = None, [ranks.rank]
-    try:
-        check_arguments(generate, locals())
+    given = locals()
+
+    def look() -> tuple[list[list[int]], list[int]]:
+        check_arguments(generate, given)
         refuse_below(1, "generate", n_tokens=n_tokens)
         refuse_unless(len(prompts) > 0, "generate", "prompts", prompts, "give at least one")
         for number, prompt in enumerate(prompts):
@@ -80,21 +81,19 @@ def generate(
                 " beginning"
             )
             refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
-        prompts = [[int(token) for token in prompt] for prompt in prompts]
-        here = sorted(stages) if isinstance(stages, Mapping) else here
-        problem = _problem_of_stages(stages, cache)
-    except WrongArgument as error:
-        problem = str(error)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    ranks.refuse(problem)
+        if problem := _problem_of_stages(stages, cache):
+            raise ValueError(problem)
+        plain = [[int(token) for token in prompt] for prompt in prompts]
+        return plain, sorted(stages) if isinstance(stages, Mapping) else [ranks.rank]
+
+    prompts, here = ranks.collectively(look)
     ranks.require_equal({"n_tokens": n_tokens, "end": end, "cache": cache, "prompts": prompts})
     placed = rank_by_stage(ranks.gather(here))
     order = generation(
         ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)]
     )
     text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end)
-    options = Options(
+    options = PipelineOptions(
         order,
         stages,
         group=group,

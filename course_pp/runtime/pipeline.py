@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks
-from course_pp.runtime.agreement import Options, Stages, agree
+from course_pp.runtime.agreement import PipelineOptions, Stages, agree
 from course_pp.runtime.batch import (
     Counted,
     Cut,
@@ -135,7 +135,7 @@ class Pipeline(AnyPipeline):
         versions: Versions | None = None,
         scaler: MeshGradScaler | None = None,
     ) -> None:
-        self._options = Options(
+        self._options = PipelineOptions(
             schedule,
             stages,
             loss_fn=loss_fn,

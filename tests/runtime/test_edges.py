@@ -165,7 +165,7 @@ BAD_GRAPHS: dict[str, tuple[list[tuple[Any, Any]], tuple[Edge, ...], str]] = {
     "no names": (
         [NONE, (3, ()), NONE],
         (),
-        "rank 1: ValueError: reads of stage 1 is 3 (an int): give a tuple of names",
+        "rank 1: reads of stage 1 is 3 (an int): give a tuple of names",
     ),
     "other edges": (
         [NONE] * 3,

@@ -47,10 +47,6 @@ class Ranks(base_ranks.Ranks):
 
     refusal = CheckpointError
 
-    def each(self, work: Callable[[], T]) -> list[T]:
-        """Do ``work`` on every rank, as :meth:`collectively`; return its results by rank."""
-        return self.gather(self.collectively(work))
-
     def first(self, work: Callable[[], T]) -> T:
         """Do ``work`` on rank 0 and tell everyone the result."""
         return self.each(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]

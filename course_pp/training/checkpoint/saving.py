@@ -319,8 +319,13 @@ class AsyncSaver:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others, as in :class:`RankState`; ``expected`` are the names of a whole model of ours."""
+class _RankModel:
+    """The part of the model that a rank holds, as the other ranks get to know it.
+
+    Attributes:
+        names, met, declared, aliases, indices: as in :class:`RankState`.
+        expected: the names that all ranks together must hold, if the model is ours.
+    """
 
     names: set[str]
     met: set[str]
@@ -345,21 +350,22 @@ def take(
     """Check that the ranks together hold one whole model, each tensor once, and describe the run."""
     state = RankState()
 
-    def look() -> _Told:
+    def look() -> _RankModel:
         nonlocal state
         if step < 0:
             raise CheckpointError(f"step={step} must be at least 0")
         state = state_of(modules, tied)
         groups = [] if optimizer is None else optimizer_groups(optimizer, state.ends)
-        told = (
-            state.met,
-            state.declared,
-            state.aliases,
-            state.indices,
-            config_of(state),
-            _whole_model(state),
+        return _RankModel(
+            names=set(state.owned),
+            met=state.met,
+            declared=state.declared,
+            aliases=state.aliases,
+            indices=state.indices,
+            config=config_of(state),
+            expected=_whole_model(state),
+            groups=groups,
         )
-        return _Told(set(state.owned), *told, groups)
 
     everyone = ranks.each(look)
     config = _check_whole(everyone)
@@ -420,7 +426,7 @@ def _whole_model(state: RankState) -> set[str]:
         return {name for name, _ in Transformer(configs[0]).named_parameters()}
 
 
-def _check_whole(everyone: list[_Told]) -> dict[str, Any] | None:
+def _check_whole(everyone: list[_RankModel]) -> dict[str, Any] | None:
     """Check that the ranks together passed all of one model; return its sizes, None if its modules have none."""
     found = set().union(*(told.names for told in everyone))
     for told in everyone:
