@@ -1,9 +1,8 @@
 """Arguments of a wrong class, refused by name at the names that a learner types.
 
 :func:`checked` holds each argument against the annotation of its parameter. Values (a size of at
-    least 1, a known name)
-are the function's own business. A list will do for a tuple, and NumPy's numbers for Python's; True
-is no integer.
+least 1, a known name) are the function's own business. A list will do for a tuple, and NumPy's
+numbers for Python's; True is no integer.
 """
 
 import reprlib

@@ -1,8 +1,7 @@
 """What will fail on this machine, before a room finds out: ``python -m course_pp doctor``.
 
 :func:`examine` runs all checks side by side, each alone with its errors, all under one time limit.
-    Nothing here needs
-torch, Slurm, a home folder or /proc.
+Nothing here needs torch, Slurm, a home folder or /proc.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balan
 - ``"none"``: nothing.
 
 A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of
-the model, and
-:func:`course_pp.step.loss.attach_loss` adds it there, under names such as ``layers.3.balance``.
+the model, and :func:`course_pp.step.loss.attach_loss` adds it there, under names such as
+``layers.3.balance``.
 """
 
 from __future__ import annotations

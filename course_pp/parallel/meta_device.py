@@ -203,8 +203,7 @@ def weights_on_meta() -> Iterator[None]:
 
     Give such a model to :func:`auto_split`, and fill the stages you keep with
     :func:`course_pp.training.checkpoint.load_stage`. Under ``torch.device("meta")`` tables such as
-        rotary angles would
-    be lost, as no file holds them.
+    rotary angles would be lost, as no file holds them.
     """
     register = nn.Module.register_parameter
     # one that is tied stays one object

@@ -35,8 +35,7 @@ class OptimisticStep:
         optimizer: of this rank's stages; its gradients are whole, no shards of DTensors, and no
             weight is on two ranks.
         max_norm: the largest norm of the whole model's gradient; where it is larger, gradients are
-            scaled as by
-            :func:`clip_grad_norm_`.
+            scaled as by :func:`clip_grad_norm_`.
         group: the pipeline's ranks; None is all of them, or this process alone if there is no
             process group.
     """

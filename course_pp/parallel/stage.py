@@ -82,8 +82,7 @@ def build_pipeline_stage(
         param_dtype: dtype of the activations and gradients that cross stage boundaries; None is
             what the module computes in. If given, the module's own dtype must be the same.
         stage, n_stages: index of the stage, and how many there are. This package's modules and
-            those of
-            :func:`auto_split` know; by default others are one stage a rank.
+            those of :func:`auto_split` know; by default others are one stage a rank.
         inputs: what the first stage is called with for one microbatch; other stages ignore it. Only
             shapes and dtypes count, so meta tensors will do.
         outputs: what this stage returns, likewise; needed only if it cannot run on the meta device,

@@ -73,11 +73,9 @@ def apply_tensor_parallel(
             ``tp`` must hold the same weights. Call this on all ranks of the mesh at once.
         plan: styles of torch's ``parallelize_module`` by name pattern, whose ``*`` stays within one
             part of a dotted name; or a function ``(module, tp)`` that returns them, such as
-            :func:`llama_plan`. None is
-            :func:`transformer_plan`, for this package's model.
+            :func:`llama_plan`. None is :func:`transformer_plan`, for this package's model.
         gather_logits: False leaves each rank its part of the vocabulary, in a DTensor (batch, seq,
-            vocab) for
-            :class:`VocabParallelCrossEntropy`; for plans that are functions and take it.
+            vocab) for :class:`VocabParallelCrossEntropy`; for plans that are functions and take it.
 
     Returns:
         The names of the modules that have a style.

@@ -9,8 +9,7 @@ from formulas.
     send, recv                   the message
 
 :func:`wire_factor` says how many of these bytes a rank sends. Collectives over a group of one rank
-    move nothing and are
-not counted.
+move nothing and are not counted.
 
 With m microbatches a step, L layers a stage, and an activation of A = batch · seq · dim elements:
 
@@ -702,8 +701,7 @@ def predict_unsharded_bytes(
     step.
 
     Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are
-    those of
-    :func:`predict_collectives`.
+    those of :func:`predict_collectives`.
     """
     return tuple(
         unsharded_elements(rank.stages, layout.dp_shard, rank.reshard, pipelined=layout.pp > 1)

@@ -1,9 +1,8 @@
 """Any schedule on real ranks, spelled out; and the recorder that measures any pipeline.
 
 ``by_hand`` is one step of the two first schedules, to be read. :class:`Pipeline` runs any legal
-schedule, and
-:class:`Recorder` says when each rank computed and waited, as the same timeline that a simulation
-    gives.
+schedule, and :class:`Recorder` says when each rank computed and waited, as the same timeline that a
+simulation gives.
 """
 
 from course_pp.runtime.by_hand import (

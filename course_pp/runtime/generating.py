@@ -1,8 +1,7 @@
 """Text from a pipeline: prompts take turns, so that every rank has one to work on.
 
 A token goes from the last stage back to the first, which meanwhile works on other prompts, in the
-order that
-:func:`course_pp.schedule.generation` gives.
+order that :func:`course_pp.schedule.generation` gives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +58,7 @@ def generate(
         cache: keep keys and values in each stage, so that a token costs one position. Every stage
             then needs a method ``new_cache()`` and takes its result as ``cache=``, like those of
             :mod:`course_pp.model`. If False, the whole text goes through all stages for each token,
-            and any stages will do, such as those that
-            :func:`course_pp.parallel.auto_split` makes.
+            and any stages will do, such as those that :func:`course_pp.parallel.auto_split` makes.
 
     The others are as for :class:`Pipeline`, and so is what is raised, on every rank.
 

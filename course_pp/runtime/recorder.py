@@ -225,8 +225,7 @@ class Recorder:
         Every rank of the group must call it, outside spans. Time 0 is the earliest start of a span
         on any rank (receives are cut off there), the unit is seconds, and ranks are numbered within
         the group. Without a process group there is one rank. Of a run on an emulated cluster it is
-        an
-        :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
+        an :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
 
         Args:
             name: what ran, for labels.

@@ -1,15 +1,12 @@
 """What each rank of a pipeline does, and when. Pure Python: no torch, no numpy, no matplotlib.
 
 :func:`build` makes the :class:`Schedule` of a name, :func:`check` says whether any schedule can
-    run, :func:`simulate`
-when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type that a measurement has
-too.
+run, :func:`simulate` when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type
+that a measurement has too.
 :mod:`theory` has the closed forms, :func:`bound` what no schedule can beat, :func:`search` the best
-    order that seconds
-find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why a run took as long
-as it did,
-:func:`ledger` which weights an asynchronous schedule uses, :func:`partition` which layers make a
-    stage.
+order that seconds find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why
+a run took as long as it did, :func:`ledger` which weights an asynchronous schedule uses,
+:func:`partition` which layers make a stage.
 """
 
 from course_pp.schedule import theory

@@ -41,11 +41,9 @@ class Product(NamedTuple):
     """What one action leaves behind for another.
 
     ``gradient`` is with respect to the input of ``stage``, which the stage before needs. What
-    crosses an
-    :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage`` makes, and the
-        ``value gradient``
-    with respect to what the readers on the rank of ``stage`` have read. In generation the last
-    stage makes a ``token``, which the first one continues with.
+    crosses an :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage``
+    makes, and the ``value gradient`` with respect to what the readers on the rank of ``stage`` have
+    read. In generation the last stage makes a ``token``, which the first one continues with.
     """
 
     what: Made | Literal["value", "value gradient", "token"]

@@ -154,9 +154,8 @@ def build(
             the forwards breadth first. As near to ``n_ranks`` as divides ``n_microbatches``, unless
             given.
         costs: for schedules that split every backward: weight gradients go where these times leave
-            gaps, as
-            :func:`~course_pp.schedule.heuristics.filled` has it. Without it the order is the
-                published one.
+            gaps, as :func:`~course_pp.schedule.heuristics.filled` has it. Without it the order is
+            the published one.
     """
     entry = find(name)
     sizes = [

@@ -99,8 +99,8 @@ class Partition:
 
         It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long
         messages want more, and so do replicas, which update together and then all want a microbatch
-        at once. The arguments are those of
-        :meth:`costs`. It is simulated, as no closed form is known.
+        at once. The arguments are those of :meth:`costs`. It is simulated, as no closed form is
+        known.
         """
         turn = math.lcm(*self.replicas)
         quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)

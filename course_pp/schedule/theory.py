@@ -465,8 +465,7 @@ def noam(replicas: Sequence[int]) -> int:
 
     PipeDream's number of optimal active mini-batches, ⌈ranks / ranks of the first stage⌉ (Narayanan
     et al. 2019, section 3.2); ``replicas`` says how many ranks share each stage. Replicas that
-    update together can want more; see
-    :meth:`Partition.pace`.
+    update together can want more; see :meth:`Partition.pace`.
     """
     if not replicas or min(replicas) < 1:
         raise ValueError(f"replicas {tuple(replicas)}: give each stage at least one rank")

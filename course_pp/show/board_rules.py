@@ -2,9 +2,8 @@
 
 Every action starts as soon as its rank is free and its inputs have arrived, so times are those of
 :func:`course_pp.schedule.simulate` at any moment of the game. An action goes to the end of its
-    rank's row or into a gap
-that is long enough for it: nothing that was placed ever moves. So no order can deadlock with
-buffered sends.
+rank's row or into a gap that is long enough for it: nothing that was placed ever moves. So no order
+can deadlock with buffered sends.
 
 ``board_rules.js`` plays where no Python runs; a test holds its decisions, sentences and times
 against these. Costs are floats here, so that both languages do the same additions and comparisons.

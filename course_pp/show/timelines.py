@@ -2,7 +2,7 @@
 grey.
 
 :func:`timeline` draws one; other figures of rows (chains, comparisons, memory, versions) use its
-    parts.
+parts.
 """
 
 from collections import defaultdict

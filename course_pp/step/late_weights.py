@@ -1,19 +1,17 @@
 """Weight gradients of linear layers, made in another way or at another time than autograd's.
 
 :class:`Fusing` adds them up in the matrix product that makes them. Autograd writes each
-    microbatch's gradient as a
-matrix of its own and then adds it to ``.grad``; at width 1024 that takes a fifth of the product's
-time. A matrix product can add to what is there as it goes (Megatron-LM's gradient accumulation
-fusion). Only rounding differs.
+microbatch's gradient as a matrix of its own and then adds it to ``.grad``; at width 1024 that takes
+a fifth of the product's time. A matrix product can add to what is there as it goes (Megatron-LM's
+gradient accumulation fusion). Only rounding differs.
 
 :class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two
-    products: one gives the
-input's gradient, for which the stage before is waiting, the other the weight's, for which nobody is
-(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). The first is made at ``I``; what
-the second needs is queued: the layer's input, which the forward has kept anyway, and in addition
-the gradient of its output. So it is with packed experts (:mod:`course_pp.step.grouped`). Everything
-else (norms, embeddings, convolutions, a layer with a hook on its weight or bias) gets its gradient
-at ``I``: it is little work.
+products: one gives the input's gradient, for which the stage before is waiting, the other the
+weight's, for which nobody is (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). The
+first is made at ``I``; what the second needs is queued: the layer's input, which the forward has
+kept anyway, and in addition the gradient of its output. So it is with packed experts
+(:mod:`course_pp.step.grouped`). Everything else (norms, embeddings, convolutions, a layer with a
+hook on its weight or bias) gets its gradient at ``I``: it is little work.
 """
 
 import sys

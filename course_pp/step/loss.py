@@ -5,7 +5,7 @@ equally many tokens. So each microbatch adds its sum over the divisor, which is 
 the number of all tokens of the batch.
 
 :func:`attach_loss` is for a loss that arises in the middle of the model, and weighs it in the same
-    way.
+way.
 """
 
 import math

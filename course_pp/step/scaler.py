@@ -28,10 +28,8 @@ class MeshGradScaler(OpenGradScaler):
     """``torch.amp.GradScaler`` for all ranks of a run: an infinity on one of them is one on all.
 
     Give it to the pipeline, as in the first lines of ``course_pp.step.scaler``: it then scales the
-    loss, and what
-    :func:`attach_loss` adds, in the backward alone. Without a pipeline write
-        ``scaler.scale(loss).backward()``, as in
-    one process.
+    loss, and what :func:`attach_loss` adds, in the backward alone. Without a pipeline write
+    ``scaler.scale(loss).backward()``, as in one process.
 
     It has a scale on every rank, also where no loss is. Shards, whole gradients and a rank without
     any go together, under fused optimizers too. If a rank has several optimizers, each is skipped

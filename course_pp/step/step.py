@@ -6,8 +6,7 @@
     outputs = pipeline.evaluate(inputs)              # no gradients and no loss
 
 :class:`course_pp.runtime.Pipeline` and :class:`course_pp.parallel.PipelineSchedule` fill it in.
-    Their own docstrings
-say only where they differ.
+Their own docstrings say only where they differ.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,8 @@
 """What surrounds the model while it learns: the loop, its metrics and logs, data, checkpoints.
 
 :mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data`
-    turns text into batches,
-and :mod:`course_pp.training.checkpoint` keeps what ranks that die would lose.
+turns text into batches, and :mod:`course_pp.training.checkpoint` keeps what ranks that die would
+lose.
 """
 
 from importlib import import_module

@@ -53,10 +53,8 @@ class Preemption:
     """Listens for SIGTERM and SIGUSR1; a context manager, for the main thread.
 
     Inside, the signals interrupt nothing, however often they come: a save is never cut short. After
-    a
-    :class:`Preempted` they are ignored: a launcher that ends all ranks because one has ended cannot
-        change the exit
-    code then. Otherwise the handlers from before are back.
+    a :class:`Preempted` they are ignored: a launcher that ends all ranks because one has ended
+    cannot change the exit code then. Otherwise the handlers from before are back.
     """
 
     def __init__(self) -> None:

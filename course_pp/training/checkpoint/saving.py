@@ -122,11 +122,9 @@ def save(
             itself.
         tied: tied weights that lie on several ranks: for each its names, ``["embed.weight",
             "head.weight"]``, or with ``{index: stage}`` those by stage, ``{0: "embed.weight", 3:
-            "head.weight"}``, as for
-            :class:`course_pp.runtime.Pipeline`. Such a weight is saved once, and loads under each
-                of its names. Ties
-            within a rank are found, as are those of our own model; None takes those that stages of
-            ``auto_split`` know.
+            "head.weight"}``, as for :class:`course_pp.runtime.Pipeline`. Such a weight is saved
+            once, and loads under each of its names. Ties within a rank are found, as are those of
+            our own model; None takes those that stages of ``auto_split`` know.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
 
     Raises:
