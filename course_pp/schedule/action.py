@@ -1,9 +1,10 @@
-"""One thing a rank does, what must exist before it can be done, and the interval in which it was.
+"""An action of a rank, the products that it needs and makes, and the interval in which it ran.
 
 The letters are those of ``torch.distributed.pipelining``: F is the forward of one microbatch
-through one stage, B its whole backward; or, in two halves (Qi et al. 2024, "Zero bubble pipeline
-parallelism", ICLR), I makes the gradients of the inputs, for which the previous stage waits, and W
-those of the weights. U is the stage's own optimizer step, in asynchronous schedules only.
+through one stage, B its whole backward. A backward may also run in two halves (Qi et al. 2024,
+"Zero bubble pipeline parallelism", ICLR): I makes the gradients of the inputs, for which the
+previous stage waits, and W those of the weights. U is the stage's own optimizer step, in
+asynchronous schedules only.
 """
 
 import re
@@ -38,12 +39,15 @@ _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 class Product(NamedTuple):
-    """What one action leaves behind for another.
+    """A value that one action makes and another needs.
 
-    ``gradient`` is with respect to the input of ``stage``, which the stage before needs. What
-    crosses an :class:`~course_pp.schedule.Edge` has its name too: the ``value`` that ``stage``
-    makes, and the ``value gradient`` with respect to what the readers on the rank of ``stage`` have
-    read. In generation the last stage makes a ``token``, which the first one continues with.
+    Attributes:
+        what: the kind of value. A ``gradient`` is with respect to the input of ``stage``; the stage
+            before needs it. A ``value`` is made by ``stage`` and crosses an
+            :class:`~course_pp.schedule.Edge`; its ``value gradient`` is with respect to the value
+            as read on the rank of ``stage``. A ``token`` is made by the last stage in generation;
+            the first stage continues with it.
+        name: the name of the edge; empty for other values.
     """
 
     what: Made | Literal["value", "value gradient", "token"]
@@ -52,14 +56,12 @@ class Product(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        if self.name:
-            what = (
-                f"the value {self.name!r}"
-                if self.what == "value"
-                else f"the gradient of {self.name!r}"
-            )
-            return f"{what} of microbatch {self.microbatch} from stage {self.stage}"
-        return f"the {self.what} of microbatch {self.microbatch} from stage {self.stage}"
+        what = f"the {self.what}"
+        if self.what == "value":
+            what = f"the value {self.name!r}"
+        elif self.what == "value gradient":
+            what = f"the gradient of {self.name!r}"
+        return f"{what} of microbatch {self.microbatch} from stage {self.stage}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,6 +80,7 @@ class Action:
         kind, stage, microbatch = self.kind, self.stage, self.microbatch
         if type(kind) is not str or kind not in KINDS:
             raise ValueError(f"unknown kind of action {shown(kind)}: use one of {_SPELLED_KINDS}")
+        # type(), because True is an instance of int
         if type(stage) is not int or not 0 <= stage <= _LAST:
             raise ValueError(f"stage {shown(stage)} of an action: give an integer, counted from 0")
         if type(microbatch) is not int or not 0 <= microbatch <= _LAST:
@@ -102,40 +105,38 @@ class Action:
 
     @property
     def parts(self) -> tuple["Action", ...]:
-        """The action itself, so that actions and overlapped pairs can be walked alike."""
+        """The action alone: a loop over ``parts`` takes actions and overlapped pairs alike."""
         return (self,)
 
     @property
     def provides(self) -> tuple[Product, ...]:
-        """What exists once this action is done."""
-        return tuple(
-            Product(what, self.stage, self.microbatch) for what in _MADE.get(self.kind, ())
-        )
+        """The products that exist once this action is done."""
+        made = _MADE.get(self.kind, ())
+        return tuple(Product(what, self.stage, self.microbatch) for what in made)
 
     def needs(self, n_stages: int) -> tuple[Product, ...]:
-        """Return what must exist before this action can start, in a pipeline of ``n_stages``."""
+        """Return the products that this action needs, in a pipeline of ``n_stages``."""
         stage, microbatch = self.stage, self.microbatch
         if self.kind == "F":
-            return (Product("activation", stage - 1, microbatch),) if stage > 0 else ()
-        if self.kind in ("B", "I"):
-            own = Product("activation", stage, microbatch)
-            return (
-                (own, Product("gradient", stage + 1, microbatch))
-                if stage + 1 < n_stages
-                else (own,)
-            )
+            if stage == 0:
+                return ()
+            return (Product("activation", stage - 1, microbatch),)
         if self.kind == "W":
             return (Product("gradient", stage, microbatch),)
-        return (Product("weight gradient", stage, microbatch),)
+        if self.kind == "U":
+            return (Product("weight gradient", stage, microbatch),)
+        own = Product("activation", stage, microbatch)
+        if stage + 1 >= n_stages:
+            return (own,)
+        return (own, Product("gradient", stage + 1, microbatch))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overlap:
-    """A forward (``F``) and a backward (``B`` or ``I``) run as one. Prints as
-    ``(0F1;7B0)OVERLAP_F_B``.
+    """A forward (``F``) and a backward (``B`` or ``I``) run as one.
 
-    DualPipe pairs them so that the communication of one hides behind the arithmetic of the other
-    (DeepSeek-V3 technical report, section 3.2.1).
+    Prints as ``(0F1;7B0)OVERLAP_F_B``. DualPipe pairs them so that the communication of one hides
+    behind the arithmetic of the other (DeepSeek-V3 technical report, section 3.2.1).
     """
 
     forward: Action
@@ -199,7 +200,7 @@ class Receive(_Interval):
 
 @dataclass(frozen=True, slots=True)
 class Gap(_Interval):
-    """Rank ``rank`` did nothing from ``start`` to ``end``, and why, in one sentence."""
+    """Rank ``rank`` did nothing from ``start`` to ``end``. ``cause`` says why, in one sentence."""
 
     rank: int
     start: Time
@@ -208,11 +209,12 @@ class Gap(_Interval):
 
 
 def format_time(time: Time, unit: str = "") -> str:
-    """Write a time for people: ``5.0`` without a unit; in seconds ``1.25 s``, ``12.5 ms`` or ``3.1 µs``."""
+    """Write a time for people: ``5.0`` without a unit; in seconds ``1.25 s`` or ``3.1 µs``."""
     value = float(time)
     if unit != "s":
         return str(round(value, 4))
-    scale, name = (
-        (1, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 or not value else (1e6, "µs")
-    )
-    return f"{value * scale:.3g} {name}"
+    if value >= 1:
+        return f"{value:.3g} s"
+    if value >= 1e-3 or value == 0:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value * 1e6:.3g} µs"

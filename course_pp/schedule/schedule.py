@@ -1,4 +1,4 @@
-"""A schedule as a value: for each rank, what it does and in which order."""
+"""A schedule as a value: for each rank its actions, in order."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,8 @@ from functools import cached_property
 from course_pp.schedule.action import Action, Overlap
 from course_pp.schedule.edges import Edge
 
-MOST_FORWARDS = 4_000_000  # of a schedule; some seconds and gigabytes
+# More forwards than this in one schedule take many seconds and gigabytes.
+MOST_FORWARDS = 4_000_000
 
 Work = tuple[int, int]
 """A stage and a microbatch."""
@@ -16,20 +17,20 @@ Work = tuple[int, int]
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """What each rank does, in order. Says nothing about when: that is
-    :func:`course_pp.schedule.simulate`.
+    """The actions of each rank, in order, without times.
 
-    Any order of existing actions can be written down; :func:`course_pp.schedule.check` says whether
-    it can run.
+    :func:`course_pp.schedule.simulate` adds the times. Any order of actions can be written down;
+    :func:`course_pp.schedule.check` says whether it can run.
 
     Attributes:
-        placement: for each stage the ranks that hold it: one, or several replicas that take the
-            microbatches in turn, so that microbatch i of stage s runs on ``placement[s][i %
+        placement: the ranks that hold each stage: one rank, or several replicas that take the
+            microbatches in turn. Microbatch i of stage s runs on ``placement[s][i %
             len(placement[s])]``.
-        actions: for each rank its actions in order.
+        actions: the actions of each rank, in order.
         edges: values that stages read beyond their neighbours' (skip connections).
-        feedback: in generation, by how many microbatches the first stage is behind: its microbatch
-            i + feedback is the token that the last stage has made of microbatch i. 0 is none.
+        feedback: the lag of the first stage in generation, in microbatches: its microbatch
+            i + feedback is the token that the last stage has made of microbatch i. 0 if no tokens
+            feed back.
     """
 
     name: str
@@ -49,11 +50,12 @@ class Schedule:
             )
         refuse_impossible_placement(self.placement, self.n_ranks)
         for rank, row in enumerate(self.actions):
-            if strangers := [action for action in row if not isinstance(action, Action | Overlap)]:
-                raise ValueError(
-                    f"rank {rank} has {strangers[0]!r} among its actions: give Action or Overlap"
-                    " values"
-                )
+            for action in row:
+                if not isinstance(action, (Action, Overlap)):
+                    raise ValueError(
+                        f"rank {rank} has {action!r} among its actions: give Action or Overlap"
+                        " values"
+                    )
 
     def __repr__(self) -> str:
         return (
@@ -63,10 +65,10 @@ class Schedule:
 
     def forward_only(self) -> "Schedule":
         """Return the schedule with its forwards alone, for evaluation."""
-        rows = (
-            tuple(part for action in row for part in action.parts if part.kind == "F")
-            for row in self.actions
-        )
+        rows = []
+        for row in self.actions:
+            parts = (part for action in row for part in action.parts)
+            rows.append(tuple(part for part in parts if part.kind == "F"))
         return replace(self, name=f"{self.name} forward", actions=tuple(rows))
 
     @property
@@ -89,9 +91,12 @@ class Schedule:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that tells this order and placement from any other, whatever its name."""
-        more = (self.edges, self.feedback) if self.edges or self.feedback else ()
-        return hashlib.sha256(repr((self.placement, self.actions, *more)).encode()).hexdigest()[:12]
+        """A short text that is the same for two schedules only if they differ in name alone."""
+        said: tuple[object, ...] = (self.placement, self.actions)
+        # Left out where there are none: fingerprints of plain schedules are older than edges.
+        if self.edges or self.feedback:
+            said += (self.edges, self.feedback)
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
     def with_edges(self, *edges: Edge) -> "Schedule":
         """Return the schedule with these edges in place of any it had."""
@@ -103,28 +108,36 @@ class Schedule:
 
 
 def looped(n_ranks: int, n_chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Stage s on rank ``s % n_ranks``: rank r holds r, r + p, r + 2p, ... (Narayanan et al. 2021, section 2.2)."""
+    """Place stage s on rank ``s % n_ranks``: rank r holds stages r, r + p, r + 2p, ...
+
+    Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using
+    Megatron-LM", section 2.2.
+    """
     return tuple((stage % n_ranks,) for stage in range(n_ranks * n_chunks))
 
 
 def v_shaped(n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Down the ranks and back up: rank r holds stages r and 2p - 1 - r (Qi et al. 2024, ZB-V)."""
+    """Place stages down the ranks and up: rank r holds r and 2p - 1 - r (Qi et al. 2024, ZB-V)."""
     return in_waves(n_ranks, 2)
 
 
 def in_waves(n_ranks: int, n_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Down the ranks, back up, down again: neighbouring stages at a turn share a rank (Liu et al. 2023, Hanayo)."""
-    ranks = range(n_ranks)
-    return tuple(
-        (rank,) for chunk in range(n_chunks) for rank in (ranks[::-1] if chunk % 2 else ranks)
-    )
+    """Place stages down the ranks, up, and down again (Liu et al. 2023, Hanayo).
+
+    The two neighbouring stages at a turn share a rank.
+    """
+    down = [(rank,) for rank in range(n_ranks)]
+    placement = []
+    for chunk in range(n_chunks):
+        placement += down[::-1] if chunk % 2 else down
+    return tuple(placement)
 
 
 def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Every stage twice: even microbatches go down the ranks, odd ones up (Li and Hoefler 2021,
-    Chimera).
+    """Place every stage twice: even microbatches go down the ranks, odd ones up.
 
-    Of an odd number the middle rank would hold both copies of its stage.
+    Li and Hoefler 2021, Chimera. With an odd number of ranks the middle rank would hold both copies
+    of its stage.
     """
     if n_ranks % 2:
         fewer = f"{n_ranks - 1} or " if n_ranks > 1 else ""
@@ -136,31 +149,33 @@ def both_ways(name: str, n_ranks: int) -> tuple[tuple[int, ...], ...]:
 
 
 def implied_placement(rows: Iterable[Sequence[Action | Overlap]]) -> tuple[tuple[int, ...], ...]:
-    """The ranks that each stage was found on in the rows of actions, of which at least one is not empty."""
-    takes: dict[int, dict[int, int]] = {}
+    """Return the placement that the rows of actions imply. At least one row is not empty."""
+    first_taken: dict[int, dict[int, int]] = {}  # by stage and rank, the first microbatch
     for rank, row in enumerate(rows):
         for action in row:
             for part in action.parts:
-                first = takes.setdefault(part.stage, {})
+                first = first_taken.setdefault(part.stage, {})
                 first[rank] = min(part.microbatch, first.get(rank, part.microbatch))
-    missing = next((stage for stage in range(max(takes)) if stage not in takes), None)
-    if missing is not None:
-        raise ValueError(
-            f"no rank has stage {missing}, yet there is stage {max(takes)}: number the stages from"
-            " 0 without gaps, and give all ranks"
-        )
-    # Replicas take the microbatches in turn, so they are listed by the first that each takes.
-    return tuple(
-        tuple(sorted(takes[stage], key=takes[stage].__getitem__)) for stage in range(len(takes))
-    )
+    placement = []
+    for stage in range(1 + max(first_taken)):
+        if stage not in first_taken:
+            raise ValueError(
+                f"no rank has stage {stage}, yet there is stage {max(first_taken)}: number the"
+                " stages from 0 without gaps, and give all ranks"
+            )
+        # Replicas take the microbatches in turn, so they are listed by the first that each takes.
+        first = first_taken[stage]
+        placement.append(tuple(sorted(first, key=first.__getitem__)))
+    return tuple(placement)
 
 
 def normalised(placement: Sequence[int | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """``placement`` with a tuple of ranks for each stage; an integer stands for one rank."""
+    """Return ``placement`` with a tuple of ranks for each stage; an integer is one rank."""
     return tuple((ranks,) if isinstance(ranks, int) else tuple(ranks) for ranks in placement)
 
 
 def refuse_impossible_placement(placement: Sequence[Sequence[int]], n_ranks: int) -> None:
+    """Refuse a placement that is empty, or whose ranks do not exist or stand twice at a stage."""
     if not placement:
         raise ValueError(f"placement is {placement!r}: give the rank of at least one stage")
     for stage, ranks in enumerate(placement):

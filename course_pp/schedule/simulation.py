@@ -1,4 +1,4 @@
-"""From an order of actions to times: each as early as its rank and its inputs allow."""
+"""From an order of actions to times: each action starts as early as its rank and inputs allow."""
 
 from collections.abc import Sequence
 
@@ -23,41 +23,44 @@ def simulate(
     edge is one message for each rank that reads it, and one more for its gradient.
 
     Args:
-        costs: one unit for each of ``F``, ``I`` and ``W`` and no latency unless given.
-        durations: of each action, rank by rank, where they do not follow from its stage (``costs``
-            then counts for messages alone).
+        costs: by default one unit for each of ``F``, ``I`` and ``W``, and no latency.
+        durations: the time of each action, rank by rank, where it does not follow from the stage;
+            ``costs`` then counts for messages alone.
 
     Raises:
         ValueError: for a schedule that cannot run, with what :func:`course_pp.schedule.check` says
             about it, and for costs that do not fit its number of stages.
     """
-    costs = Costs() if costs is None else costs
-    if durations is not None and [len(row) for row in durations] != [
-        len(row) for row in schedule.actions
-    ]:
-        raise ValueError(
-            "durations do not fit the schedule: give one number for each action, rank by rank"
-        )
+    if costs is None:
+        costs = Costs()
+    if durations is not None:
+        n_actions = [len(row) for row in schedule.actions]
+        if [len(row) for row in durations] != n_actions:
+            raise ValueError(
+                "durations do not fit the schedule: give one number for each action, rank by rank"
+            )
     graph, problems = precedence_or_problems(schedule)
     if graph is None:
         more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
         raise ValueError(f"{schedule!r} cannot run: {problems[0]}{more}")
+
     transfers = costs.transfers(schedule.n_stages)
     edge_transfers = costs.edge_transfers(schedule.edges, schedule.n_stages)
     token_transfer = costs.token_transfer(schedule.n_stages) if schedule.feedback else 0
     travel = graph.dependencies.travel_times(transfers, edge_transfers, token_transfer)
-    durations = durations_of(schedule, costs) if durations is None else durations
+    if durations is None:
+        durations = durations_of(schedule, costs)
     times = graph.run(
         [durations[rank][place] for rank, place in graph.places],
         lambda _, product: travel[product // schedule.n_microbatches],
     )
-    spans = tuple(
-        Span(rank, schedule.actions[rank][place], start, end)
-        for (rank, place), start, end in zip(graph.places, times.ready, times.ends, strict=True)
-    )
+
+    spans = []
+    for (rank, place), start, end in zip(graph.places, times.ready, times.ends, strict=True):
+        spans.append(Span(rank, schedule.actions[rank][place], start, end))
     return Timeline(
         schedule.n_ranks,
-        spans,
+        tuple(spans),
         transfers=transfers,
         edges=schedule.edges,
         edge_transfers=edge_transfers,
@@ -79,4 +82,4 @@ def durations_of(schedule: Schedule, costs: Costs) -> list[list[Time]]:
             return pairs[action.parts[0].stage]
         return sum(times[part.kind][part.stage] for part in action.parts)
 
-    return [[duration(action) for action in row] for row in schedule.actions]
+    return [list(map(duration, row)) for row in schedule.actions]
