@@ -149,7 +149,7 @@ FAULTS = [
     ),
     Fault("runtime/executor.py", "            worker.backward_weight(microbatch)\n", "", RANDOM),
     Fault("runtime/executor.py", "            if stage:\n", "            if stage > 1:\n", RANDOM),
-    Fault("runtime/executor.py", "batch.kwargs[microbatch] if", "batch.kwargs[0] if", READY),
+    Fault("runtime/executor.py", "given.kwargs[microbatch] if", "given.kwargs[0] if", READY),
     Fault("runtime/batch.py", "kind != other_kind", "False", READY),
     Fault("runtime/batch.py", "rows != other_rows", "False", READY),
     Fault(

@@ -10,42 +10,9 @@ from torch import Tensor
 from course_pp.base.torch_private import tree_flatten, tree_unflatten
 from course_pp.model import PipelineStageModule
 from course_pp.parallel.stage import ModelStage, check_microbatch
-from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords
+from course_pp.step.batch import Given, cut_keywords
 from course_pp.step.loss import TokenLoss
 from course_pp.step.values import ValueMeta
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a rank calls a step with; see :meth:`course_pp.parallel.PipelineSchedule.step`."""
-
-    inputs: tuple[Any, ...]
-    target: Any
-    kwargs: Mapping[str, Any]
-    kwargs_chunk_spec: ChunkSpec | None
-    arg_mbs: list[tuple[Any, ...]] | None
-    kwarg_mbs: list[dict[str, Any]] | None
-    target_mbs: list[Any] | None
-
-    @property
-    def lists(self) -> list[str]:
-        """The names of what is by microbatch."""
-        return [
-            name
-            for name in ("arg_mbs", "kwarg_mbs", "target_mbs")
-            if getattr(self, name) is not None
-        ]
-
-    @property
-    def whole(self) -> list[str]:
-        """The names of what is of a whole batch."""
-        inputs = None if all(value is None for value in self.inputs) else self.inputs
-        ends = {
-            "inputs": inputs,
-            "target": self.target,
-            "kwargs_chunk_spec": self.kwargs_chunk_spec,
-        }
-        return [name for name, value in ends.items() if value is not None] + list(self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -99,8 +66,7 @@ class Batch:
 
     def microbatches(self, given: Given, needs_target: bool) -> Microbatches:
         """Return what this rank's stages are given."""
-        lists = {name: getattr(given, name) for name in given.lists}
-        ready = are_ready(self._n_microbatches, given.whole, **lists)
+        ready = given.is_ready(self._n_microbatches)
         if given.whole and not ready and self._rows is None:
             raise ValueError(
                 f"{given.whole[0]} is of a whole batch, and cannot be cut by rows: the tensors that"

@@ -9,7 +9,6 @@ A step is: agree that every rank's input fits, run torch's schedule, add up the 
 weights, tell every rank the loss.
 """
 
-import math
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,14 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
-from numbers import Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from course_pp.base.arguments import check_arguments, refuse_bad_timeout, shown
+from course_pp.base.arguments import check_arguments, refuse_bad_timeout
 from course_pp.base.ranks import Ranks
 from course_pp.base.torch_private import (
     all_reducing_as_set,
@@ -36,7 +34,7 @@ from course_pp.base.torch_private import (
     uncompiled,
 )
 from course_pp.model import PipelineStageModule
-from course_pp.parallel.batch import Batch, Given, Microbatches, RankBatch, problem_between
+from course_pp.parallel.batch import Batch, Microbatches, RankBatch, problem_between
 from course_pp.parallel.crossing import Crossings, kinds_of
 from course_pp.parallel.fsdp import reshard
 from course_pp.parallel.mesh import get_dp_rank, has_dp_mesh
@@ -53,7 +51,7 @@ from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.parallel.tied_weights import SharedName, TiedWeights, agree_on_ties
 from course_pp.parallel.world import is_rank_zero
 from course_pp.schedule import Schedule
-from course_pp.step.batch import ChunkSpec
+from course_pp.step.batch import ChunkSpec, Given
 from course_pp.step.failure import StepFailed
 from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import (
@@ -313,8 +311,17 @@ class PipelineSchedule(AnyPipeline):
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
         if not torch.is_grad_enabled():
             problem = problem or "step() without gradients, under torch.no_grad(): call eval()"
-        given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
-        microbatches = self._prepare(given, divisor, problem=problem)
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target=target,
+            target_mbs=target_mbs,
+            divisor=divisor,
+        )
+        microbatches = self._prepare(given, problem=problem)
         if not self._starts_equal:
             self._peers.everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
@@ -355,7 +362,15 @@ class PipelineSchedule(AnyPipeline):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the loss as :meth:`step` does, without gradients, under every schedule."""
-        given = Given(inputs, target, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, target_mbs)
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target=target,
+            target_mbs=target_mbs,
+        )
         microbatches = self._prepare(given)
         targets, losses = microbatches.targets or [], []
         with self._witness.watching():
@@ -376,7 +391,13 @@ class PipelineSchedule(AnyPipeline):
     ) -> Any:
         """Return the outputs of a batch, under every schedule."""
         problem = None if on in ("last", "all") else f"on={on!r} must be 'last' or 'all'"
-        given = Given(inputs, None, kwargs, kwargs_chunk_spec, arg_mbs, kwarg_mbs, None)
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+        )
         microbatches = self._prepare(given, problem=problem, needs_target=False)
         self._peers.everyone.require_equal({"on": on})
         outputs: list[Any] = []
@@ -413,7 +434,6 @@ class PipelineSchedule(AnyPipeline):
     def _prepare(
         self,
         given: Given,
-        divisor: float | None = None,
         *,
         problem: str | None = None,
         needs_target: bool = True,
@@ -422,19 +442,14 @@ class PipelineSchedule(AnyPipeline):
         problem = problem or next(
             filter(None, (stage.problem_of_dtypes() for stage in self.stages)), None
         )
-        if divisor is not None and not (isinstance(divisor, Real) and 0 < divisor < math.inf):
-            problem = (
-                problem
-                or f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
-            )
+        problem = problem or given.problem_of_divisor()
         mine = self._agreed(given, problem, needs_target)
         if mine.targets is not None:
             # Data-parallel ranks have equally many samples of a whole batch, and need not ask one
             # another.
-            groups = (
-                self._peers.data if self._counts_tokens or mine.ready or divisor is not None else ()
-            )
-            self._divisor = divisor_of(mine.counts, divisor, groups, self.stages[0].device)
+            differ = self._counts_tokens or mine.ready or given.divisor is not None
+            groups = self._peers.data if differ else ()
+            self._divisor = divisor_of(mine.counts, given.divisor, groups, self.stages[0].device)
         return mine
 
     def _agreed(self, given: Given, problem: str | None, needs_target: bool) -> Microbatches:
@@ -456,7 +471,7 @@ class PipelineSchedule(AnyPipeline):
         told = self._peers.everyone.gather(
             RankBatch(
                 self._peers.number,
-                given.lists,
+                list(given.lists),
                 given.whole,
                 problem,
                 unfit,

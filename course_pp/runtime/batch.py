@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from course_pp.runtime.payload import map_plain, plain_tensors
-from course_pp.step.batch import ChunkSpec, are_ready, cut_keywords, cut_rows, rows_to_cut
+from course_pp.step.batch import Given, cut_keywords, cut_rows, rows_to_cut
 from course_pp.step.loss import LossFn, Share, TokenLoss, counted, divisor_of, share_of, weights_of
 from course_pp.step.values import as_value
 
 Form = tuple[str, int]
-"""``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and how many rows were cut, 0 if unknown."""
+"""``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and the number of rows that
+were cut, 0 if unknown."""
 
 
 def joined(one: Form, other: Form) -> Form:
@@ -34,7 +35,14 @@ def joined(one: Form, other: Form) -> Form:
 
 
 class Cut(NamedTuple):
-    """What a rank was given for a step, by microbatch; empty where it has no use for it."""
+    """The microbatches of a rank.
+
+    Attributes:
+        inputs: the first stage's input for each microbatch; empty on other ranks.
+        targets: the target of each microbatch; empty where the last stage is not.
+        kwargs: the keyword arguments of this rank's stages for each microbatch; empty if there are
+            none.
+    """
 
     inputs: Sequence[Any]
     targets: Sequence[Any]
@@ -42,48 +50,38 @@ class Cut(NamedTuple):
     form: Form
 
 
-def cut(
-    n: int,
-    is_first: bool,
-    is_last: bool,
-    inputs: tuple[Any, ...],
-    target: Any,
-    kwargs: Mapping[str, Any],
-    kwargs_chunk_spec: ChunkSpec | None,
-    **lists: Any,
-) -> Cut:
-    """Return the ``n`` microbatches of a rank; ``is_first`` if it needs inputs, ``is_last`` if it
-    needs targets.
-
-    The others are what :meth:`course_pp.runtime.Pipeline.step` takes.
-    """
-    value = None if all(each is None for each in inputs) else as_value(inputs)
-    whole = {"inputs": value, "target": target, "kwargs_chunk_spec": kwargs_chunk_spec}
-    named = [*(name for name, each in whole.items() if each is not None), *kwargs]
-    if are_ready(n, named, **lists):
+def cut(given: Given, n: int, *, is_first: bool, is_last: bool) -> Cut:
+    """Return the ``n`` microbatches of a rank that needs inputs if ``is_first``, targets if ``is_last``."""
+    if given.is_ready(n):
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
-            if is_needed and lists[name] is None:
+            if is_needed and name not in given.lists:
                 raise ValueError(
                     f"{name} is missing on a rank that needs it: give a list of {n} microbatches"
                 )
         # Plain tuples: a stage takes a named tuple as one argument.
-        values = [tuple(arguments) for arguments in lists["arg_mbs"]] if is_first else ()
+        arguments = [tuple(each) for each in given.arg_mbs or ()]
         return Cut(
-            values, lists["target_mbs"] if is_last else (), lists["kwarg_mbs"] or (), ("ready", 0)
+            inputs=arguments if is_first else (),
+            targets=given.target_mbs or () if is_last else (),
+            kwargs=given.kwarg_mbs or (),
+            form=("ready", 0),
         )
+
+    kwargs, spec = given.kwargs, given.kwargs_chunk_spec
+    value = None
+    if any(each is not None for each in given.inputs):
+        value = as_value(given.inputs)
     if is_first and value is None and "inputs" in kwargs:
         raise ValueError(
             "inputs= is no argument of a step: give the first stage's arguments by position"
         )
-    parts = (
-        split("inputs", value, n) if is_first else (),
-        split("target", target, n) if is_last else (),
-    )
+    inputs = split("inputs", value, n) if is_first else ()
+    targets = split("target", given.target, n) if is_last else ()
     rows = len(plain_tensors(value)[0]) if is_first else 0
-    if not kwargs and not kwargs_chunk_spec:
-        return Cut(*parts, (), ("whole" if named else "", rows))
-    rows = rows or rows_to_cut(kwargs, kwargs_chunk_spec)
-    return Cut(*parts, cut_keywords(kwargs, kwargs_chunk_spec, rows, n), ("whole", rows))
+    if not kwargs and not spec:
+        return Cut(inputs, targets, kwargs=(), form=("whole" if given.whole else "", rows))
+    rows = rows or rows_to_cut(kwargs, spec)
+    return Cut(inputs, targets, cut_keywords(kwargs, spec, rows, n), ("whole", rows))
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from course_pp.runtime.agreement import Agreement
+from course_pp.runtime.batch import Cut
 from course_pp.runtime.clocks import wait_for
 from course_pp.runtime.emulation import Emulator
 from course_pp.runtime.mailbox import Mailbox, MessageLost, Origin, PeerFailed
@@ -36,37 +37,34 @@ def failure(kind: type[StepFailed], origin: Origin, told: str = "") -> StepFaile
 
 
 @dataclass(slots=True)
-class Batch:
-    """What the actions of a step work on.
+class StepState:
+    """The values that the actions of one step on one rank hand to each other.
 
     Attributes:
-        inputs: each microbatch, where the first stage is; else empty.
-        kwargs: of each microbatch the keyword arguments of this rank's stages; empty if there are
-            none.
-        loss: where the last stage is: a microbatch's share of the loss, from its number and output.
-        weights: where the last stage is: of each microbatch in the batch, (n,) float64.
+        given: the microbatches that the caller gave.
+        loss: where the last stage is, a function from a microbatch's number and its output to its
+            share of the loss; None if no loss is asked for.
+        weights: where the last stage is, the weight of each microbatch in the batch, (n,) float64.
         means: where the last stage is, if ``shares`` are microbatches' own means: the weight of
             each in the mean loss of the batch, (n,) float64.
-        products: what actions have left for other actions, whether they are on this rank or on
-            others.
+        products: results of actions that other actions need, here or on other ranks.
         shares: the losses so far, by microbatch.
-        outputs: those of the last stage, where no loss is made of them.
-        held: what a recorder counts of values that wait here for a stage.
+        outputs: the last stage's outputs by microbatch, if no loss is made of them.
+        held: the recorder's entries for values that wait here for a stage.
     """
 
-    inputs: Sequence[Any]
-    loss: Callable[[int, Any], Share] | None
+    given: Cut
+    loss: Callable[[int, Any], Share] | None = None
     weights: Tensor | None = None
     means: Tensor | None = None
     products: dict[Content, Any] = field(default_factory=dict)
     shares: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
     held: dict[Content, list[Hold]] = field(default_factory=dict)
-    kwargs: Sequence[Mapping[str, Any]] = ()
 
 
-_Call = Callable[[Batch], None]
-"""Part of an action, with all but the batch worked out."""
+_Call = Callable[[StepState], None]
+"""Part of an action, with all but the step's values worked out."""
 
 
 class Executor:
@@ -145,18 +143,18 @@ class Executor:
             raise
         return found
 
-    def run(self, batch: Batch) -> None:
+    def run(self, state: StepState) -> None:
         """Do every action of this rank."""
         if self._emulator is not None:
             self._emulator.begin()
-        if batch.weights is not None:
+        if state.weights is not None:
             self.mailbox.weights.update(
-                enumerate(batch.weights.view(torch.uint8).view(len(batch.weights), -1))
+                enumerate(state.weights.view(torch.uint8).view(len(state.weights), -1))
             )
         for action, calls in self._turns:
             self.current = action
             for call in calls:
-                call(batch)
+                call(state)
         self.current = "the end of the step"
         if self._emulator is not None and self._recorder is not None:
             self._recorder.add_emulated(self._emulator.done, self._emulator.received)
@@ -220,10 +218,10 @@ class Executor:
         else:
             return work
 
-        def timed(batch: Batch) -> None:
+        def timed(state: StepState) -> None:
             with span(action):
                 for call in work:
-                    call(batch)
+                    call(state)
 
         return [timed]
 
@@ -236,29 +234,29 @@ class Executor:
         )
         if emulator is not None:
 
-            def receive_stamped(batch: Batch) -> None:
-                batch.products[content] = emulator.opened(message, take(message))
+            def receive_stamped(state: StepState) -> None:
+                state.products[content] = emulator.opened(message, take(message))
 
             return receive_stamped
 
-        def receive(batch: Batch) -> None:
-            batch.products[content] = take(message)
+        def receive(state: StepState) -> None:
+            state.products[content] = take(message)
 
         if recorder is None or isinstance(content, str):
             return receive
 
-        def receive_recorded(batch: Batch) -> None:
+        def receive_recorded(state: StepState) -> None:
             with recorder.receiving(content):
-                receive(batch)
+                receive(state)
 
         return receive_recorded
 
     def _send(self, message: Message, is_needed_again: bool) -> _Call:
         content, mailbox, emulator = message.content, self.mailbox, self._emulator
 
-        def send(batch: Batch) -> None:
+        def send(state: StepState) -> None:
             # Bound to no name here, which would keep an output alive until the next is sent.
-            take = batch.products.__getitem__ if is_needed_again else batch.products.pop
+            take = state.products.__getitem__ if is_needed_again else state.products.pop
             mailbox.send(
                 message, take(content) if emulator is None else emulator.stamped(take(content))
             )
@@ -288,51 +286,51 @@ class Executor:
             for write in writes
         }
 
-        def forward(batch: Batch) -> None:
-            value = batch.products.pop(before) if stage else batch.inputs[microbatch]
-            loss = partial(batch.loss, microbatch) if is_last and batch.loss is not None else None
-            self._count(batch, read_again)
-            read = {each.name: _taken(batch.products, each) for each in reads}
-            given = batch.kwargs[microbatch] if batch.kwargs else {}
+        def forward(state: StepState) -> None:
+            value = state.products.pop(before) if stage else state.given.inputs[microbatch]
+            loss = partial(state.loss, microbatch) if is_last and state.loss is not None else None
+            self._count(state, read_again)
+            read = {each.name: _taken(state.products, each) for each in reads}
+            given = state.given.kwargs[microbatch] if state.given.kwargs else {}
             if trains:
                 output, values = worker.forward(microbatch, value, loss, split, read, given)
             else:
                 output, values = worker.evaluate(value, loss, read, given)
             for write in writes:
-                batch.products[write.value] = map_plain(kept[write.value], values[write.name])
-            self._count(batch, read_later)
+                state.products[write.value] = map_plain(kept[write.value], values[write.name])
+            self._count(state, read_later)
             for value in done:
-                for hold in batch.held.pop(value, ()):
+                for hold in state.held.pop(value, ()):
                     hold.release()
             if is_last and loss is None:
-                batch.outputs[microbatch] = map_plain(Tensor.detach, output)
+                state.outputs[microbatch] = map_plain(Tensor.detach, output)
                 return
             if is_last:
-                batch.shares[microbatch] = output.product()
+                state.shares[microbatch] = output.product()
                 return
             if not leaves:
                 output = map_plain(_as_if_received, output)
-            batch.products[product] = output
+            state.products[product] = output
 
         return forward
 
-    def _count(self, batch: Batch, values: Sequence[Product]) -> None:
+    def _count(self, state: StepState, values: Sequence[Product]) -> None:
         """Count values that wait for a stage of this rank; the stages themselves count what they keep."""
         meter = self._meter
         if meter is None:
             return
         for value in values:
-            if value not in batch.held:
-                batch.held[value] = [
-                    meter.hold(tensor) for tensor in plain_tensors(batch.products[value])
+            if value not in state.held:
+                state.held[value] = [
+                    meter.hold(tensor) for tensor in plain_tensors(state.products[value])
                 ]
 
     def _backward(self, action: Action) -> _Call:
         of_input, of_weights = self._backward_input(action), self._backward_weight(action)
 
-        def backward(batch: Batch) -> None:
-            of_input(batch)
-            of_weights(batch)
+        def backward(state: StepState) -> None:
+            of_input(state)
+            of_weights(state)
 
         return backward
 
@@ -351,8 +349,8 @@ class Executor:
         def weight() -> Tensor:
             return mailbox.weights[microbatch].clone().view(torch.float64)[0]
 
-        def backward_input(batch: Batch) -> None:
-            products = batch.products
+        def backward_input(state: StepState) -> None:
+            products = state.products
             of_output = None if is_last else products.pop(after)
             of_values = [
                 _added_up([products.pop(each) for each in write.gradients]) for write in writes
@@ -377,10 +375,10 @@ class Executor:
         product = Product("weight gradient", action.stage, microbatch)
         leaves = product in self._leaving
 
-        def backward_weight(batch: Batch) -> None:
+        def backward_weight(state: StepState) -> None:
             worker.backward_weight(microbatch)
             if leaves:
-                batch.products[product] = [] if weights is None else weights.gradients
+                state.products[product] = [] if weights is None else weights.gradients
 
         return backward_weight
 
@@ -393,8 +391,8 @@ class Executor:
         mates = round_of(action.microbatch, replicas, self._schedule.n_microbatches)
         products = [Product("weight gradient", action.stage, mate) for mate in mates]
 
-        def update(batch: Batch) -> None:
-            parts = [batch.products.pop(product, None) for product in products]
+        def update(state: StepState) -> None:
+            parts = [state.products.pop(product, None) for product in products]
             if weights is not None:
                 own = weights.gradients
                 terms = zip(*(own if part is None else part for part in parts), strict=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 from course_pp.base.arguments import check_arguments, refuse_below, refuse_unless
 from course_pp.base.ranks import rank_by_stage
 from course_pp.runtime.agreement import Agreement, PipelineOptions, Stages, agree, ranks_of
+from course_pp.runtime.batch import Cut
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Batch, Executor, _Call
+from course_pp.runtime.executor import Executor, StepState, _Call
 from course_pp.runtime.gradients import ShardedStages
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.recorder import Recorder
@@ -107,9 +108,8 @@ def generate(
 
     def step() -> Tensor:
         with ShardedStages(agreement.modules.values()).reduced_once(trains=False), torch.no_grad():
-            executor.run(
-                Batch([torch.tensor([prompt], device=agreement.device) for prompt in prompts], None)
-            )
+            tokens = [torch.tensor([prompt], device=agreement.device) for prompt in prompts]
+            executor.run(StepState(Cut(inputs=tokens, targets=(), kwargs=(), form=("whole", 0))))
         return executor.tell_everyone(text.written.to(agreement.device), torch.add)
 
     return text.up_to_the_end(executor.perform(step))
@@ -188,26 +188,26 @@ class _Generating(Executor):
         )
         goes_on = microbatch + n_prompts < self._schedule.n_microbatches
 
-        def forward(batch: Batch) -> None:
+        def forward(state: StepState) -> None:
             if stage:
-                value = batch.products.pop(before)
+                value = state.products.pop(before)
             else:
-                value = batch.inputs[prompt] if at == 0 else batch.products.pop(token_before)
+                value = state.given.inputs[prompt] if at == 0 else state.products.pop(token_before)
                 # all tokens so far, not the new one alone
                 if at and value is not None and not self._has_caches:
                     value = torch.cat(
-                        (batch.outputs.get(prompt, batch.inputs[prompt]), value), dim=1
+                        (state.outputs.get(prompt, state.given.inputs[prompt]), value), dim=1
                     )
-                    batch.outputs[prompt] = value
+                    state.outputs[prompt] = value
             made = None if value is None else self._called(stage, prompt, value)
             if stage == self._last and made is not None:
                 made = self._text.write(prompt, at, _last_logits(made))
             if made is None or not goes_on:
                 self._caches.pop((stage, prompt), None)
             if stage < self._last:
-                batch.products[product] = made
+                state.products[product] = made
             elif goes_on:
-                batch.products[token] = made
+                state.products[token] = made
 
         return forward
 

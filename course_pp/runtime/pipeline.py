@@ -15,13 +15,11 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from course_pp.base.arguments import check_arguments
 from course_pp.base.ranks import Ranks
 from course_pp.runtime.agreement import PipelineOptions, Stages, agree
 from course_pp.runtime.batch import (
     Counted,
     Cut,
-    Form,
     count_targets,
     cut,
     joined,
@@ -30,7 +28,7 @@ from course_pp.runtime.batch import (
     weights_of_means,
 )
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Batch, Executor, failure
+from course_pp.runtime.executor import Executor, StepState, failure
 from course_pp.runtime.gradients import ShardedStages, SharedWeights
 from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
@@ -39,7 +37,7 @@ from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
 from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
-from course_pp.step.batch import ChunkSpec
+from course_pp.step.batch import ChunkSpec, Given
 from course_pp.step.failure import LossNotFinite
 from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import (
@@ -229,6 +227,16 @@ class Pipeline(AnyPipeline):
             RuntimeError: after a step that failed; in the same way as ValueError, under
                 ``no_grad``.
         """
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target=target,
+            target_mbs=target_mbs,
+            divisor=divisor,
+        )
         self._refuse_without_a_loss()
         scaler = self._options.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -239,16 +247,19 @@ class Pipeline(AnyPipeline):
             for stage in self._stages.values():
                 stage.attached.clear()
                 stage.scale = scale
-            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-            trains, planned = self._executor.trains, self._agreement.planned
-            batch, form = self._batch(
-                trains, planned, divisor, inputs, target, kwargs, kwargs_chunk_spec, **lists
-            )
+            trains = self._executor.trains
+            state = self._begun(given, trains)
             with self._shared.apart():
                 with self._sharded.reduced_once(trains), self._streams.step():
-                    self._executor.run(batch)
+                    self._executor.run(state)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
-            mine = self._losses_here(batch), self._attached_here(), form, self._data_ranks_drew()
+
+            mine: _Report = (
+                self._losses_here(state),
+                self._attached_here(),
+                state.given.form,
+                self._data_ranks_drew(),
+            )
             losses, sums, _, drew = self._executor.tell_everyone(mine, _total)
             if drew:
                 move_on()
@@ -272,19 +283,24 @@ class Pipeline(AnyPipeline):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the loss as :meth:`step` does, by the schedule's forwards alone."""
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target=target,
+            target_mbs=target_mbs,
+        )
         self._refuse_without_a_loss()
         evaluator = self._forwards()
 
         def step() -> tuple[torch.Tensor, tuple[float, ...]]:
-            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-            batch, form = self._batch(
-                False, None, None, inputs, target, kwargs, kwargs_chunk_spec, **lists
-            )
+            state = self._begun(given, trains=False)
             with self._sharded.reduced_once(trains=False):
-                evaluator.run(batch)
-            losses, *_ = evaluator.tell_everyone(
-                (self._losses_here(batch), {}, form, False), _total
-            )
+                evaluator.run(state)
+            mine: _Report = self._losses_here(state), {}, state.given.form, False
+            losses, *_ = evaluator.tell_everyone(mine, _total)
             return _loss_and_shares(losses)
 
         loss, shares = evaluator.perform(step)
@@ -306,6 +322,13 @@ class Pipeline(AnyPipeline):
 
         The pipeline needs no ``loss_fn`` for it. Raises what :meth:`step` does.
         """
+        given = Given(
+            inputs=inputs,
+            kwargs=kwargs,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+        )
         self._refuse_after_failure()
         evaluator = self._forwards()
         holders = self.schedule.placement[-1]
@@ -316,22 +339,19 @@ class Pipeline(AnyPipeline):
                     f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'"
                 )
             n = self.schedule.n_microbatches
-            lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": None}
-            return cut(
-                n, 0 in self._stages, False, inputs, None, kwargs, kwargs_chunk_spec, **lists
-            )
+            return cut(given, n, is_first=0 in self._stages, is_last=False)
 
         def step() -> Any:
-            parts = self._with_data_ranks(look)  # here, as the others wait for what this rank makes
-            self._ignore(parts)
-            batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
+            # Within the step, as the other ranks wait for this one, and must hear if it refuses.
+            state = StepState(self._with_data_ranks(look))
+            self._ignore(state.given)
             with self._sharded.reduced_once(trains=False):
-                evaluator.run(batch)
+                evaluator.run(state)
             # Replicas of the last stage have some of the outputs each.
             travels = on == "all" or len(holders) > 1
-            mine = on, batch.outputs if travels else {}, parts.form
+            mine = on, state.outputs if travels else {}, state.given.form
             _, everyone, _ = evaluator.tell_everyone(mine, _both)
-            return everyone if travels else batch.outputs
+            return everyone if travels else state.outputs
 
         outputs = evaluator.perform(step)
         if on == "last" and self._agreement.rank not in holders:
@@ -352,16 +372,16 @@ class Pipeline(AnyPipeline):
             )
         return self._evaluator
 
-    def _losses_here(self, batch: Batch) -> torch.Tensor:
+    def _losses_here(self, state: StepState) -> torch.Tensor:
         """Return the shares of this rank's microbatches, 0 for others; if these are means, also what each adds."""
         elsewhere = torch.zeros((), device=self._agreement.device)
         every = range(self.schedule.n_microbatches)
-        shares = torch.stack([batch.shares.get(i, elsewhere) for i in every]).double()
-        if self.schedule.n_stages - 1 in self._stages:
+        shares = torch.stack([state.shares.get(i, elsewhere) for i in every]).double()
+        if self._holds_last:
             average_over(self._agreement.data_groups, shares)
-        if batch.means is None:
+        if state.means is None:
             return shares
-        return torch.stack((shares, shares * batch.means.to(shares.device)))
+        return torch.stack((shares, shares * state.means.to(shares.device)))
 
     def _refuse_not_finite(self, shares: Sequence[float], advice: str = "") -> None:
         for microbatch, share in enumerate(shares):
@@ -385,56 +405,47 @@ class Pipeline(AnyPipeline):
                 f"this pipeline cannot go on, build another one; its last step failed: {failed}"
             )
 
-    def _batch(
-        self, trains: bool, planned: Ledger | None, divisor: float | None, *given: Any, **lists: Any
-    ) -> tuple[Batch, Form]:
-        """Return the batch of a step; ``planned`` says which versions its updates make, if it has any."""
-        parts, counts = self._with_data_ranks(
-            lambda: self._checked(trains, divisor, *given, **lists)
-        )
-        self._ignore(parts)
-        batch = Batch(parts.inputs, None, kwargs=parts.kwargs)
+    @property
+    def _holds_last(self) -> bool:
+        return self.schedule.n_stages - 1 in self._stages
+
+    def _begun(self, given: Given, trains: bool) -> StepState:
+        """Return the values with which a step begins: the microbatches, and their weights in the loss."""
+        microbatches, counts = self._with_data_ranks(partial(self._cut, given, trains))
+        self._ignore(microbatches)
+        state = StepState(microbatches)
         if counts is None:
-            return batch, parts.form
+            return state
+        planned = self._agreement.planned if trains else None
         if planned is None:
             groups, device = self._agreement.data_groups, self._agreement.device
-            batch.loss, batch.weights = loss_shares(counts, divisor, groups, device)
-            return batch, parts.form
+            state.loss, state.weights = loss_shares(counts, given.divisor, groups, device)
+            return state
         last = self.schedule.n_stages - 1
         updates = [group for stage in range(last + 1) for group in planned.updates(stage)]
-        batch.loss = partial(_finite, own_means(counts, divisor, updates), planned, last)
-        batch.weights = torch.ones(len(counts.targets), dtype=torch.float64)
-        batch.means = weights_of_means(counts)
-        return batch, parts.form
+        state.loss = partial(_finite, own_means(counts, given.divisor, updates), planned, last)
+        state.weights = torch.ones(len(counts.targets), dtype=torch.float64)
+        state.means = weights_of_means(counts)
+        return state
 
-    def _checked(
-        self,
-        trains: bool,
-        divisor: float | None,
-        inputs: tuple[Any, ...],
-        target: Any,
-        kwargs: Mapping[str, Any],
-        kwargs_chunk_spec: ChunkSpec | None,
-        **lists: Any,
-    ) -> tuple[Cut, Counted | None]:
+    def _cut(self, given: Given, trains: bool) -> tuple[Cut, Counted | None]:
         """Return this rank's microbatches, and its targets where the last stage is; refuse what cannot be used."""
         if trains and not torch.is_grad_enabled():
             raise RuntimeError("a training step under no_grad: step outside it, or call eval")
-        if "targets" in kwargs and target is None and lists["target_mbs"] is None:
+        if "targets" in given.kwargs and given.target is None and given.target_mbs is None:
             raise ValueError("targets= would reach the stages as a keyword argument: give target=")
-        check_arguments(Pipeline.step, {"divisor": divisor})
-        if divisor is not None and not 0 < divisor < math.inf:
-            raise ValueError(
-                f"divisor is {divisor!r}: give the number of tokens that the mean is over, above 0"
-            )
+        if problem := given.problem_of_divisor():
+            raise ValueError(problem)
         if trains and (problem := problem_of_hooks(self._agreement.modules)):
             raise ValueError(problem)
-        first, last = 0 in self._stages, self.schedule.n_stages - 1 in self._stages
-        given = inputs, target, kwargs, kwargs_chunk_spec
-        parts = cut(self.schedule.n_microbatches, first, last, *given, **lists)
+
+        n, is_first = self.schedule.n_microbatches, 0 in self._stages
+        microbatches = cut(given, n, is_first=is_first, is_last=self._holds_last)
+        if not self._holds_last:
+            return microbatches, None
         loss_fn = self._options.loss_fn
         assert loss_fn is not None  # or step has refused
-        return parts, count_targets(loss_fn, parts.targets) if last else None
+        return microbatches, count_targets(loss_fn, microbatches.targets)
 
     def _with_data_ranks(self, look: Callable[[], T]) -> T:
         """Return what ``look`` returns; if it fails here or on another data rank of this stage,
@@ -473,10 +484,10 @@ class Pipeline(AnyPipeline):
             drew = Ranks(group, limit_s=self._options.timeout_s).largest(drew)
         return bool(drew)
 
-    def _ignore(self, batch: Cut) -> None:
+    def _ignore(self, given: Cut) -> None:
         """Do not count the batch, which its owner keeps."""
         if self._options.meter is not None:
-            self._options.meter.ignore(tensors_of([batch.inputs, batch.targets, batch.kwargs]))
+            self._options.meter.ignore(tensors_of([given.inputs, given.targets, given.kwargs]))
 
     @property
     def ledger(self) -> Ledger:
@@ -533,11 +544,11 @@ def _data_rank(groups: Sequence[dist.ProcessGroup]) -> int:
     return number
 
 
-_Told = tuple[torch.Tensor, Sums, tuple[str, int], bool]
+_Report = tuple[torch.Tensor, Sums, tuple[str, int], bool]
 _Evaluated = tuple[str, Mapping[int, Any], tuple[str, int]]
 
 
-def _total(one: _Told, other: _Told) -> _Told:
+def _total(one: _Report, other: _Report) -> _Report:
     drew = one[3] or other[3]
     return one[0] + other[0], added_sums(one[1], other[1]), joined(one[2], other[2]), drew
 

@@ -1,10 +1,14 @@
 """What a step is given as microbatches: lists that are ready, and keyword arguments that are cut as the caller says."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 from torch import Tensor
 
+from course_pp.base.arguments import shown
 from course_pp.step.values import map_tensors, tensors_of
 
 ChunkSpec = Mapping[str, Literal["rows", "same"]]
@@ -20,38 +24,79 @@ _ENTRIES = {
 }
 
 
-def are_ready(n_microbatches: int, whole: Iterable[str], **lists: Any) -> bool:
-    """Return whether a rank was given ready-made microbatches.
+@dataclass(frozen=True)
+class Given:
+    """The arguments of one call of ``step``, ``eval`` or ``evaluate`` on one rank.
 
-    Args:
-        whole: the names of what it was given for a whole batch.
-        lists: ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs``; None is not given.
-
-    Raises:
-        ValueError: if one is no list of ``n_microbatches`` entries of its kind, or something whole
-            stands beside it.
+    :meth:`course_pp.step.step.AnyPipeline.step` says what each of them is.
     """
-    given = {name: entries for name, entries in lists.items() if entries is not None}
-    for name, entries in given.items():
-        if not isinstance(entries, list):
+
+    inputs: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    kwargs_chunk_spec: ChunkSpec | None
+    arg_mbs: list[tuple[Any, ...]] | None
+    kwarg_mbs: list[dict[str, Any]] | None
+    target: Any = None
+    target_mbs: list[Any] | None = None
+    divisor: float | None = None
+
+    @property
+    def lists(self) -> dict[str, Any]:
+        """The lists of ready-made microbatches, by name."""
+        lists = {name: getattr(self, name) for name in _LISTS}
+        return {name: entries for name, entries in lists.items() if entries is not None}
+
+    @property
+    def whole(self) -> list[str]:
+        """The names of the arguments that belong to a whole batch."""
+        names = []
+        if any(value is not None for value in self.inputs):
+            names.append("inputs")
+        if self.target is not None:
+            names.append("target")
+        if self.kwargs_chunk_spec is not None:
+            names.append("kwargs_chunk_spec")
+        return [*names, *self.kwargs]
+
+    def is_ready(self, n_microbatches: int) -> bool:
+        """Return whether this rank was given ready-made microbatches.
+
+        Raises:
+            ValueError: if one of the lists is no list of ``n_microbatches`` entries of its kind, or
+                stands beside an argument of a whole batch.
+        """
+        lists, whole = self.lists, self.whole
+        for name, entries in lists.items():
+            if not isinstance(entries, list):
+                raise ValueError(
+                    f"{name} is a {type(entries).__name__}: give a list, one entry for each"
+                    " microbatch"
+                )
+            if len(entries) != n_microbatches:
+                raise ValueError(
+                    f"{name} has {len(entries)} entries, but the schedule has {n_microbatches}"
+                    f" microbatches: give {n_microbatches}"
+                )
+            for i, entry in enumerate(entries):
+                if not isinstance(entry, _LISTS[name]):
+                    raise ValueError(
+                        f"{name}[{i}] is a {type(entry).__name__}: give {_ENTRIES[name]}"
+                    )
+        if lists and whole:
             raise ValueError(
-                f"{name} is a {type(entries).__name__}: give a list, one entry for each microbatch"
+                f"{whole[0]} is of a whole batch, and {', '.join(lists)} of ready-made"
+                " microbatches: give all of them by microbatch, or all whole"
             )
-        if len(entries) != n_microbatches:
-            raise ValueError(
-                f"{name} has {len(entries)} entries, but the schedule has {n_microbatches}"
-                f" microbatches: give {n_microbatches}"
-            )
-        for i, entry in enumerate(entries):
-            if not isinstance(entry, _LISTS[name]):
-                raise ValueError(f"{name}[{i}] is a {type(entry).__name__}: give {_ENTRIES[name]}")
-    beside = [name for name in whole if given]
-    if beside:
-        raise ValueError(
-            f"{beside[0]} is of a whole batch, and {', '.join(given)} of ready-made microbatches:"
-            " give all of them by microbatch, or all whole"
+        return bool(lists)
+
+    def problem_of_divisor(self) -> str | None:
+        """Return why the loss cannot be divided by ``divisor``, or None."""
+        divisor = self.divisor
+        if divisor is None or (isinstance(divisor, Real) and 0 < divisor < math.inf):
+            return None
+        return (
+            f"divisor is {shown(divisor)}: give the number of tokens that the mean is over, above 0"
         )
-    return bool(given)
 
 
 def cut_keywords(
