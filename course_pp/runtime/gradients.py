@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class WeightPlace:
     """Parameter ``name`` of ``stage`` on ``rank``."""
 
     rank: int
@@ -44,7 +44,7 @@ class Place:
     name: str
 
 
-Weight = tuple[Place, ...]
+Weight = tuple[WeightPlace, ...]
 """All places of one weight, in order."""
 
 
@@ -63,7 +63,7 @@ class SharedWeights:
             weight for weight in weights if any(place.rank == rank for place in weight)
         ]
         self._modules = modules
-        self._parameters: dict[Place, nn.Parameter] = {}
+        self._parameters: dict[WeightPlace, nn.Parameter] = {}
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -85,7 +85,7 @@ class Hold:
         self.release()
 
 
-class _Saved:
+class _SavedTensor:
     """What autograd keeps in place of a tensor: the tensor, and its version, to find changes in place."""
 
     __slots__ = ("hold", "stage_and_microbatch", "tensor", "version")
@@ -130,7 +130,7 @@ class Meter:
         meter does.
         """
         return saved_tensors_hooks(
-            lambda tensor: _Saved(tensor, self.hold(tensor), (stage, microbatch)), _unpack
+            lambda tensor: _SavedTensor(tensor, self.hold(tensor), (stage, microbatch)), _unpack
         )
 
     def hold(self, tensor: torch.Tensor, kind: Kind = "activation") -> Hold:
@@ -186,7 +186,7 @@ class Meter:
         self._changes.append((when, kind, n_bytes))
 
 
-def _unpack(saved: _Saved) -> torch.Tensor:
+def _unpack(saved: _SavedTensor) -> torch.Tensor:
     tensor = saved.tensor
     version = version_of(tensor)
     if version != saved.version:

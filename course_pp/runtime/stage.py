@@ -37,7 +37,7 @@ _NONE: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True)
-class _Kept:
+class _InFlight:
     """What a stage keeps of one microbatch from its forward to its backward.
 
     Attributes:
@@ -93,7 +93,7 @@ class Stage:
         self._recompute, self._meter, self._weights = recompute, meter, weights
         self._writes, self._wanted = writes, wanted
         self._fusing = Fusing() if weights is None and is_worth_fusing(module) else None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _InFlight] = {}
         self.attached: dict[int, Attached] = {}
         self.scale = 1.0
         self.streams: RandomStreams | None = None
@@ -134,7 +134,7 @@ class Stage:
         """
         if self.streams is not None:
             self.streams.begin(self.index, microbatch)
-        kept = self._kept[microbatch] = _Kept()
+        kept = self._kept[microbatch] = _InFlight()
         kept.leaves = [
             [t for t in plain_tensors(each) if t.requires_grad] for each in (value, *read.values())
         ]
@@ -240,7 +240,7 @@ class Stage:
         read: Mapping[str, Any],
         given: Mapping[str, Any],
         loss: Loss | None,
-        kept: _Kept,
+        kept: _InFlight,
     ) -> tuple[Any, dict[str, Any]]:
         queue = kept.weight_gradients
         saving: AbstractContextManager[Any] = nullcontext()
