@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake, Stopped, explained_in_line
+from course_pp.exercises.mistakes import Cause, Mistake, Stopped, explained_in_line, why
 from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.launch import on_ranks
 from course_pp.runtime import Link, partition_model
@@ -33,10 +33,9 @@ __all__ = [
     "LopsidedLoss",
     "Outcome",
     "Seat",
-    "Wrong",
-    "judge_gradients",
+    "WrongGradients",
     "same",
-    "scaled",
+    "shifted",
     "with_norm",
 ]
 
@@ -45,8 +44,6 @@ TOLERANCE = 1e-6
 Step = Callable[..., Any]
 Demand = Callable[[int, int, str], None]
 Gradients = Mapping[str, Tensor | None]
-Wrong = Mapping[tuple[int, str], Tensor]
-"""Gradients that differ, by rank and name."""
 
 
 class LopsidedLoss(nn.Module):
@@ -273,6 +270,39 @@ class Bench:
             )
         ]
 
+    def judge_gradients(
+        self, where: str, ranks: Sequence[Outcome], m: int, missing: str, wrong: Cause
+    ) -> None:
+        """Refuse gradients that are not those of one process.
+
+        Args:
+            where: the sizes, as a message begins: ``"On 2 ranks with 4 microbatches"``.
+            ranks: the outcome of the step on each rank.
+            m: argument of `batch`.
+            missing: the likely cause of a gradient that is None.
+            wrong: the likely cause of gradients that differ, of `WrongGradients`.
+
+        Raises:
+            Mistake: with a list of the gradients that differ.
+        """
+        _, expected = self.one_process(m)
+        differ = {}
+        for rank, outcome in enumerate(ranks):
+            for name, gradient in outcome.gradients.items():
+                if gradient is None:
+                    raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", missing)
+                if not same(gradient, expected[name]):
+                    differ[rank, name] = gradient
+        if not differ:
+            return
+        facts = WrongGradients(differ, expected, m, len(ranks), self.before or 0.0)
+        raise Mistake(
+            f"{where}, {len(differ)} of {len(expected)} gradients differ from those of one"
+            " process.",
+            why(wrong, facts),
+            f"These differ:\n{_shown_by_rank(differ, ranks)}",
+        )
+
     def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:
         """Compare with one process the losses and the gradients of each rank."""
         loss, expected = self.one_process(m)
@@ -328,57 +358,97 @@ def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
     )
 
 
-def scaled(wrong: Wrong, expected: Mapping[str, Tensor], *factors: float) -> bool:
-    """Whether each of the gradients that differ is the right one, times one of the factors."""
-    return all(
-        any(same(g, expected[name], factor) for factor in factors) for (_, name), g in wrong.items()
-    )
+def shifted(found: Tensor, right: Tensor) -> bool:
+    """Whether each number is off by the same: what stood there before is lost, or scaled."""
+    return float((found - right).std()) < 1e-9
+
+
+def _factor(found: Tensor, right: Tensor) -> float:
+    """Return the factor by which the right gradient comes nearest to the one found."""
+    return float((found * right).sum() / right.square().sum())
+
+
+@dataclass(frozen=True)
+class WrongGradients:
+    """The gradients of a step that differ from those of one process: facts for a table of causes.
+
+    Attributes:
+        wrong: {(rank, name): gradient}.
+        expected: {name: gradient in one process}, the right ones included.
+        m: microbatches.
+        p: ranks.
+        before: number that each `.grad` held before the step, in every entry.
+    """
+
+    wrong: Mapping[tuple[int, str], Tensor]
+    expected: Mapping[str, Tensor]
+    m: int
+    p: int
+    before: float
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each wrong gradient and the right one."""
+        return [(gradient, self.expected[name]) for (_, name), gradient in self.wrong.items()]
+
+    @property
+    def factor(self) -> float:
+        """The factor by which the first of them is too large."""
+        return _factor(*self.pairs[0])
+
+    def are_times(self, *factors: float) -> bool:
+        """Whether each of them is the right one, times one of the factors."""
+        return all(
+            any(same(found, right, factor) for factor in factors) for found, right in self.pairs
+        )
+
+    def are_all(self) -> bool:
+        """Whether no gradient is right."""
+        return len(self.wrong) == len(self.expected)
+
+    def all_are_times_m(self) -> bool:
+        return self.are_all() and self.are_times(self.m)
+
+    def all_are_an_mth(self) -> bool:
+        return self.are_all() and self.are_times(1 / self.m)
+
+    def are_powers_of_m(self) -> bool:
+        """Whether 1/m entered on several ranks: the chain rule multiplies them."""
+        return self.m > 1 and self.are_times(*(self.m**-k for k in range(1, self.p + 1)))
+
+    def are_scaled(self) -> bool:
+        """Whether each of them is the right one, times a factor of its own."""
+        return all(same(found, right, _factor(found, right)) for found, right in self.pairs)
+
+    def are_shifted(self) -> bool:
+        return all(shifted(found, right) for found, right in self.pairs)
+
+    def replace_what_was_there(self) -> bool:
+        """Whether the step cleared `.grad`, and did not add to it."""
+        return all(same(found + self.before, right) for found, right in self.pairs)
+
+    def multiply_received_inputs(self) -> bool:
+        """Whether they are all of weights that multiply an input received from another rank."""
+        return all(rank > 0 and name.endswith(".0.weight") for rank, name in self.wrong)
+
+    def spare_the_last_rank(self) -> bool:
+        return all(rank < self.p - 1 for rank, _ in self.wrong)
 
 
 def _finding(gradient: Tensor | None, expected: Tensor) -> str:
     return "none" if gradient is None else "right" if same(gradient, expected) else "wrong"
 
 
-def judge_gradients(
-    where: str,
-    ranks: Sequence[Outcome],
-    expected: Mapping[str, Tensor],
-    why_missing: str,
-    why_wrong: Callable[[Wrong], str],
-) -> None:
-    """Refuse gradients that are not those of one process.
-
-    Args:
-        where: on how many ranks, with how many microbatches.
-        ranks: what the step left on each.
-        expected: those of one process.
-        why_missing: the likely cause of a gradient that is not there.
-        why_wrong: gives that of gradients that differ.
-
-    Raises:
-        Mistake: with a table of what differs.
-    """
-    wrong = {}
+def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outcome]) -> str:
+    """Return a line for each rank with the names of its wrong gradients."""
+    lines = []
     for rank, outcome in enumerate(ranks):
-        for name, gradient in outcome.gradients.items():
-            if gradient is None:
-                raise Mistake(f"{where}, `{name}` on rank {rank} has no gradient.", why_missing)
-            if not same(gradient, expected[name]):
-                wrong[rank, name] = gradient
-    if not wrong:
-        return
-    held = [outcome.gradients for outcome in ranks]
-    rows = [
-        [name for name in gradients if (rank, name) in wrong] for rank, gradients in enumerate(held)
-    ]
-    table = "\n".join(
-        f"rank {rank}: {'all' if len(names) == len(held[rank]) else ', '.join(names) or 'none'}"
-        for rank, names in enumerate(rows)
-    )
-    symptom = (
-        f"{where}, {len(wrong)} of {len(expected)} gradients differ from those of one process."
-    )
-    raise Mistake(symptom, why_wrong(wrong), f"These differ:\n{table}")
+        names = [name for name in outcome.gradients if (rank, name) in wrong]
+        listed = ", ".join(names) or "none"
+        if len(names) == len(outcome.gradients):
+            listed = "all"
+        lines.append(f"rank {rank}: {listed}")
+    return "\n".join(lines)
 
 
 class _Saved:

@@ -13,13 +13,11 @@ from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.expect import close, expect_number
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import Cause, Mistake, why
 
-__all__ = ["Formula", "alike", "flawed", "why"]
+__all__ = ["Formula", "alike", "flawed"]
 
 Case = tuple[Any, ...]
-Cause = str | Callable[[Case, Any, Any], str]
-"""A sentence; or what makes one of the arguments, the answer's value and the right one."""
 
 
 class Formula:
@@ -95,8 +93,8 @@ class Formula:
             cause = self._explained(got, missed)
         raise Mistake(
             f"`{calls[i]}` is {_shown(got[i])}, not {_shown(right[i])}.",
-            _told(cause or self.otherwise, about),
-            _told(self._example, about),
+            why(cause or self.otherwise, *about),
+            why(self._example, *about),
         )
 
     def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
@@ -137,11 +135,6 @@ def flawed(solution: Callable[..., Any], *changes: tuple[str, str]) -> Callable[
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
     found: Callable[..., Any] = names[solution.__name__]
     return found
-
-
-def why(rules: Iterable[tuple[bool, str]], otherwise: str = "") -> str:
-    """The cause beside the first condition that holds."""
-    return next((cause for holds, cause in rules if holds), otherwise)
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -190,7 +183,3 @@ def _shown(value: Any, inside: bool = False) -> str:
     if isinstance(value, float):
         return f"{value:{comma}.7g}"
     return f"{value:{comma}}" if type(value) is int else f"{value!r:.80}"
-
-
-def _told(cause: Cause, about: tuple[Case, Any, Any]) -> str:
-    return cause(*about) if callable(cause) else cause

@@ -105,7 +105,9 @@ def _told(fn: Callable[..., Any]) -> Iterator[_Called]:
             raise Pending(f"raised {what}{where}", what == type(e).__name__) from e
         cause = cause_of(what) if where or not called.inside else _why_not_cached(e, fn)
         if not (where or called.inside):
-            cause = f"It happened outside your function, probably because of what it returned. {cause}".rstrip()
+            cause = (
+                f"It happened outside your function, probably because of what it returned. {cause}"
+            ).rstrip()
         peer = e.peer if isinstance(e, NoSuchRank) else None
         raise Stopped(
             "raised", f"raised {what}{where}", cause, error=type(e).__name__, peer=peer

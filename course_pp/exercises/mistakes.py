@@ -7,7 +7,8 @@ that is reworded loses its cause.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from course_pp.launch.errors import COMPUTES, RETURNED
 
@@ -74,62 +75,108 @@ class Pending(Exception):
     """
 
 
+Cause = str | Callable[..., str] | Sequence[tuple[bool | Callable[..., object], "Cause"]]
+"""The likely cause of a mistake: a sentence, a function that writes it, or a table of causes.
+
+A row of a table is (condition, cause). A condition is a function of the facts that the grader has
+found, or a truth value. The last row, `OTHERWISE`, applies to everything.
+"""
+
+OTHERWISE = True
+
+
+def why(cause: Cause, *facts: Any) -> str:
+    """Return the sentence of a cause; of a table, the sentence of the first row that applies.
+
+    Args:
+        cause: a sentence, a function of ``facts``, or a table.
+        facts: the arguments of each condition and of each function that writes a sentence.
+    """
+    if isinstance(cause, str):
+        return cause
+    if callable(cause):
+        return cause(*facts)
+    for condition, of_row in cause:
+        if condition(*facts) if callable(condition) else condition:
+            return why(of_row, *facts)
+    return ""
+
+
 _KNOWN: tuple[tuple[str, str], ...] = (
     ("grad can be implicitly created only for scalar outputs",
-     "`backward()` without an argument starts from a single number, the loss. Any other tensor needs the gradient "
-     "that came back for it: `output.backward(gradient)`."),
+     "`backward()` without an argument starts from a single number, the loss. Any other tensor"
+     " needs the gradient that came back for it: `output.backward(gradient)`."),
     ("does not require grad and does not have a grad_fn",
-     "This backward starts from a tensor without a history: it was detached, or does not come from the model."),
+     "This backward starts from a tensor without a history: it was detached, or does not come from"
+     " the model."),
     ("Trying to backward through the graph a second time",
-     "A backward frees what its forward has kept: one backward for each forward, or `retain_graph=True` in the "
-     "first of two."),
+     "A backward frees what its forward has kept: one backward for each forward, or"
+     " `retain_graph=True` in the first of two."),
     ("modified by an inplace operation",
-     "Somebody wrote to a tensor that this backward still needs. Work on a copy, or on memory of its own."),
+     "Somebody wrote to a tensor that this backward still needs. Work on a copy, or on memory of"
+     " its own."),
     ("is being used in an in-place operation",
      "A tensor that wants a gradient cannot be written to: work on a copy, or detach it first."),
     ("Boolean value of Tensor with more than one value is ambiguous",
-     "A tensor of several numbers is neither true nor false: ask it for `.any()` or `.all()`. Or a tensor stands "
-     "here where a single number belongs: are the arguments in their order?"),
-    ("not implemented for 'Long'", "Whole numbers stand here where floats belong: are the arguments in their order?"),
+     "A tensor of several numbers is neither true nor false: ask it for `.any()` or `.all()`. Or a"
+     " tensor stands here where a single number belongs: are the arguments in their order?"),
+    ("not implemented for"
+     " 'Long'", "Whole numbers stand here where floats belong: are the arguments in their order?"),
     ("Mismatch in shape: grad_output",
-     "The gradient must have the shape of the tensor that its backward starts from: is that the stage's output?"),
+     "The gradient must have the shape of the tensor that its backward starts from: is that the"
+     " stage's output?"),
     ("mat1 and mat2 shapes cannot be multiplied",
      "The layer was given a tensor of another width: is it the input that belongs to it?"),
     ("must match the size of tensor b",
-     "Two tensors of different shapes meet here: compare what they are with what they should be, by their `.shape`."),
+     "Two tensors of different shapes meet here: compare what they are with what they should be, by"
+     " their `.shape`."),
     ("FrozenInstanceError",
-     "Nothing can be assigned to its fields: `dataclasses.replace(…)` makes another with some of them changed."),
-    ("derivative for aten::floor_divide is not implemented", "`//` has no gradient: divide with `/`."),
+     "Nothing can be assigned to its fields: `dataclasses.replace(…)` makes another with some of"
+     " them changed."),
+    ("derivative for aten::floor_divide is not"
+     " implemented", "`//` has no gradient: divide with `/`."),
     ("One of the differentiated Tensors does not require grad",
-     "A gradient is asked for of a tensor that did not want one in the forward: `requires_grad_()` before it."),
+     "A gradient is asked for of a tensor that did not want one in the forward: `requires_grad_()`"
+     " before it."),
     ("appears to not have been used in the graph",
-     "The output was not computed from the tensor whose gradient is asked for: what was the forward given?"),
+     "The output was not computed from the tensor whose gradient is asked for: what was the forward"
+     " given?"),
     ("must have the same dtype",
-     "Two dtypes meet here: `torch.empty` and its like make float32 unless they are told `dtype=`."),
-    ("Must specify global_rank or group_rank", "A message needs the rank at its other end: `dst=…` or `src=…`."),
+     "Two dtypes meet here: `torch.empty` and its like make float32 unless they are told"
+     " `dtype=`."),
+    ("Must specify global_rank or"
+     " group_rank", "A message needs the rank at its other end: `dst=…` or `src=…`."),
     ("Expected parameter `tensor` of type torch.Tensor but got <class 'NoneType'>",
-     "`None` was to be sent or received. A tensor's `.grad` is None until a backward has run, and stays None where "
-     "that backward does not reach the tensor."),
+     "`None` was to be sent or received. A tensor's `.grad` is None until a backward has run, and"
+     " stays None where that backward does not reach the tensor."),
     ("Expected parameter `tensor` of type torch.Tensor",
      "What is sent or received has to be a tensor: are the arguments in their order?"),
     ("is not initialized in the world group map",
      '`group=` takes a process group: of a mesh, that of one dimension, `mesh.get_group("tp")`.'),
     ("input tensor has to be contiguous",
-     "A message is read from one piece of memory, and this tensor is a view of something larger: is it the one that "
-     "was to be sent? `.contiguous()` makes a copy in one piece."),
-    ("has no gradient for rank", "Or no backward has run through it: until then its gradient is None."),
+     "A message is read from one piece of memory, and this tensor is a view of something larger: is"
+     " it the one that was to be sent? `.contiguous()` makes a copy in one piece."),
+    ("has no gradient for"
+     " rank", "Or no backward has run through it: until then its gradient is None."),
     *(
-        (words, "`min` and `max` need something to choose from: say first what to return where nothing is left.")
+        (words,
+         "`min` and `max` need something to choose from: say first what to return where nothing is"
+         " left.")
         # Python 3.11's words, and those after it.
         for words in ("arg is an empty sequence", "iterable argument is empty")
     ),
-    ("has changed the type of value", "A gradient keeps its dtype: return it in the dtype in which it came."),
+    ("has changed the type of"
+     " value", "A gradient keeps its dtype: return it in the dtype in which it came."),
     ("division by zero", "Look at what it is divided by: in this call that is 0."),
-    ("list index out of range", "An index is past the end: a list of n entries has those from 0 to n - 1."),
-    ("is invalid for input of size", "`view` and `reshape` keep the number of entries: compare the shapes."),
+    ("list index out of"
+     " range", "An index is past the end: a list of n entries has those from 0 to n - 1."),
+    ("is invalid for input of"
+     " size", "`view` and `reshape` keep the number of entries: compare the shapes."),
     ("zip() argument", "Lists of different lengths meet here: compare them by `len`."),
     *(
-        (words, "The loss was given targets that do not belong to this output: compare their `.shape` and dtype.")
+        (words,
+         "The loss was given targets that do not belong to this output: compare their `.shape` and"
+         " dtype.")
         for words in (
             "to match target batch_size",
             "1D target must have size",

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from course_pp.exercises.expect import expect_list
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import Cause, Mistake, why
 from course_pp.schedule import Action, Costs, Schedule, Timeline, check, simulate
 
-__all__ = ["Cause", "Orders", "judge_orders", "read_order", "shown"]
+__all__ = ["Orders", "judge_orders", "read_order", "shown"]
 
 Row = tuple[Action, ...]
 
 
 class Orders(NamedTuple):
-    """What a cause is chosen by.
+    """Orders that are refused: facts for a table of causes.
 
     Attributes:
-        rows: for each rank its actions.
-        timeline: of the answer; None if it cannot run.
-        best: of the reference.
-        rank: which holds too much; -1 unless one does.
+        rows: actions of each rank.
+        timeline: timeline of the answer; None if it cannot run.
+        best: timeline of the reference.
+        rank: the rank that holds too much; -1 where the fault is another.
     """
 
     rows: Sequence[Row]
@@ -35,8 +35,14 @@ class Orders(NamedTuple):
         """The most activations that each rank holds, if it can run."""
         return self.timeline.peak_activations if self.timeline else ()
 
+    @property
+    def peak(self) -> int:
+        """The most activations that ``rank`` holds."""
+        return self.peaks[self.rank]
 
-Cause = str | Callable[[Orders], str]
+    def holds_everything(self) -> bool:
+        """Whether ``rank`` does all of its forwards before its first backward."""
+        return self.peak == len(self.rows[self.rank]) // 2
 
 
 def read_order(
@@ -114,7 +120,7 @@ def judge_orders(
     if problems := check(yours):
         orders = Orders(rows, None, simulate(reference))
         raise Mistake(
-            f"{given} it cannot run: {problems[0]}.", _told(impossible, orders), shown(rows)
+            f"{given} it cannot run: {problems[0]}.", why(impossible, orders), shown(rows)
         )
     for each in costs:
         timeline, best = simulate(yours, each), simulate(reference, each)
@@ -122,7 +128,7 @@ def judge_orders(
             zip(timeline.peak_activations, best.peak_activations, strict=True)
         ):
             if peak > enough:
-                cause = _told(crowded, Orders(rows, timeline, best, rank))
+                cause = why(crowded, Orders(rows, timeline, best, rank))
                 symptom = (
                     f"{given}, rank {rank} holds {peak} activations at its peak; {enough} are"
                     " enough."
@@ -130,13 +136,9 @@ def judge_orders(
                 raise Mistake(symptom, cause, shown(rows))
         if timeline.makespan > best.makespan:
             symptom = f"{given} it takes {timeline.makespan:g} units; {best.makespan:g} are enough."
-            raise Mistake(symptom, _told(slow, Orders(rows, timeline, best)), shown(rows))
+            raise Mistake(symptom, why(slow, Orders(rows, timeline, best)), shown(rows))
 
 
 def shown(rows: Sequence[Sequence[object]]) -> str:
     """A line a rank."""
     return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))
-
-
-def _told(cause: Cause, orders: Orders) -> str:
-    return cause(orders) if callable(cause) else cause

@@ -21,8 +21,8 @@ from course_pp.base.sizes import compute_layer_assignment
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
-from course_pp.exercises.formula import Formula, flawed, why
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.formula import Formula, flawed
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, why
 from course_pp.launch import on_ranks
 from course_pp.plan import (
     Cluster,
@@ -62,11 +62,14 @@ _WRONG_BYTES = (
     (("rank == pp - 1", "False"), "The last stage holds the head, as large as the embedding."),
     (("rank == 0", "False"), "The first stage holds the embedding, as large as the head."),
     (("rank == pp - 1", "rank == 0"), "The head is on the last stage, not beside the embedding."),
-    (("if rank == pp - 1", "elif rank == pp - 1"), "A pipeline of one stage holds both, embedding and head."),
+    ((
+        "if rank == pp -"
+        " 1", "elif rank == pp - 1"), "A pipeline of one stage holds both, embedding and head."),
     (("rank == 0", "True"), ("rank == pp - 1", "True"),
      "Only the first stage holds the embedding, and only the last one the head."),
     ((_FLIGHT, "m"), "1F1B has at most `pp - rank` microbatches in flight, not all of them (03)."),
-    ((_FLIGHT, "min(pp, m)"), "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
+    ((_FLIGHT,
+        "min(pp, m)"), "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
     ((_FLIGHT, "pp - rank"), "There are never more than `m` microbatches in flight."),
     ((_FLIGHT, "pp"), "Only rank 0 has `pp` microbatches in flight, and there are `m` at most."),
     ((_FLIGHT, "min(pp - 1 - rank, m)"),
@@ -74,9 +77,25 @@ _WRONG_BYTES = (
     ((_FLIGHT, "min(pp - rank + 1, m)"), "One too many: `pp - rank` are in flight (03)."),
     ((_FLIGHT, "1"), "Several microbatches are in flight at once, and each keeps its bytes (03)."),
     ((_FLIGHT, "min(rank + 1, m)"), "The first rank has most in flight, not the last."),
-    (("16 *", "4 *"), "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not 4."),
-    (("16 *", "2 *"), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
-    (("16 *", "8 *"), "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
+    ((
+        "16"
+        " *",
+            "4"
+            " *"),
+                "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not"
+                " 4."),
+    ((
+        "16"
+        " *",
+            "2"
+            " *"),
+                "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
+    ((
+        "16"
+        " *",
+            "8"
+            " *"),
+                "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
     (("16 *", "12 *"), "Parameters, gradients and *two* moments: 16 bytes each, not 12."),
     (("* kept", "* kept / shard"),
      "Shards cut parameters, not activations: each data-parallel rank has its own sequences."),
@@ -86,8 +105,10 @@ _WRONG_BYTES = (
     (("n_layers * kept", "kept"), "`kept` is of one layer: this rank has several."),
     (("* kept", "* 0"), "Activations are not in your answer: `kept` bytes a layer and microbatch."),
     ((_SHARE, "layers / pp"), "Layers are whole: earlier stages take the extras."),
-    ((_SHARE, "layers // pp"), "Where `pp` does not divide the layers, earlier stages take one more."),
-    ((_SHARE, "layers // pp + (rank >= pp - layers % pp)"), "The *earlier* stages take the extras."),
+    ((_SHARE,
+        "layers // pp"), "Where `pp` does not divide the layers, earlier stages take one more."),
+    ((_SHARE,
+        "layers // pp + (rank >= pp - layers % pp)"), "The *earlier* stages take the extras."),
     ((_SHARE, "layers // pp + (rank <= layers % pp)"),
      "One stage too many takes an extra: the first `layers % pp`, rank 0 among them."),
     ((_SHARE, "-(-layers // pp)"), "Only the first `layers % pp` stages take one more."),
@@ -136,26 +157,35 @@ _TOKENS = "each * speed / (3 * bandwidth)"
 _WRONG_TOKENS = (
     *(((_TOKENS, wrong), cause) for wrong, cause in (
         ("each * speed / (6 * bandwidth)",
-         "An all-reduce goes round twice, to sum and to pass on: `2 * (n - 1) / n` times the bytes (00)."),
-        ("each * speed / bandwidth", "Backward is work, too: 6 operations a parameter and token, not 2."),
-        ("each * speed / (2 * bandwidth)", "Forward is work, too: 6 operations a parameter and token, not 4."),
+         "An all-reduce goes round twice, to sum and to pass on: `2 * (n - 1) / n` times the bytes"
+         " (00)."),
+        ("each * speed /"
+         " bandwidth", "Backward is work, too: 6 operations a parameter and token, not 2."),
+        ("each * speed / (2 *"
+         " bandwidth)", "Forward is work, too: 6 operations a parameter and token, not 4."),
         (f"(n - 1) / n * {_TOKENS}",
-         "The bubble has the same (n - 1) / n as the ring: look at how long a stage's microbatch takes."),
+         "The bubble has the same (n - 1) / n as the ring: look at how long a stage's microbatch"
+         " takes."),
         (f"n / (n - 1) * {_TOKENS}", "The ring has the same (n - 1) / n as the bubble."),
         (f"n * {_TOKENS}",
-         "A rank of the ring sends an n-th of the bytes in each of its 2 (n - 1) steps, not all of them."),
+         "A rank of the ring sends an n-th of the bytes in each of its 2 (n - 1) steps, not all of"
+         " them."),
         (f"1 / n * {_TOKENS}",
-         "A stage has an n-th of the layers, so a microbatch takes it an n-th of a sequence's time."),
+         "A stage has an n-th of the layers, so a microbatch takes it an n-th of a sequence's"
+         " time."),
         (f"1 / batch * {_TOKENS}", _SAME_WORK),
         (f"n / batch * {_TOKENS}", _SAME_WORK),
         (f"batch * {_TOKENS}", _SAME_WORK),
         (f"parameters * {_TOKENS}",
-         "The gradients have `each * parameters` bytes, and the work grows with `parameters`, too."),
+         "The gradients have `each * parameters` bytes, and the work grows with `parameters`,"
+         " too."),
         ("speed / (3 * bandwidth)", "A gradient has `each` bytes."),
-        ("3 * bandwidth / (each * speed)", "This is one over the tokens: with a faster link fewer are enough."),
+        ("3 * bandwidth / (each *"
+         " speed)", "This is one over the tokens: with a faster link fewer are enough."),
     )),
     (lambda *given: floor(break_even(*given)),
-     "With that many the ring still takes longer than the bubble: round up, or give the tokens as they come out."),
+     "With that many the ring still takes longer than the bubble: round up, or give the tokens as"
+     " they come out."),
 )  # fmt: skip
 
 
@@ -284,21 +314,23 @@ def _why_slower(case: _Case, found: Prediction, best: Prediction) -> str:
     every = _fitting(*case)
     got, fastest = found.layout, best.layout
     of_pp = [each.step_s for each in every if each.layout.pp == got.pp]
-    rules = (
-        (got == replace(fastest, pp=fastest.tp, tp=fastest.pp), "`pp` and `tp` have changed places."),
+    causes = (
+        (got == replace(fastest, pp=fastest.tp, tp=fastest.pp),
+         "`pp` and `tp` have changed places."),
         (found.step_s == max(each.step_s for each in every),
          "That is the slowest one that fits: take the least `step_s`."),
         (max(found.total_memory) == min(max(each.total_memory) for each in every),
-         "That is the one that holds least. All that fit are good enough; of those take the least `step_s`."),
+         "That is the one that holds least. All that fit are good enough; of those take the least"
+         " `step_s`."),
         ((got.pp, got.tp) == (fastest.pp, fastest.tp),
          f"With `ac={fastest.ac!r}` it is faster and fits: try every `ac`, and compare `step_s`."),
         (found.step_s == min(of_pp),
-         f"It is the fastest with pp={got.pp}. Was every pp that divides the GPUs tried? The best has {fastest.pp}."),
+         f"It is the fastest with pp={got.pp}. Was every pp that divides the GPUs tried? The best"
+         f" has {fastest.pp}."),
+        (OTHERWISE,
+         "Compare the `step_s` of every pp, tp and ac; the data-parallel ranks are what is left."),
     )  # fmt: skip
-    return why(
-        rules,
-        "Compare the `step_s` of every pp, tp and ac; the data-parallel ranks are what is left.",
-    )
+    return why(causes)
 
 
 @cache
@@ -410,10 +442,12 @@ _NOT_WHAT_HELPS = (
 )
 _COMPARE = "Change one resource with `replace`, predict again, and compare times a sequence."
 _WRONG_BOTTLENECKS = (
-    (_longest_alone, "With twice the batch a step does twice the work: compare times a sequence, of all four."),
+    (_longest_alone,
+     "With twice the batch a step does twice the work: compare times a sequence, of all four."),
     (_largest_part, _NOT_WHAT_HELPS),
     (_largest_wait, _NOT_WHAT_HELPS),
-    (lambda run: max(_RESOURCES, key=run.gains().get), "That helps least: what is left of the time has to be least."),
+    (lambda run: max(_RESOURCES, key=run.gains().get),
+     "That helps least: what is left of the time has to be least."),
     *((lambda run, gone=gone: min((each for each in _RESOURCES if each != gone), key=run.gains().get),
        f"{gone!r} is never the answer of yours: is it doubled?")
       for gone in _RESOURCES[:3]),
@@ -457,8 +491,11 @@ _ILLNESSES = {
               "That is the global batch: each data-parallel rank has a part of it."),
     "peak": (("cluster.n_gpus", "cluster.n_nodes"),
              "That MFU is above what the GPUs could do: count all of them, not the nodes."),
-    "embedding": (("    held[0] += model.n_embedding_parameters\n", ""), "Rank 0 holds the embedding, too."),
-    "head": (("    held[-1] += model.n_head_parameters\n", ""), "The last rank holds final norm and head, too."),
+    "embedding": ((
+        "    held[0] += model.n_embedding_parameters\n", ""), "Rank 0 holds the embedding, too."),
+    "head": ((
+        "    held[-1] +="
+        " model.n_head_parameters\n", ""), "The last rank holds final norm and head, too."),
 }  # fmt: skip
 """What stands in the source, what instead, and what to look at."""
 
@@ -536,26 +573,25 @@ def _as_report(got: Any, what: str) -> Report:
     return number, expect_number(mfu, f"{what}[1]"), counts
 
 
-def _why_report(case: tuple[Any, ...], got: Report, right: Report) -> str:
-    rules = (
-        (
-            got[0] != right[0],
-            "A rank's sequences, divided by those of a microbatch: both data-parallel sizes count.",
-        ),
-        (
-            not close(got[1], right[1]),
-            "Operations a second over the peak of all GPUs: `model_flops` counts a step's.",
-        ),
-        (
-            len(got[2]) != len(right[2]),
-            "There is one number of parameters for each of the `pp` pipeline ranks.",
-        ),
-    )
-    return why(
-        rules,
+_OTHER_REPORT: Cause = (
+    (
+        lambda case, got, right: got[0] != right[0],
+        "A rank's sequences, divided by those of a microbatch: both data-parallel sizes count.",
+    ),
+    (
+        lambda case, got, right: not close(got[1], right[1]),
+        "Operations a second over the peak of all GPUs: `model_flops` counts a step's.",
+    ),
+    (
+        lambda case, got, right: len(got[2]) != len(right[2]),
+        "There is one number of parameters for each of the `pp` pipeline ranks.",
+    ),
+    (
+        OTHERWISE,
         "Layers as `compute_layer_assignment` shares them, and what the ends hold, before anything"
         " cuts them further.",
-    )
+    ),
+)
 
 
 grade_planned_report = Formula(
@@ -566,7 +602,7 @@ grade_planned_report = Formula(
         for n in (1, 2, 3, 4)
         for ill in combinations(_ILLNESSES, n)
     ],
-    _why_report,
+    _OTHER_REPORT,
     read=_as_report,
     call=lambda model, layout, *_: f"planned_report(…{model.n_layers} layers, {layout}…)",
 )
@@ -574,25 +610,30 @@ grade_planned_report = Formula(
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(bytes_held, grade_bytes_held, "13", "what a rank holds", 2, 7, (
-        "Count the parameters first: this rank's layers, the embedding if it is the first, the head if the last.",
+        "Count the parameters first: this rank's layers, the embedding if it is the first, the head"
+        " if the last.",
         "16 bytes for each of them, cut into `shard` parts. Activations are not cut.",
-        "Under 1F1B `min(pp - rank, m)` microbatches are in flight; each keeps `kept` bytes for each layer here.",
+        "Under 1F1B `min(pp - rank, m)` microbatches are in flight; each keeps `kept` bytes for"
+        " each layer here.",
     )),
     Exercise(break_even, grade_break_even, "13", "ring against bubble", 2, 8, (
-        "Both ways do the same work. Data parallelism adds a ring, the pipeline adds a bubble: set them equal.",
-        "The ring: `2 * (n - 1) / n` times the gradients' bytes, over the bandwidth. The bubble: `n - 1` microbatches "
-        "of a stage, and a stage has an n-th of the work of a sequence.",
-        "`(n - 1) / n` and the parameters are on both sides. What is left has `each`, `speed` and `bandwidth`.",
+        "Both ways do the same work. Data parallelism adds a ring, the pipeline adds a bubble: set"
+        " them equal.",
+        "The ring: `2 * (n - 1) / n` times the gradients' bytes, over the bandwidth. The bubble: `n"
+        " - 1` microbatches of a stage, and a stage has an n-th of the work of a sequence.",
+        "`(n - 1) / n` and the parameters are on both sides. What is left has `each`, `speed` and"
+        " `bandwidth`.",
     )),
     Exercise(fastest_layout, grade_fastest_layout, "13", "find the layout", 2, 10, (
-        "Try every `pp` and `tp` that divide the GPUs, and every `ac`. The data-parallel ranks are what is left.",
+        "Try every `pp` and `tp` that divide the GPUs, and every `ac`. The data-parallel ranks are"
+        " what is left.",
         "`predict` raises `ValueError` for what cannot be laid out: pass it over.",
         "Keep the least `step_s` among the predictions with `fits`, and return its `layout`.",
     ), limit_s=60.0),
     Exercise(bottleneck, grade_bottleneck, "13", "name the bottleneck", 2, 7, (
         "The largest part of a step need not be what helps most: predict again with twice of each.",
-        "`replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth)`, and likewise the others; the memory's "
-        "bandwidth is the GPU's. `predict` takes the rest from the prediction.",
+        "`replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth)`, and likewise the others;"
+        " the memory's bandwidth is the GPU's. `predict` takes the rest from the prediction.",
         "With twice the batch a step does twice the work: halve its time, then take the least.",
     ), limit_s=30.0),
     Exercise(planned_report, grade_planned_report, "13", "bug clinic", 2, 8, (

@@ -15,7 +15,7 @@ from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_dict, expect_int, expect_list
 from course_pp.exercises.formula import Formula
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, why
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle in a tensor."""
@@ -50,7 +50,9 @@ _ROWS = "min(most, rows - first)"
 _NO_END = "The second entry is the size, not the end."
 
 _WRONG_RECTANGLES = (
-    (_fsdp_first, "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is reversed."),
+    (_fsdp_first,
+     "Tensor parallelism cuts first; FSDP cuts the rows of what is left (08). Here it is"
+     " reversed."),
     (("offsets[0] += first", "offsets[0] = first"),
      "Offsets count from the corner of the whole matrix: those of both cuts add up."),
     (("-(-rows // dp)", "rows // dp"),
@@ -60,11 +62,18 @@ _WRONG_RECTANGLES = (
     ((_FIRST, "dp_rank * (rows // dp) + min(dp_rank, rows % dp)"),
             (_ROWS, "rows // dp + (dp_rank < rows % dp)"),
      "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
-    ((_ROWS, "most"), "The last parts end where the matrix ends: take the smaller of the part and what is left."),
+    ((_ROWS,
+        "most"),
+            "The last parts end where the matrix ends: take the smaller of the part and what is"
+            " left."),
     (("tuple(sizes)", "tuple(map(sum, zip(offsets, sizes)))"), _NO_END),
-    (("tuple(offsets), tuple(sizes)", "tuple(sizes), tuple(offsets)"), "The offsets come first, then the sizes."),
+    ((
+        "tuple(offsets),"
+        " tuple(sizes)",
+            "tuple(sizes), tuple(offsets)"), "The offsets come first, then the sizes."),
     (('0 if tp_cuts == "rows" else 1', '1 if tp_cuts == "rows" else 0'),
-     'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"` the reverse.'),
+     'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"`'
+     ' the reverse.'),
     (('tp_cuts != "nothing"', "True"), ('0 if tp_cuts == "rows" else 1', 'tp_cuts == "columns"'),
      "Where tensor parallelism cuts nothing, each of its ranks has the matrix whole."),
     ((_FIRST, "0"), (_ROWS, "rows"), "FSDP does not cut anything in your answer."),
@@ -72,7 +81,9 @@ _WRONG_RECTANGLES = (
 )  # fmt: skip
 
 _CUTS = (
-    ((96, 32), "rows", 2, 2), ((32, 96), "columns", 2, 2), ((32, 32), "nothing", 2, 4), ((10, 6), "rows", 2, 3),
+    ((96, 32),
+     "rows", 2, 2), ((32, 96),
+         "columns", 2, 2), ((32, 32), "nothing", 2, 4), ((10, 6), "rows", 2, 3),
     ((9, 4), "columns", 4, 4), ((8, 8), "nothing", 1, 1), ((6, 8), "rows", 3, 4),
 )  # fmt: skip
 
@@ -201,8 +212,8 @@ _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
     ({"step_4": _SIZES, "step_8": _SIZES, "step_6": _SIZES}, "step_8",
      "It is the highest step that counts, whatever the order of the listing."),
     ({"step_4": _SIZES, "step_8": _UNSEALED}, "step_4",
-     "A directory without a manifest was never declared whole, although all files may be there. The one before it "
-     "is to be used."),
+     "A directory without a manifest was never declared whole, although all files may be there. The"
+     " one before it is to be used."),
     ({"step_4": _SIZES, "step_8": {"0.distcp": 100, "state.json": 102}}, "step_4",
      "The manifest names a file that is not there."),
     ({"step_4": _SIZES, "step_8": _SIZES | {"1.distcp": 94}}, "step_4",
@@ -217,7 +228,9 @@ _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
     ({".step_8.tmp-3f2a": _SIZES, "step_4": _SIZES}, "step_4",
      "What is no checkpoint is passed over, and the search goes on after it."),
     ({"step_4": _SIZES, "copy_8": _SIZES}, "step_4", _NO_NAME),
-    ({"step_9": _SIZES, "step_10": _SIZES}, "step_10", "As text, 9 comes after 1: compare numbers."),
+    ({
+        "step_9": _SIZES,
+            "step_10": _SIZES}, "step_10", "As text, 9 comes after 1: compare numbers."),
     ({"step_4": _SIZES, "step_8": _SIZES | {"tokenizer.json": 5}}, "step_8",
      "A file more than the manifest names does no harm."),
     ({"step_4": {"0.distcp": 100, "1.distcp": 101}}, None, "If none is whole, the answer is None."),
@@ -386,7 +399,8 @@ _N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
 # In the first, each key that is too short has two meanings. In the last, what has no order of its
 # own has another.
 _RUNS = (
-    ("pp × dp_shard = 2 × 2", 2, False), ("pp × dp_shard = 4 × 1", 4, False), ("pp × dp_shard = 1 × 4", 1, False),
+    ("pp × dp_shard = 2 ×"
+     " 2", 2, False), ("pp × dp_shard = 4 × 1", 4, False), ("pp × dp_shard = 1 × 4", 1, False),
     ("the optimizer's groups, biases first, and the mesh's dimensions in another order,", 2, True),
 )  # fmt: skip
 
@@ -487,9 +501,8 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
                     f"{where} ranks {writer[key]} and {rank} both write `{key}`, with different"
                     " values"
                 )
-                raise Mistake(
-                    f"{symptom}: whoever writes last wins.", _why_two_meanings(str(key), value)
-                )
+                cause = why(_TWO_MEANINGS, str(key), value)
+                raise Mistake(f"{symptom}: whoever writes last wins.", cause)
             merged[key], writer[key] = value, rank
     stage, optimizer = _trained(1, 0)
     needed = {
@@ -544,17 +557,32 @@ def _is_in_another_dtype(found: Any, wanted: Any) -> bool:
     return torch.allclose(found.to(wanted.dtype), wanted, rtol=1e-2)
 
 
-def _why_two_meanings(key: str, value: Any) -> str:
-    if not isinstance(value, Tensor | int | float):
-        return f"An entry is a tensor or a number, not an object of class {type(value).__name__}."
-    if _is_generator(value):
-        return "Every rank has a generator of its own: its key needs the rank's coordinates."
-    if any(part.isdigit() for part in key.split(".")) and "layers" not in key:
-        return (
-            "An optimizer numbers the parameters of its own rank: 0 is another one on each stage."
-            " Take the parameter's name."
-        )
-    return "The key does not say of which parameter it is: two ranks mean different things by it."
+def _is_by_number(key: str, value: Any) -> bool:
+    """Whether the key names a parameter by its place in an optimizer."""
+    return any(part.isdigit() for part in key.split(".")) and "layers" not in key
+
+
+_TWO_MEANINGS: Cause = (
+    (
+        lambda key, value: not isinstance(value, Tensor | int | float),
+        lambda key, value: (
+            f"An entry is a tensor or a number, not an object of class {type(value).__name__}."
+        ),
+    ),
+    (
+        lambda key, value: _is_generator(value),
+        "Every rank has a generator of its own: its key needs the rank's coordinates.",
+    ),
+    (
+        _is_by_number,
+        "An optimizer numbers the parameters of its own rank: 0 is another one on each stage."
+        " Take the parameter's name.",
+    ),
+    (
+        OTHERWISE,
+        "The key does not say of which parameter it is: two ranks mean different things by it.",
+    ),
+)
 
 
 def _compare_places(everyone: Sequence[_Given]) -> None:
@@ -602,28 +630,36 @@ def _equal(a: Any, b: Any) -> bool:
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(rectangle, _grade_rectangle, "09", "what a rank holds", 2, 7, (
         "First the cut of tensor parallelism, if there is one: it says how many rows are left.",
-        "FSDP cuts those rows into parts of rows / dp, rounded up. With which row does part `dp_rank` begin?",
-        "FSDP's part begins at `min(dp_rank * most, rows)` and has `min(most, rows - begin)` rows; the offset of "
-        "tensor parallelism comes on top.",
+        "FSDP cuts those rows into parts of rows / dp, rounded up. With which row does part"
+        " `dp_rank` begin?",
+        "FSDP's part begins at `min(dp_rank * most, rows)` and has `min(most, rows - begin)` rows;"
+        " the offset of tensor parallelism comes on top.",
     )),
     Exercise(overlaps, _grade_overlaps, "09", "which old files a new rank reads", 2, 7, (
         "In one dimension: where do two intervals begin to overlap, and where do they end?",
         "The overlap begins at the larger of the beginnings and ends at the smaller of the ends.",
-        "Do it in each dimension. Leave the file out unless the end is beyond the beginning in all of them.",
+        "Do it in each dimension. Leave the file out unless the end is beyond the beginning in all"
+        " of them.",
     )),
     Exercise(newest_whole, _grade_newest_whole, "09", "latest, by looking", 1, 5, (
-        "Three questions to each directory: is it named as a checkpoint, is there a manifest, does it agree?",
+        "Three questions to each directory: is it named as a checkpoint, is there a manifest, does"
+        " it agree?",
         "`files.get(file) == size` for every file of the manifest.",
-        "Of those that are whole take the highest number, compared as an int: `max(…, default=None)`.",
+        "Of those that are whole take the highest number, compared as an int: `max(…,"
+        " default=None)`.",
     )),
     Exercise(save_together, _grade_save_together, "09", "two barriers", 2, 5, (
-        "What must rank 0 know before it publishes? And what must the others know before they go on?",
+        "What must rank 0 know before it publishes? And what must the others know before they go"
+        " on?",
         "`dist.barrier()` returns when all ranks have called it, so every rank has to call it.",
         "Write, barrier, publish on rank 0 alone, barrier.",
     ), limit_s=8.0),
     Exercise(checkpoint_entries, _grade_checkpoint_entries, "09", "bug clinic", 3, 9, (
-        "Which key would a rank of another layout look for? It knows the names of its parameters and where it is.",
-        "`stage.named_parameters()` gives the name, `optimizer.state[parameter]` the moments that belong to it.",
-        "Keys: `model.NAME`, `optimizer.NAME.SLOT`, `rng.COORDINATES` with every rank's own state, and the step.",
+        "Which key would a rank of another layout look for? It knows the names of its parameters"
+        " and where it is.",
+        "`stage.named_parameters()` gives the name, `optimizer.state[parameter]` the moments that"
+        " belong to it.",
+        "Keys: `model.NAME`, `optimizer.NAME.SLOT`, `rng.COORDINATES` with every rank's own state,"
+        " and the step.",
     ), limit_s=20.0),
 )  # fmt: skip

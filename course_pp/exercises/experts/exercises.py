@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number, expect_tensor
-from course_pp.exercises.formula import Formula, alike, flawed, why
+from course_pp.exercises.formula import Formula, alike, flawed
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import OTHERWISE, Mistake, why
 
 
 def route(logits: list[float], k: int) -> list[tuple[int, float]]:
@@ -54,15 +54,18 @@ def _weights_of_weights(logits: list[float], k: int) -> _Route:
 
 _WRONG_ROUTES = (
     ((_OF_ALL, "for expert in range(len(logits)))"),
-     "The softmax over all experts leaves the chosen ones less than 1 together: divide by their sum."),
+     "The softmax over all experts leaves the chosen ones less than 1 together: divide by their"
+     " sum."),
     ((_WEIGHT, "1 / k) for"), "The better expert counts more: weigh by the softmax."),
     ((_OF_ALL, "for expert in best[:1])"),
      "Each weight is over the best one's: divide by the sum of the chosen."),
     ((_WEIGHT, "math.exp(logits[expert])) for"), _NO_SUM),
     ((_WEIGHT, "logits[expert]) for"), "Those are logits: take the softmax over the chosen ones."),
-    (lambda logits, k: sorted(route(logits, k)), "They are in the order of their numbers: give the best first."),
+    (lambda logits, k: sorted(route(logits, k)),
+     "They are in the order of their numbers: give the best first."),
     (lambda logits, k: route(logits, k)[::-1], "The order is the worst first."),
-    (lambda logits, k: route([-each for each in logits], k), "Those are the experts with the least scores."),
+    (lambda logits, k: route([-each for each in logits], k),
+     "Those are the experts with the least scores."),
     (lambda logits, k: [(e, logits[e] / sum(logits[i] for i, _ in route(logits, k))) for e, _ in route(logits, k)],
      "Logits may be negative: take the softmax first."),
     (lambda logits, k: [(e, logits[e] / sum(logits)) for e, _ in route(logits, k)],
@@ -151,7 +154,7 @@ def _why_route(case: tuple[Any, ...], got: _Route, right: _Route) -> str:
     logits, k = case
     experts = [expert for expert, _ in got]
     weights = [weight for _, weight in got]
-    rules = (
+    causes = (
         (len(got) != k, f"One pair for each of the k best is asked for: here {k}."),
         (not all(0 <= expert < len(logits) for expert in experts),
          "The number of an expert is its place in `logits`."),
@@ -163,11 +166,10 @@ def _why_route(case: tuple[Any, ...], got: _Route, right: _Route) -> str:
         (alike(sorted(weights), sorted(weight for _, weight in right)),
          "The weights are right, but not each belongs to its expert."),
         (not close(sum(weights), 1), _NO_SUM),
+        (OTHERWISE,
+         "The weight of an expert is `exp` of its logit over the sum of `exp` over the chosen k."),
     )  # fmt: skip
-    return why(
-        rules,
-        "The weight of an expert is `exp` of its logit over the sum of `exp` over the chosen k.",
-    )
+    return why(causes)
 
 
 def splits(counts: list[list[int]], rank: int) -> tuple[list[int], list[int]]:
@@ -280,7 +282,7 @@ def _why_splits(case: tuple[Any, ...], got: Any, right: Any) -> str:
          "That is what each rank gets from all ranks together."),
     )  # fmt: skip
     by_halves = [(half == vector, cause) for half in (sends, gets) for vector, cause in named]
-    rules = (
+    causes = (
         (len(sends) != n or len(gets) != n,
          f"Each list has a number for each of the {n} ranks, this one included."),
         *((sends != right_sends and holds, cause) for holds, cause in by_halves[: len(named)]),
@@ -290,12 +292,11 @@ def _why_splits(case: tuple[Any, ...], got: Any, right: Any) -> str:
         (sends == right_sends,
          "What it sends is right. What it gets from rank s is row s, over the experts of this "
          "rank."),
+        (OTHERWISE,
+         "It sends its own row, over the experts of each rank, and gets its own experts."
+         f" {_EXCLUDED}"),
     )  # fmt: skip
-    return why(
-        rules,
-        "It sends its own row, over the experts of each rank, and gets its own experts."
-        f" {_EXCLUDED}",
-    )
+    return why(causes)
 
 
 def _counts(n_ranks: int, n_experts: int, seed: int) -> list[list[int]]:
@@ -424,13 +425,16 @@ _WRONG_BALANCES = (
     (lambda scores, k: (balance(scores, k)[0], balance(scores, k)[1][:1]),
      "The gradient has one row, and there is one for each token, all alike."),
     (_SCORE_TWICE,
-     "The loss is N times the sum of f · P: the fraction of choices and the mean score, not the score twice."),
+     "The loss is N times the sum of f · P: the fraction of choices and the mean score, not the"
+     " score twice."),
     (_SCORE_TWICE, ("for f in fractions]", "for f in means]"), _F_IS_A_COUNT),
     (_SCORE_TWICE, ("for f in fractions]", "for f in [2 * p for p in means]]"), _F_IS_A_COUNT),
     ((_PRODUCTS, "f * f for f, p in zip(fractions, means"),
-     "f alone has no gradient: a count does not change a little. The loss is N times the sum of f · P."),
+     "f alone has no gradient: a count does not change a little. The loss is N times the sum of f ·"
+     " P."),
     (_of_the_chosen,
-     "P is the mean of the scores of all tokens, also of those that chose another expert: all have the gradient."),
+     "P is the mean of the scores of all tokens, also of those that chose another expert: all have"
+     " the gradient."),
     (_times_scores,
      "The gradient of f · P for a score does not hold that score: P is a sum of them over T."),
     (_through_softmax,
@@ -494,7 +498,7 @@ def _why_balance(case: tuple[Any, ...], got: Any, right: Any) -> str:
     loss_is = "The loss is right."
     if not close(got[0], right[0]):
         loss_is = "The loss is N times the sum of f · P."
-    rules = (
+    causes = (
         (shape != (n_tokens, n_experts),
          f"The gradient has rows like `scores`: {n_tokens} of them, with {n_experts} numbers "
          "each."),
@@ -507,10 +511,10 @@ def _why_balance(case: tuple[Any, ...], got: Any, right: Any) -> str:
         (one_factor and not close(factors[0], 1),
          f"{loss_is} The gradient of scores[t][e] is N · f[e] / T: yours is {factors[0]:.4g} times "
          "that."),
+        (OTHERWISE,
+         f"{loss_is} The gradient of scores[t][e] is N · f[e] / T, the same for all tokens."),
     )  # fmt: skip
-    return why(
-        rules, f"{loss_is} The gradient of scores[t][e] is N · f[e] / T, the same for all tokens."
-    )
+    return why(causes)
 
 
 def moved(bias: list[float], counts: list[list[int]], step: float) -> list[float]:
@@ -562,14 +566,17 @@ _ONE_EACH = (
 
 _WRONG_MOVES = (
     (_moved_each_time,
-     "It moves after every microbatch. Once a step, by the counts of all: routing must not change within a step."),
+     "It moves after every microbatch. Once a step, by the counts of all: routing must not change"
+     " within a step."),
     (_majority,
      "Each row has a vote in your answer. Add up the counts of all rows, and compare once."),
     (lambda bias, counts, step: _moved_each_time(bias, counts, step / len(counts)),
      "Each row moves it in your answer, and that is averaged. Add up the counts of all rows, and "
      "compare once."),
-    (lambda bias, counts, step: moved(bias, counts[-1:], step), "Only the last microbatch counts in your answer."),
-    (lambda bias, counts, step: moved(bias, counts[:1], step), "Only the first microbatch counts in your answer."),
+    (lambda bias, counts, step: moved(bias, counts[-1:], step),
+     "Only the last microbatch counts in your answer."),
+    (lambda bias, counts, step: moved(bias, counts[:1], step),
+     "Only the first microbatch counts in your answer."),
     (lambda bias, counts, step: moved(bias, [[*row] for row in {*map(tuple, counts)}], step),
      "Two rows may be equal, and a set keeps one of them: add up the counts of all rows."),
     (lambda bias, counts, step: moved(bias, counts, -step),
@@ -665,7 +672,7 @@ def _why_moved(case: tuple[Any, ...], got: list[float], right: list[float]) -> s
     e = next(e for e, pair in enumerate(zip(got, right, strict=True)) if not alike(*pair))
     by = got[e] - bias[e]
     about = f"Expert {e} has {tokens[e]} tokens in all rows together, and the mean is {mean:g}"
-    rules = (
+    causes = (
         (tokens[e] == mean, f"{about}: it stays where it is."),
         (close(by, 0) and tokens[e] > mean, f"{about}: it goes down by `step`."),
         (close(by, 0), f"{about}: it goes up by `step`."),
@@ -673,8 +680,9 @@ def _why_moved(case: tuple[Any, ...], got: list[float], right: list[float]) -> s
             not close(abs(by), step),
             f"{about}: it moves by `step`, {step:g}, and yours by {by:.4g}.",
         ),
+        (OTHERWISE, f"{about}: an expert with more goes down, one with fewer goes up."),
     )
-    return why(rules, f"{about}: an expert with more goes down, one with fewer goes up.")
+    return why(causes)
 
 
 def mixture(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
@@ -812,15 +820,16 @@ def _read_mixture(value: Any, what: str) -> Tensor:
     output = expect_tensor(value, what)
     if tuple(output.shape) == (_TOKENS, _DIM):
         return output
-    rules = (
+    causes = (
         (output.dim() == 3, "Those are the rows of each choice: add up the k rows of each token."),
         (output.dim() == 2 and output.shape[0] % _TOKENS == 0,
          "Each token has k rows there: weigh them and add them up."),
         (output.dim() == 2 and output.shape[0] < _TOKENS,
          "Every token has a row, also one that was dropped."),
+        (OTHERWISE, "The output is as large as x: (tokens, dim)."),
     )  # fmt: skip
     symptom = f"`{what}` has shape {tuple(output.shape)}, not {(_TOKENS, _DIM)}."
-    raise Mistake(symptom, why(rules, "The output is as large as x: (tokens, dim)."))
+    raise Mistake(symptom, why(causes))
 
 
 def _judge_calls(crowd: _Crowd, found: _Mixed, right: _Mixed) -> None:
@@ -833,7 +842,7 @@ def _judge_calls(crowd: _Crowd, found: _Mixed, right: _Mixed) -> None:
             "zeros. If it is "
             "None, FSDP2 or an exchange on another rank waits for it for ever."
         )
-        rules = (
+        causes = (
             (not calls and wanted == [0], idle),
             (not calls,
              "Call the module itself, `expert(rows)`: hooks run only then, and FSDP2 is made of "
@@ -845,13 +854,12 @@ def _judge_calls(crowd: _Crowd, found: _Mixed, right: _Mixed) -> None:
              "it."),
             (calls == [_TOKENS],
              "It computes all tokens: give it those that chose it. That is what sparse means."),
+            (OTHERWISE,
+             "One call each, with the rows of the tokens that chose it: that is what sparse"
+             " means."),
         )  # fmt: skip
-        cause = why(
-            rules,
-            "One call each, with the rows of the tokens that chose it: that is what sparse means.",
-        )
         called = f"was called with {calls} rows, not with {wanted}" if calls else "was never called"
-        raise Mistake(f"{crowd} expert {i} {called}.", cause)
+        raise Mistake(f"{crowd} expert {i} {called}.", why(causes))
 
 
 _PUT_BACK = "torch.zeros_like(computed).index_copy(0, order, computed)"
@@ -956,7 +964,7 @@ def _why_output(got: Tensor, right: Tensor, crowd: _Crowd) -> str:
             return f"It has two illnesses. {_NOT_BACK} {_DROPS.format(most)}"
     wrong_rows = ~torch.isclose(got.to(right.dtype), right, rtol=1e-4, atol=1e-5).all(1)
     ratio = float((got * right).sum() / right.square().sum())
-    rules = (
+    causes = (
         (bool((got[wrong_rows] == 0).all()),
          f"{int(wrong_rows.sum())} of {_TOKENS} rows are zeros: were they dropped?"),
         (_near(got, ratio * right), f"It is {ratio:.4g} times the right one: {_ALREADY}"),
@@ -965,12 +973,11 @@ def _why_output(got: Tensor, right: Tensor, crowd: _Crowd) -> str:
          f"{int(wrong_rows.sum())} of {_TOKENS} rows differ: are some dropped, as over a capacity, "
          "or not put back at "
          "their place?"),
+        (OTHERWISE,
+         "Sort (token, choice) pairs by expert, compute, put them back in the tokens' order, weigh,"
+         " add up k rows each."),
     )  # fmt: skip
-    return why(
-        rules,
-        "Sort (token, choice) pairs by expert, compute, put them back in the tokens' order, weigh,"
-        " add up k rows each.",
-    )
+    return why(causes)
 
 
 _GRADE_ROUTE = Formula(
@@ -984,7 +991,8 @@ _GRADE_MOVED = Formula(moved, _MOVES, _WRONG_MOVES, _why_moved, read=_read_numbe
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(route, _GRADE_ROUTE, "12", "a token chooses", 1, 5, (
         "The experts with the k largest logits; `sorted(…, key=…)[:k]`.",
-        "The softmax of all logits, divided by the chosen ones' sum, is the softmax of the chosen ones.",
+        "The softmax of all logits, divided by the chosen ones' sum, is the softmax of the chosen"
+        " ones.",
         "Weight of an expert: `exp` of its logit, over the sum of `exp` over the chosen k.",
     )),
     Exercise(splits, _GRADE_SPLITS, "12", "who gets how many rows", 2, 7, (
@@ -994,7 +1002,8 @@ EXERCISES: tuple[Exercise, ...] = (
     )),
     Exercise(balance, _GRADE_BALANCE, "12", "a loss", 3, 9, (
         "Count the choices of each expert first: each token chooses the k with the largest scores.",
-        "f has no gradient, because a count does not change a little. P is a mean: each score enters with 1/T.",
+        "f has no gradient, because a count does not change a little. P is a mean: each score"
+        " enters with 1/T.",
         "The gradient of scores[t][e] is N * f[e] / T, the same for all tokens.",
     )),
     Exercise(moved, _GRADE_MOVED, "12", "a bias", 1, 5, (
@@ -1003,8 +1012,11 @@ EXERCISES: tuple[Exercise, ...] = (
         "Fewer than the mean: + step. More: - step. Just the mean: as it is.",
     )),
     Exercise(mixture, _grade_mixture, "12", "bug clinic", 3, 12, (
-        "In which order are the rows when the experts have computed them, and in which do the tokens expect them?",
-        "`order` says which (token, choice) pair each row is: row i of what was computed belongs at `order[i]`.",
-        "Call every expert, also with no rows; cut nothing off; `out[order] = computed`, as `index_copy` does it.",
+        "In which order are the rows when the experts have computed them, and in which do the"
+        " tokens expect them?",
+        "`order` says which (token, choice) pair each row is: row i of what was computed belongs at"
+        " `order[i]`.",
+        "Call every expert, also with no rows; cut nothing off; `out[order] = computed`, as"
+        " `index_copy` does it.",
     )),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_list, expect_number
 from course_pp.exercises.formula import Formula
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import OTHERWISE, Mistake, why
 
 
 def gathers(reshard: bool, m: int, groups: int, pipeline: bool) -> int:
@@ -28,24 +28,30 @@ def gathers(reshard: bool, m: int, groups: int, pipeline: bool) -> int:
 
 _WRONG_GATHERS = (
     (lambda again, m, groups, pp: groups * (2 * m if again else 1 if pp else m),
-     "Under a pipeline a backward keeps what it gathered, so the next forward finds it: with True only what comes "
-     "after a forward gathers."),
+     "Under a pipeline a backward keeps what it gathered, so the next forward finds it: with True"
+     " only what comes after a forward gathers."),
     (lambda again, m, groups, pp: groups * (m if again and pp else 2 * m if again else 1 if pp else m),
-     "m forwards free the group m times, and each time it is gathered again. The very first gather comes on top."),
+     "m forwards free the group m times, and each time it is gathered again. The very first gather"
+     " comes on top."),
     (lambda again, m, groups, pp: groups * (m + 1 if again else 1),
-     "`pipeline` makes no difference in your answer. In a loop of forward and backward, each backward frees."),
+     "`pipeline` makes no difference in your answer. In a loop of forward and backward, each"
+     " backward frees."),
     (lambda again, m, groups, pp: groups * (2 * m if again else m),
-     "`pipeline` makes no difference in your answer. In a pipeline nothing is freed by a backward before the last."),
+     "`pipeline` makes no difference in your answer. In a pipeline nothing is freed by a backward"
+     " before the last."),
     (lambda again, m, groups, pp: groups * ((m + 1 if again else 1) if pp else (2 * m if again else 1)),
-     "False keeps what *forward* gathered. Without a pipeline backward frees it, and the next microbatch gathers."),
+     "False keeps what *forward* gathered. Without a pipeline backward frees it, and the next"
+     " microbatch gathers."),
     (lambda again, m, groups, pp: groups * ((m + 1 if again else 1) if pp else (m + 1 if again else m)),
-     "Without a pipeline every forward and every backward with True starts from shards: two gathers a microbatch."),
+     "Without a pipeline every forward and every backward with True starts from shards: two gathers"
+     " a microbatch."),
     (lambda again, m, groups, pp: gathers(again, m, 1, pp),
      "That is for one group. Every group is gathered by itself."),
     (lambda again, m, groups, pp: gathers(not again, m, groups, pp),
      "The policies have changed places: True frees after forward, and has to gather more often."),
     (lambda again, m, groups, pp: gathers(again, m, groups, not pp),
-     "The two loops have changed places: it is the pipeline in which backward keeps what it gathered."),
+     "The two loops have changed places: it is the pipeline in which backward keeps what it"
+     " gathered."),
 )  # fmt: skip
 
 _EITHER = (True, False)
@@ -72,23 +78,36 @@ _LIKE_PLAIN = "root + (min(2, layers) if reshard else layers) * layer"
 
 _WRONG_BYTES = (
     ((_IN_PIPELINE, f"3 * shard + model + {_LIKE_PLAIN}"),
-     "Under a pipeline True does not lower the peak: what a backward gathers stays until the last microbatch."),
+     "Under a pipeline True does not lower the peak: what a backward gathers stays until the last"
+     " microbatch."),
     ((_IN_PIPELINE, "4 * shard + model"),
-     "Under a pipeline gradients are reduced once, after the last microbatch. Until then they are whole."),
+     "Under a pipeline gradients are reduced once, after the last microbatch. Until then they are"
+     " whole."),
     ((_IN_PIPELINE, "4 * shard + model"), ("min(2, layers)", "2"),
-     "Under a pipeline gradients are whole until the last microbatch; and a model of one layer gathers one."),
+     "Under a pipeline gradients are whole until the last microbatch; and a model of one layer"
+     " gathers one."),
     (("if pipeline", "if False"),
-     "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and gradients are "
-     "whole until the last microbatch."),
-    (("min(2, layers)", "1"), "With True *two* layers are there in backward: one computes while the next is gathered."),
+     "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and"
+     " gradients are whole until the last microbatch."),
+    ((
+        "min(2,"
+        " layers)",
+            "1"),
+                "With True *two* layers are there in backward: one computes while the next is"
+                " gathered."),
     (("min(2, layers)", "2"), "A model of one layer cannot have two of them gathered."),
-    (("gathered = root + ", "gathered = "), "The root is gathered as well, and with it the embedding and the head."),
+    ((
+        "gathered = root +"
+        " ",
+            "gathered ="
+            " "), "The root is gathered as well, and with it the embedding and the head."),
     (("min(2, layers) if reshard else layers", "layers"),
      "`reshard` makes no difference in your answer; without a pipeline it does."),
     (lambda layers, layer, root, n, again, pp: 4 * (layers * layer + root) / n,
      "Those are the shards, between steps. In a step, gathered parameters come on top."),
     (("3 * shard", "2 * shard"), ("4 * shard", "3 * shard"),
-     "One kind of shard is missing: the parameters' own stay beside what is gathered, and AdamW has two moments."),
+     "One kind of shard is missing: the parameters' own stay beside what is gathered, and AdamW has"
+     " two moments."),
     (("3 * shard", "shard"), ("4 * shard", "2 * shard"),
      "The optimizer's state counts: AdamW keeps two moments for each parameter."),
 )  # fmt: skip
@@ -118,22 +137,32 @@ _NEITHER = (
 
 _WRONG_CHOICES = (
     (("False if fits else None", "not fits"), _NEITHER),
-    (("False if fits else None", "False"), "Under a pipeline both policies keep all layers: do they fit?"),
+    ((
+        "False if fits else"
+        " None", "False"), "Under a pipeline both policies keep all layers: do they fit?"),
     (("False if fits else None", "not fits if 2 * layer <= room else None"), _NEITHER),
     (lambda *sizes: not sizes[-1],
-     "That is what \"auto\" does, which knows neither your memory nor your network. Here both are given."),
+     "That is what \"auto\" does, which knows neither your memory nor your network. Here both are"
+     " given."),
     (lambda room, layers, layer, forward, gather, pp: not pp and gather <= forward,
      "`room` makes no difference in your answer."),
     (("gather <= forward", "True"),
-     "True is not always free: a gather that takes longer than what computes meanwhile is waited for."),
+     "True is not always free: a gather that takes longer than what computes meanwhile is waited"
+     " for."),
     (("gather <= forward", "False"),
      "If the gathers are hidden behind computing, both are equally fast, and True keeps less."),
     (("gather <= forward", "gather <= 2 * forward"),
-     "In backward, which lasts 2 forwards, a layer is gathered *and* another's gradients are reduced: 2 gathers in 2 "
-     "forwards."),
+     "In backward, which lasts 2 forwards, a layer is gathered *and* another's gradients are"
+     " reduced: 2 gathers in 2 forwards."),
     (("gather <= forward", "gather < forward"),
-     "Where a gather takes exactly as long as a forward it is just hidden: equally fast, and True keeps less."),
-    (("min(2, layers)", "1"), "With True two layers are there in backward: one computes while the next is gathered."),
+     "Where a gather takes exactly as long as a forward it is just hidden: equally fast, and True"
+     " keeps less."),
+    ((
+        "min(2,"
+        " layers)",
+            "1"),
+                "With True two layers are there in backward: one computes while the next is"
+                " gathered."),
     (("min(2, layers)", "0"), "With True two layers have to fit; if they do not, answer None."),
 )  # fmt: skip
 
@@ -181,12 +210,14 @@ _REDUCED = (
 
 _WRONG_HSDP = (
     ((_ADDED_UP, "2 * model"), _REDUCED),
-    ((_ADDED_UP, "model / shard"), "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
+    ((_ADDED_UP,
+        "model / shard"), "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
     ((_ADDED_UP, "model"), _REDUCED),
     (("over_shard, over_replicate", "over_replicate, over_shard"),
-     "The two have changed places: parameters are gathered over `dp_shard`, shards of gradients are added over "
-     "`dp_replicate`."),
-    ((_ROUNDS, "2 if reshard else 1"), "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
+     "The two have changed places: parameters are gathered over `dp_shard`, shards of gradients are"
+     " added over `dp_replicate`."),
+    ((_ROUNDS,
+        "2 if reshard else 1"), "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
     ((_ROUNDS, "3"), "`reshard` makes no difference in your answer; True gathers once more."),
     ((_ROUNDS, "2 if reshard else 3"), "The policies have changed places: True gathers once more."),
     ((" * (shard - 1) / shard", ""), (" * (replicate - 1) / replicate", ""),
@@ -318,8 +349,10 @@ def _judge_step(where: str, m: int, step: _Step) -> None:
         symptom = f"{where} the gradients differ from one process's, and by no single factor."
         raise Mistake(symptom, _why_no_factor(step, m))
     if abs(ratio - 1) > TOLERANCE:
+        causes = [(abs(ratio - factor(m)) < TOLERANCE, cause) for factor, cause in _WRONG_FACTORS]
         raise Mistake(
-            f"{where} the gradients are {ratio:.4g} times one process's.", _why_factor(ratio, m)
+            f"{where} the gradients are {ratio:.4g} times one process's.",
+            why([*causes, (OTHERWISE, "Look where it is scaled.")]),
         )
     if step.reductions != groups:
         raise Mistake(
@@ -385,55 +418,64 @@ def _why_no_factor(step: _Step, m: int) -> str:
     )
 
 
-def _why_factor(ratio: float, m: int) -> str:
-    causes = {
-        1 / _N_RANKS: (
-            "FSDP averages over its ranks while it reduces. Dividing by their number is the second"
-            " time."
-        ),
-        float(_N_RANKS): "The mean over the ranks is FSDP's business: leave it alone.",
-        float(m): "1/m is missing: each microbatch adds the gradient of its own mean.",
-        m / _N_RANKS: (
-            "FSDP averages over ranks, not over microbatches: divide by m, and not by the number of"
-            " ranks."
-        ),
-        1 / m: "1/m enters twice.",
-        1 / (m * _N_RANKS): "Once 1/m is enough, and the mean over the ranks is FSDP's business.",
-    }
-    return next(
-        (cause for factor, cause in causes.items() if abs(ratio - factor) < TOLERANCE),
-        "Look where it is scaled.",
-    )
+# Where two factors are equal, as m and the number of ranks may be, the first row speaks.
+_WRONG_FACTORS: tuple[tuple[Callable[[int], float], str], ...] = (
+    (
+        lambda m: 1 / (m * _N_RANKS),
+        "Once 1/m is enough, and the mean over the ranks is FSDP's business.",
+    ),
+    (lambda m: 1 / m, "1/m enters twice."),
+    (
+        lambda m: m / _N_RANKS,
+        "FSDP averages over ranks, not over microbatches: divide by m, and not by the number of"
+        " ranks.",
+    ),
+    (lambda m: m, "1/m is missing: each microbatch adds the gradient of its own mean."),
+    (lambda m: _N_RANKS, "The mean over the ranks is FSDP's business: leave it alone."),
+    (
+        lambda m: 1 / _N_RANKS,
+        "FSDP averages over its ranks while it reduces. Dividing by their number is the second"
+        " time.",
+    ),
+)
 
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(gathers, _GRADE_GATHERS, "08", "gathers by policy", 2, 6, (
-        "Count for one group: in which state does each action find it, and in which does it leave it?",
+        "Count for one group: in which state does each action find it, and in which does it leave"
+        " it?",
         "Without a pipeline a backward always frees the group. In a pipeline it does not.",
-        "With True each of the m forwards frees. In the loop every forward and every backward gathers, 2m; in the "
-        "pipeline the first forward, and whatever comes after a forward, m + 1.",
+        "With True each of the m forwards frees. In the loop every forward and every backward"
+        " gathers, 2m; in the pipeline the first forward, and whatever comes after a forward, m +"
+        " 1.",
     )),
     Exercise(rank_bytes, _GRADE_RANK_BYTES, "08", "bytes a rank keeps", 2, 7, (
         "Parameters and two moments are shards, P/n each. What is whole at the peak comes on top.",
-        "Without a pipeline: gradients are shards; gathered are the root and two layers with True, all with False.",
-        "Under a pipeline: 3P/n of shards, P of gathered parameters, P of whole gradients, whatever the policy.",
+        "Without a pipeline: gradients are shards; gathered are the root and two layers with True,"
+        " all with False.",
+        "Under a pipeline: 3P/n of shards, P of gathered parameters, P of whole gradients, whatever"
+        " the policy.",
     )),
     Exercise(choose_reshard, _GRADE_CHOOSE_RESHARD, "08", "memory and bandwidth are given", 3, 8, (
-        "Decide first what fits. False keeps all layers. What does True keep, without a pipeline and with one?",
-        "True is as fast as False if the gathers are hidden: a gather behind a forward, and in backward a gather and a "
-        "reduction behind two forwards.",
-        "Pipeline: False if layers * layer fits, else None. Otherwise: False if it fits and gather > forward; else "
-        "True if 2 * layer fits; else None.",
+        "Decide first what fits. False keeps all layers. What does True keep, without a pipeline"
+        " and with one?",
+        "True is as fast as False if the gathers are hidden: a gather behind a forward, and in"
+        " backward a gather and a reduction behind two forwards.",
+        "Pipeline: False if layers * layer fits, else None. Otherwise: False if it fits and gather"
+        " > forward; else True if 2 * layer fits; else None.",
     )),
     Exercise(hsdp_bytes, _GRADE_HSDP_BYTES, "08", "what HSDP sends where", 2, 5, (
-        "Over `dp_shard`: how often is the model gathered with each policy, and how often are gradients reduced?",
-        "All-gather and reduce-scatter send (n - 1)/n of the whole each, an all-reduce twice as much.",
+        "Over `dp_shard`: how often is the model gathered with each policy, and how often are"
+        " gradients reduced?",
+        "All-gather and reduce-scatter send (n - 1)/n of the whole each, an all-reduce twice as"
+        " much.",
         "What is all-reduced over `dp_replicate` is model / shard bytes.",
     )),
     Exercise(accumulate_sharded, _grade_accumulate_sharded, "08", "bug clinic", 3, 8, (
         "Who has taken the mean over the ranks when backward returns? And how often was it taken?",
-        "FSDP averages gradients over its ranks. Reductions wait if the model was told so before the backward: "
-        "`model.set_requires_gradient_sync(False)`.",
-        "Before the forward of microbatch i: `model.set_requires_gradient_sync(i == m - 1)`. Drop the division.",
+        "FSDP averages gradients over its ranks. Reductions wait if the model was told so before"
+        " the backward: `model.set_requires_gradient_sync(False)`.",
+        "Before the forward of microbatch i: `model.set_requires_gradient_sync(i == m - 1)`. Drop"
+        " the division.",
     ), limit_s=20.0),
 )  # fmt: skip

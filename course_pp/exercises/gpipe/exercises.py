@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,17 +17,16 @@ from course_pp.exercises.bench import (
     Bench,
     Kept,
     Outcome,
-    Wrong,
-    judge_gradients,
+    WrongGradients,
     same,
-    scaled,
+    shifted,
     with_norm,
 )
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_list, expect_number
-from course_pp.exercises.formula import Formula, flawed, why
+from course_pp.exercises.formula import Formula, flawed
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, why
 from course_pp.exercises.orders import judge_orders, read_order
 from course_pp.launch import on_ranks
 from course_pp.runtime import (
@@ -49,16 +47,22 @@ def bubble(p: int, m: int) -> float:
 
 
 _WRONG_BUBBLES = (
-    (lambda p, m: (p - 1) / m, "That is idle time over useful time. Divide by all of the time, m + p - 1 slots."),
-    (lambda p, m: m / (m + p - 1), "That is the share in which a rank works. The bubble is the rest."),
+    (lambda p, m: (p - 1) / m,
+     "That is idle time over useful time. Divide by all of the time, m + p - 1 slots."),
+    (lambda p, m: m / (m + p - 1),
+     "That is the share in which a rank works. The bubble is the rest."),
     (lambda p, m: (p - 1) / p, "That is the bubble of one microbatch: m has to lower it."),
-    (lambda p, m: p / (m + p), "A rank idles for p - 1 slots, not p: a rank alone waits for nobody."),
-    (lambda p, m: (p - 1) / (m + p), "The step is m + p - 1 slots long: the last rank begins only p - 1 slots late."),
-    (lambda p, m: 2 * (p - 1) / (m + p - 1), "Of forwards and backwards, 2 (m + p - 1) slots, 2 (p - 1) are idle."),
+    (lambda p, m: p / (m + p),
+     "A rank idles for p - 1 slots, not p: a rank alone waits for nobody."),
+    (lambda p, m: (p - 1) / (m + p),
+     "The step is m + p - 1 slots long: the last rank begins only p - 1 slots late."),
+    (lambda p, m: 2 * (p - 1) / (m + p - 1),
+     "Of forwards and backwards, 2 (m + p - 1) slots, 2 (p - 1) are idle."),
     (lambda p, m: (p - 1) / (2 * (m + p - 1)),
      "Forwards and backwards each have a bubble: of 2 (m + p - 1), 2 (p - 1)."),
     (lambda p, m: 100 * (p - 1) / (m + p - 1), "Give a share from 0 to 1, not per cent."),
-    (lambda p, m: (p - 1) // (m + p - 1), "`//` drops what comes after the point: divide with `/`."),
+    (lambda p, m: (p - 1) // (m + p - 1),
+     "`//` drops what comes after the point: divide with `/`."),
 )  # fmt: skip
 _GRADE_BUBBLE = Formula(
     bubble,
@@ -103,14 +107,16 @@ def _grade_order(answer: Answer) -> None:
 
 def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
     def foreign(action: Action) -> str:
-        rules = (
+        causes = (
             (action.kind in "IW",
-             "`I` and `W` are the halves of a backward, for schedules that part them. Here it is whole: `B`."),
+             "`I` and `W` are the halves of a backward, for schedules that part them. Here it is"
+             " whole: `B`."),
             (action.stage != rank == action.microbatch,
              "Have stage and microbatch changed places? It is `Action(stage, kind, microbatch)`."),
             (action.stage != rank, f"Rank {rank} holds stage {rank}, and does nothing in another."),
+            (OTHERWISE, f"m is {m}: number the microbatches from 0 to {m - 1}."),
         )  # fmt: skip
-        return why(rules, f"m is {m}: number the microbatches from 0 to {m - 1}.")
+        return why(causes)
 
     def lacking(action: Action) -> str:
         if action.kind == "B":
@@ -151,22 +157,28 @@ def accumulate(
 
 _SHARES: tuple[tuple[Callable[[Sequence[int]], list[float]], str], ...] = (
     (lambda n: [1 / len(n)] * len(n),
-     "Each microbatch counts the same, whatever its size: a row of a small one weighs more than a row of a large one."),
+     "Each microbatch counts the same, whatever its size: a row of a small one weighs more than a"
+     " row of a large one."),
     (lambda n: [1.0] * len(n), "The microbatches' gradients are added up and never divided."),
     (lambda n: [float(k) for k in n],
      "Each microbatch is weighted by its rows, but the sum is not divided by all rows."),
-    (lambda n: [1 / sum(n)] * len(n), "A mean over n rows is divided by all rows: multiply it by n first."),
+    (lambda n: [1 / sum(n)] * len(n),
+     "A mean over n rows is divided by all rows: multiply it by n first."),
     (lambda n: [k / sum(n) / len(n) for k in n],
-     "The weights are n / (all rows), and then everything is divided by m as well: one of the two."),
+     "The weights are n / (all rows), and then everything is divided by m as well: one of the"
+     " two."),
     (lambda n: [n[0] / sum(n)] + [0.0] * (len(n) - 1),
      "Only the first microbatch's gradient is there: is the `return` inside the loop?"),
     (lambda n: [0.0] * (len(n) - 1) + [n[-1] / sum(n)],
-     "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
+     "Only the last microbatch's gradient is there: do not zero gradients in between, and call"
+     " backward for each."),
     (lambda n: [k / sum(n) for k in n[:-1]] + [0.0],
      "The last microbatch's gradient is missing: every microbatch counts."),
-    (lambda n: [sum(n) / k for k in n], "The weights are upside down: the rows of this microbatch over all rows."),
+    (lambda n: [sum(n) / k for k in n],
+     "The weights are upside down: the rows of this microbatch over all rows."),
     (lambda n: [0.0] * (len(n) - 1) + [1.0],
-     "Only the last microbatch's gradient is there: do not zero gradients in between, and call backward for each."),
+     "Only the last microbatch's gradient is there: do not zero gradients in between, and call"
+     " backward for each."),
 )  # fmt: skip
 _EACH = (
     "Each microbatch's share is `loss_fn(output, target)`, in this order, times its rows over all"
@@ -213,7 +225,7 @@ def _grade_accumulate(answer: Answer) -> None:
                 (result.gradient, result.gradient + 1),
                 [(share(sizes), cause) for share, cause in _SHARES],
             )
-            rules = [
+            causes = [
                 (any(same(each, _weighted(parts, share)) for each in found), cause)
                 for share, cause in shares
             ]
@@ -221,7 +233,7 @@ def _grade_accumulate(answer: Answer) -> None:
             away = float((result.gradient - right).norm() / right.norm())
             raise Mistake(
                 f"With {cut} the gradients differ from those of the whole batch.",
-                why([*rules, (_shifted(result.gradient, right), _ADDS)], _EACH),
+                why([*causes, (shifted(result.gradient, right), _ADDS), (OTHERWISE, _EACH)]),
                 f"norms over that of the right gradient: yours {ratio:.3f}, the difference"
                 f" {away:.3f}",
             )
@@ -260,11 +272,6 @@ def _own_gradient(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def _shifted(found: Tensor, right: Tensor) -> bool:
-    """Whether each number is off by the same: what was there before the step has been lost, or scaled."""
-    return float((found - right).std()) < 1e-9
-
-
 def _accumulated(
     rank: int, fn: Callable[..., Any], cases: Sequence[Sequence[int]]
 ) -> list[_Accumulated]:
@@ -297,13 +304,15 @@ def peak_bytes(m: int, boundary: int, inside: int, recompute: bool) -> int:
 _WRONG_PEAKS = (
     (lambda m, x, a, again: m * (x + a), "`recompute` makes no difference in your answer."),
     (lambda m, x, a, again: m * x if again else m * (x + a),
-     "While a backward runs, its microbatch has been computed again: the inside of one is there, too."),
+     "While a backward runs, its microbatch has been computed again: the inside of one is there,"
+     " too."),
     (lambda m, x, a, again: x + a if again else m * (x + a),
      "To compute a forward again its input must be there: every microbatch keeps that."),
     (lambda m, x, a, again: m * a + x if again else m * (x + a),
      "The other way round: kept are the inputs, what lies inside is computed again."),
     (lambda m, x, a, again: m * x + a if again else m * a,
-     "Without recomputation the input is kept as well: the first layer's weight gradient needs it."),
+     "Without recomputation the input is kept as well: the first layer's weight gradient needs"
+     " it."),
     (lambda m, x, a, again: m * x + a if again else x + a,
      "All forwards come before the first backward: then m microbatches are in flight."),
     (lambda m, x, a, again: m * (x + a) if again else m * x + a, "The two cases are swapped."),
@@ -362,63 +371,70 @@ PATIENTS = {
 """Steps that run and give wrong gradients, each for another reason. Called as `mended_step` is."""
 
 
+_NO_GRADIENT = (
+    "Backward has to start from the output that still has its graph, on every rank and for every"
+    " microbatch."
+)
+_WRONG_GRADIENTS: Cause = (
+    (
+        WrongGradients.all_are_times_m,
+        "Exactly m times too large on every rank: each microbatch adds its own mean, and nothing"
+        " divides by m.",
+    ),
+    (
+        WrongGradients.all_are_an_mth,
+        "Exactly an m-th on every rank: 1/m enters twice. It belongs in one place, the last rank.",
+    ),
+    (
+        WrongGradients.are_powers_of_m,
+        "Smaller by another power of m from rank to rank: 1/m enters on more than one rank; the"
+        " chain rule already carries it. It belongs on the last one only.",
+    ),
+    (WrongGradients.are_shifted, f"{_ADDS} 1/m belongs to the loss."),
+    (
+        WrongGradients.are_scaled,
+        "Wrong by a factor: look where gradients are scaled; 1/m enters once, on the last rank.",
+    ),
+    (
+        WrongGradients.spare_the_last_rank,
+        "The last rank is right, those before it are not: a gradient arrives, but it belongs to"
+        " another microbatch. Compare the order in which the ranks do their backwards.",
+    ),
+    (
+        OTHERWISE,
+        "Look at what each backward starts from, and which microbatch it belongs to.",
+    ),
+)
+
+
 def _grade_mended_step(answer: Answer) -> None:
     for where, m, ranks in BENCH.tried(answer, {2: (1, 4), 1: (3,), 3: (3, 2)}):
-        loss, expected = BENCH.one_process(m)
+        loss, _ = BENCH.one_process(m)
         _judge_loss(where, m, ranks[-1], loss)
-        judge_gradients(
-            where,
-            ranks,
-            expected,
-            "Backward has to start from the output that still has its graph, on every rank and for"
-            " every microbatch.",
-            partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
-        )
+        BENCH.judge_gradients(where, ranks, m, missing=_NO_GRADIENT, wrong=_WRONG_GRADIENTS)
 
 
 def _judge_loss(where: str, m: int, last: Outcome, right: float) -> None:
     found = expect_number(last.returned, "what mended_step returns on the last rank")
     if close(found, right):
         return
-    rules = (
-        (close(found, m * right), "That is the sum of the microbatches' losses: return their mean."),
+    causes = (
+        (close(found, m * right),
+         "That is the sum of the microbatches' losses: return their mean."),
         (close(m * found, right), "It is divided by m twice."),
-        (close(found, m * m * right), "It is multiplied by m; the mean over m microbatches divides by it."),
+        (close(found, m * m * right),
+         "It is multiplied by m; the mean over m microbatches divides by it."),
         (found == 0, "No microbatch's loss is in it."),
         (any(close(found, loss) or close(m * found, loss) for loss in last.losses),
          "That is what a single microbatch adds: sum over all of them."),
-        (m == 1, "With one microbatch nothing is cut: look at what the stage and `loss_fn(output, target)` are given."),
+        (m == 1,
+         "With one microbatch nothing is cut: look at what the stage and `loss_fn(output, target)`"
+         " are given."),
+        (OTHERWISE,
+         "The loss is known before any backward: compare how inputs and targets are cut into"
+         " microbatches."),
     )  # fmt: skip
-    cut = (
-        "The loss is known before any backward: compare how inputs and targets are cut into"
-        " microbatches."
-    )
-    raise Mistake(f"{where} the loss is {found:.8g}; one process has {right:.8g}.", why(rules, cut))
-
-
-def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> str:
-    pairs = [(gradient, expected[name]) for (_, name), gradient in wrong.items()]
-
-    everywhere = len(wrong) == len(expected)
-    by_one = [
-        same(gradient, right, float((gradient * right).sum() / right.square().sum()))
-        for gradient, right in pairs
-    ]
-    rules = (
-        (everywhere and scaled(wrong, expected, m),
-         "Exactly m times too large on every rank: each microbatch adds its own mean, and nothing divides by m."),
-        (everywhere and scaled(wrong, expected, 1 / m),
-         "Exactly an m-th on every rank: 1/m enters twice. It belongs in one place, the last rank."),
-        (m > 1 and scaled(wrong, expected, *(m**-k for k in range(1, p + 1))),
-         "Smaller by another power of m from rank to rank: 1/m enters on more than one rank; the chain rule already "
-         "carries it. It belongs on the last one only."),
-        (all(_shifted(gradient, right) for gradient, right in pairs), f"{_ADDS} 1/m belongs to the loss."),
-        (all(by_one), "Wrong by a factor: look where gradients are scaled; 1/m enters once, on the last rank."),
-        (all(rank < p - 1 for rank, _ in wrong),
-         "The last rank is right, those before it are not: a gradient arrives, but it belongs to another microbatch. "
-         "Compare the order in which the ranks do their backwards."),
-    )  # fmt: skip
-    return why(rules, "Look at what each backward starts from, and which microbatch it belongs to.")
+    raise Mistake(f"{where} the loss is {found:.8g}; one process has {right:.8g}.", why(causes))
 
 
 EXERCISES = (
@@ -429,26 +445,29 @@ EXERCISES = (
     )),
     Exercise(afab_order, _grade_order, "02", "all forwards, all backwards", 2, 6, (
         "One list for each rank; rank r holds stage r.",
-        'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every i.',
+        'First `Action(rank, "F", i)` for every microbatch i, then `Action(rank, "B", i)` for every'
+        ' i.',
         "All ranks take the microbatches in the same order, forward and backward.",
     )),
     Exercise(accumulate, _grade_accumulate, "02", "unequal microbatches", 2, 6, (
-        "`loss_fn` gives a mean over the rows of a microbatch. Which factor makes it a part of the mean over all?",
+        "`loss_fn` gives a mean over the rows of a microbatch. Which factor makes it a part of the"
+        " mean over all?",
         "Its share: rows of this microbatch / rows of all of them.",
-        "Of each microbatch: `share = loss_fn(model(x), target) * len(x) / rows`, then `share.backward()`. Return the "
-        "sum of the shares.",
+        "Of each microbatch: `share = loss_fn(model(x), target) * len(x) / rows`, then"
+        " `share.backward()`. Return the sum of the shares.",
     )),
     Exercise(peak_bytes, _GRADE_PEAK_BYTES, "02", "bytes at the peak", 2, 4, (
         "Before the first backward all m microbatches are in flight. What is kept of each?",
-        "With recomputation only what the stage received is kept, and one microbatch at a time is unfolded again.",
+        "With recomputation only what the stage received is kept, and one microbatch at a time is"
+        " unfolded again.",
     )),
     Exercise(mended_step, _grade_mended_step, "02", "bug clinic", 3, 10, (
-        "Take one symptom at a time. A wrong loss cannot come from a backward. A factor of exactly m has to do with m. "
-        "A last rank that is right sends the right gradients.",
-        "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which microbatch does "
-        "each rank take first in its backwards?",
-        "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other ranks take the "
-        "oldest microbatch first: `in_flight.pop(0)`.",
+        "Take one symptom at a time. A wrong loss cannot come from a backward. A factor of exactly"
+        " m has to do with m. A last rank that is right sends the right gradients.",
+        "Are inputs and targets cut in the same way? Where is the mean over the microbatches? Which"
+        " microbatch does each rank take first in its backwards?",
+        "`targets.chunk(m)`; `loss_fn(y, target) / m`, and the sum of these is returned; the other"
+        " ranks take the oldest microbatch first: `in_flight.pop(0)`.",
     ), limit_s=10.0),
 )  # fmt: skip
 

@@ -17,9 +17,9 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.bench import Bench, Findings, Gradients, Outcome, Seat, same
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
-from course_pp.exercises.formula import Formula, flawed, why
+from course_pp.exercises.formula import Formula, flawed
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake, Stopped, explained
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, explained, why
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.launch import on_ranks
 from course_pp.schedule import Action, Costs, Schedule, build, check, simulate
@@ -39,33 +39,39 @@ _LAST_CHUNK = (
 )
 _WRONG_WARM_UPS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda rank, p, v: (v - 1) * p + 2 * (p - 1 - rank),
-     "That is Megatron-LM's count: 2 for each rank behind. One is enough as long as messages take no time; what the "
-     "other is for comes next."),
+     "That is Megatron-LM's count: 2 for each rank behind. One is enough as long as messages take"
+     " no time; what the other is for comes next."),
     (lambda rank, p, v: v * p - rank,
      "The forward of the first pair is no warm-up: the last rank of 1F1B has none at all."),
     (lambda rank, p, v: v * p - 1, "Not every rank is as far from the last one."),
-    (lambda rank, p, v: v * p, "That fills all chunks, as breadth first does. Not every rank is as far from the last."),
+    (lambda rank, p, v: v * p,
+     "That fills all chunks, as breadth first does. Not every rank is as far from the last."),
     (lambda rank, p, v: v * (p - 1) + (v - 1) * p,
-     "In the last chunk a rank needs one forward for each rank behind it, not one for each in every chunk."),
+     "In the last chunk a rank needs one forward for each rank behind it, not one for each in every"
+     " chunk."),
     (lambda rank, p, v: v * (p - 1 - rank), _LAST_CHUNK),
     (lambda rank, p, v: (v - 1) * p + rank,
      "The last rank turns back first, so warm-ups get *shorter* from rank to rank."),
 )  # fmt: skip
 
 
-def _why_warm_up(case: tuple[Any, ...], got: int, enough: int) -> str:
-    _, p, v = case
-    rules = (
-        (got < 0, "No rank can do fewer than no forwards: count the ranks behind this one."),
-        (got < (v - 1) * p, _LAST_CHUNK),
-        (got < enough,
-         "While the first microbatch is on its way to the last rank, each rank behind needs one to work on."),
-    )  # fmt: skip
-    return why(
-        rules,
+_OTHER_WARM_UP: Cause = (
+    (
+        lambda case, got, enough: got < 0,
+        "No rank can do fewer than no forwards: count the ranks behind this one.",
+    ),
+    (lambda case, got, enough: got < (case[2] - 1) * case[1], _LAST_CHUNK),
+    (
+        lambda case, got, enough: got < enough,
+        "While the first microbatch is on its way to the last rank, each rank behind needs one to"
+        " work on.",
+    ),
+    (
+        OTHERWISE,
         "A round of p in each chunk but the last, and in the last chunk one for each rank behind"
         " this one.",
-    )
+    ),
+)
 
 
 def _with_that_warm_up(case: tuple[Any, ...], got: int, enough: int) -> str:
@@ -97,7 +103,7 @@ _GRADE_WARM_UP = Formula(
         for rank in range(p)
     ],
     _WRONG_WARM_UPS,
-    _why_warm_up,
+    _OTHER_WARM_UP,
     read=partial(expect_int, remedy="A count of forwards is whole."),
     example=_with_that_warm_up,
 )
@@ -141,11 +147,12 @@ _NO_LATENCY = "Without latency every chunk more shortens the bubble."
 _WRONG_CHUNKS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda p, m, layers, *_: layers, _BOTH),
     (lambda *row: 1,
-     f"{_NO_LATENCY} `forward` and `backward` are the times of all layers of a rank: a chunk takes a v-th of them. "
+     f"{_NO_LATENCY} `forward` and `backward` are the times of all layers of a rank: a chunk takes"
+     " a v-th of them. "
      "With the times of a whole rank, more chunks would mean more work."),
     (_nearest_to_root,
-     "The divisor nearest to the root need not have the shortest step, which grows faster below the root than above "
-     "it: compare the steps."),
+     "The divisor nearest to the root need not have the shortest step, which grows faster below the"
+     " root than above it: compare the steps."),
 )  # fmt: skip
 
 
@@ -153,17 +160,20 @@ def _why_other_chunks(case: tuple[Any, ...], v: int, best: int) -> str:
     layers, latency, steps = case[2], case[-1], _steps(*case)
     if v not in steps:
         return f"A rank's {layers} layers cannot be cut into {v} equal chunks."
-    rules = (
-        (steps[v] <= steps[best] * (1 + 1e-9),
-         "If several are equal, take the fewest: each chunk more costs messages."),
+    causes = (
+        (
+            steps[v] <= steps[best] * (1 + 1e-9),
+            "If several are equal, take the fewest: each chunk more costs messages.",
+        ),
         (v == layers and latency > 0, _BOTH),
         (not latency, _NO_LATENCY),
-    )  # fmt: skip
-    return why(
-        rules,
-        "Add up the work, (m v + p - 1) turns of a chunk, and what latency adds, 2 (v p - 1)"
-        " messages.",
+        (
+            OTHERWISE,
+            "Add up the work, (m v + p - 1) turns of a chunk, and what latency adds, 2 (v p - 1)"
+            " messages.",
+        ),
     )
+    return why(causes)
 
 
 _GRADE_CHUNKS = Formula(
@@ -176,7 +186,8 @@ _GRADE_CHUNKS = Formula(
     _WRONG_CHUNKS,
     _why_other_chunks,
     read=partial(expect_int, remedy="A number of chunks is whole: round, and try both neighbours."),
-    example=lambda case, got, best: "\n".join(f"v = {v}: {step:g}" for v, step in _steps(*case).items()),
+    example=lambda case, got, best: "\n".join(
+        f"v = {v}: {step:g}" for v, step in _steps(*case).items()),
 )  # fmt: skip
 
 
@@ -222,7 +233,6 @@ _SIZES = [
 ]
 _UNEVEN = [(4, 10, 2, 6), (2, 5, 2, 4)]
 _MOST = "The warm-up is all forwards at most: `min(m * v, (v - 1) * n + 2 * (p - 1 - rank))`."
-_COUNT = "Count the warm-up: n in each chunk but the last, then 2 for each rank behind."
 
 
 def _grade_order(answer: Answer) -> None:
@@ -246,15 +256,18 @@ def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int, int, int]])
         reference = Schedule(
             "rounds", looped(p, v), tuple(tuple(order_in_rounds(r, p, m, v, n)) for r in range(p))
         )
+        impossible = (
+            (n != p and _warms_up_by_p(rows, m, v), _WARM_UP_OF_P),
+            (OTHERWISE, f"{_COUNT} After it come pairs, each a forward and then a backward."),
+        )
         judge_orders(
             f"With p={p}, m={m}, v={v}, rounds of {n} and messages that take 1",
             rows,
             reference,
-            partial(_why_impossible, p=p, m=m, v=v, n=n),
-            _why_crowded,
-            "Some warm-up is too short: with Megatron-LM's room it has 2 forwards for each rank"
-            " behind.",
-            [Costs(latency=1)],
+            impossible=impossible,
+            crowded=_CROWDED,
+            slow=_SLOW,
+            costs=[Costs(latency=1)],
         )
 
 
@@ -293,47 +306,59 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
         if mine != theirs:
             both = f"yours   {' '.join(map(str, mine))}\nrounds  {' '.join(map(str, theirs))}"
             raise Mistake(
-                f"`{what}` has its {word} in another order.", _why_not_in_rounds(mine, theirs), both
+                f"`{what}` has its {word} in another order.",
+                why(_NOT_IN_ROUNDS, mine, theirs),
+                both,
             )
     return row
 
 
-def _why_not_in_rounds(mine: Sequence[Action], theirs: Sequence[Action]) -> str:
-    if theirs[0].kind == "B" and mine[0].microbatch > theirs[0].microbatch:
-        return (
-            "What went first through the last chunk comes back first: microbatches keep their order"
-            " in backward."
-        )
-    if theirs[0].kind == "B" and mine[0].stage != theirs[0].stage:
-        return "A gradient begins at the end of the model: in backward the last chunk comes first."
-    if [a.stage for a in mine] != [a.stage for a in theirs]:
-        return (
-            "A round is n microbatches through one chunk, then the same n through the next; then"
-            " comes the next round."
-        )
-    return (
+_NOT_IN_ROUNDS: Cause = (
+    (
+        lambda mine, theirs: theirs[0].kind == "B" and mine[0].microbatch > theirs[0].microbatch,
+        "What went first through the last chunk comes back first: microbatches keep their order in"
+        " backward.",
+    ),
+    (
+        lambda mine, theirs: theirs[0].kind == "B" and mine[0].stage != theirs[0].stage,
+        "A gradient begins at the end of the model: in backward the last chunk comes first.",
+    ),
+    (
+        lambda mine, theirs: [a.stage for a in mine] != [a.stage for a in theirs],
+        "A round is n microbatches through one chunk, then the same n through the next; then comes"
+        " the next round.",
+    ),
+    (
+        OTHERWISE,
         "The first round takes microbatches 0 to n - 1 in their order, each later one those that"
-        " come next."
-    )
+        " come next.",
+    ),
+)
 
 
-def _why_impossible(orders: Orders, p: int, m: int, v: int, n: int) -> str:
-    before_backward = [
-        next((i for i, a in enumerate(row) if a.kind == "B"), len(row)) for row in orders.rows
-    ]
-    with_p = [min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1) for rank in range(p)]
-    if n != p and before_backward == with_p:
-        return (
-            "The first backward is in the last chunk: before it come rounds of n, not of p, in"
-            " every other chunk."
-        )
-    return f"{_COUNT} After it come pairs, each a forward and then a backward."
+def _warms_up_by_p(rows: Sequence[Sequence[Action]], m: int, v: int) -> bool:
+    """Whether the warm-up of each rank is that of rounds of p."""
+    p = len(rows)
+    for rank, row in enumerate(rows):
+        kinds = [action.kind for action in row]
+        if kinds.index("B") != min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1):
+            return False
+    return True
 
 
-def _why_crowded(orders: Orders) -> str:
-    if orders.peaks[orders.rank] == len(orders.rows[orders.rank]) // 2:
-        return "That is everything: a backward has to come as soon as it can be done."
-    return _COUNT
+_COUNT = "Count the warm-up: n in each chunk but the last, then 2 for each rank behind."
+_WARM_UP_OF_P = (
+    "The first backward is in the last chunk: before it come rounds of n, not of p, in every other"
+    " chunk."
+)
+_CROWDED: Cause = (
+    (
+        Orders.holds_everything,
+        "That is everything: a backward has to come as soon as it can be done.",
+    ),
+    (OTHERWISE, _COUNT),
+)
+_SLOW = "Some warm-up is too short: with Megatron-LM's room it has 2 forwards for each rank behind."
 
 
 def stages_of_rank(rank: int, p: int, v: int, shape: str) -> list[int]:
@@ -351,29 +376,37 @@ _DEALT = (
 )
 _WRONG_STAGES: tuple[tuple[Callable[..., list[int]], str], ...] = (
     (lambda rank, p, v, shape: list(range(rank * v, rank * v + v)),
-     "Neighbours in the model are then on one rank: a microbatch visits each rank once, and the way in is as long as "
-     "without chunks."),
+     "Neighbours in the model are then on one rank: a microbatch visits each rank once, and the way"
+     " in is as long as without chunks."),
     (lambda rank, p, v, shape: stages_of_rank(rank, p, v, "loop"),
      "That is the loop. In a V the second chunk goes back: its first stage is on the *last* rank."),
     (lambda rank, p, v, shape: [c * v + rank for c in range(v)], _DEALT),
-    (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)], "Stages, like ranks, are counted from 0."),
+    (lambda rank, p, v, shape: [c * p + rank + 1 for c in range(v)],
+     "Stages, like ranks, are counted from 0."),
 )  # fmt: skip
 
 
-def _why_elsewhere(case: tuple[Any, ...], stages: list[int], wanted: list[int]) -> str:
-    _, _, v, shape = case
-    rules = (
-        (len(stages) != v, f"A rank holds v = {v} stages, one of each chunk."),
-        (sorted(stages) == wanted, "Put them in the order of the model."),
-        (shape == "loop", _DEALT),
-        (stages[:2] == wanted[:2],
-         "The first two chunks are right. The third goes down the ranks again, and the fourth back: a zigzag."),
-    )  # fmt: skip
-    return why(
-        rules,
+_OTHER_STAGES: Cause = (
+    (
+        lambda case, stages, wanted: len(stages) != case[2],
+        lambda case, stages, wanted: f"A rank holds v = {case[2]} stages, one of each chunk.",
+    ),
+    (
+        lambda case, stages, wanted: sorted(stages) == wanted,
+        "Put them in the order of the model.",
+    ),
+    (lambda case, stages, wanted: case[3] == "loop", _DEALT),
+    (
+        lambda case, stages, wanted: stages[:2] == wanted[:2],
+        "The first two chunks are right. The third goes down the ranks again, and the fourth back:"
+        " a zigzag.",
+    ),
+    (
+        OTHERWISE,
         "Every second chunk goes back: chunk 1 begins where chunk 0 ended, on the last rank, and"
         " ends on rank 0.",
-    )
+    ),
+)
 
 
 def _read_stages(value: Any, call: str) -> list[int]:
@@ -392,7 +425,7 @@ _GRADE_STAGES = Formula(
         for rank in range(p)
     ],
     _WRONG_STAGES,
-    _why_elsewhere,
+    _OTHER_STAGES,
     read=_read_stages,
 )
 
@@ -639,61 +672,68 @@ def _why_ill(
     def all_are(factor: float) -> bool:
         return all(same(gradient, expected[name], factor) for name, gradient in gradients.items())
 
-    rules = (
+    causes = (
         (kinds == {"none"}, "No backward has run: it begins from `y`, with `y.backward(dy)`."),
         ("none" in kinds,
-         "Some chunk was never used, so another was used in its place. Which of its chunks does a rank need for stage "
-         "s, if it holds stages r, r + p, r + 2p and so on?"),
-        (all_are(m), "Each is m times too large: the last stage begins its backward with 1/m, once a microbatch."),
-        (all_are(1 / m), "Each is m times too small: the last stage begins its backward with 1/m, once a microbatch."),
+         "Some chunk was never used, so another was used in its place. Which of its chunks does a"
+         " rank need for stage s, if it holds stages r, r + p, r + 2p and so on?"),
+        (all_are(m),
+         "Each is m times too large: the last stage begins its backward with 1/m, once a"
+         " microbatch."),
+        (all_are(1 / m),
+         "Each is m times too small: the last stage begins its backward with 1/m, once a"
+         " microbatch."),
         (all([*chunks.values()][-1] == "right" for chunks in found.by_rank),
-         "Every last chunk is right, the earlier ones are not: the gradient is lost where it goes from rank 0 round to "
-         "the last rank. Ends are stages, not ranks: the last rank receives a gradient for its earlier chunks, and "
-         "rank 0 sends one for its later ones."),
+         "Every last chunk is right, the earlier ones are not: the gradient is lost where it goes"
+         " from rank 0 round to the last rank. Ends are stages, not ranks: the last rank receives a"
+         " gradient for its earlier chunks, and rank 0 sends one for its later ones."),
+        (OTHERWISE,
+         "Follow one microbatch: does each stage get what the stage before it sent, and does each"
+         " backward take the x and y of its own stage and microbatch?"),
     )  # fmt: skip
-    return why(
-        rules,
-        "Follow one microbatch: does each stage get what the stage before it sent, and does each"
-        " backward take the x and y of its own stage and microbatch?",
-    )
+    return why(causes)
 
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(warm_up_forwards, _GRADE_WARM_UP, "04", "the warm-up with chunks", 2, 6, (
-        "Begin with v = 1: that is 1F1B, and 03 has its warm-up. What must happen before the *first* backward if v is "
-        "2?",
-        "The first backward is in the last chunk. Before it, a round of p microbatches goes through each chunk before "
-        "the last: p forwards for each of those.",
-        "In the last chunk it is as in 1F1B: one forward for each of the `p - 1 - rank` ranks behind this one.",
+        "Begin with v = 1: that is 1F1B, and 03 has its warm-up. What must happen before the"
+        " *first* backward if v is 2?",
+        "The first backward is in the last chunk. Before it, a round of p microbatches goes through"
+        " each chunk before the last: p forwards for each of those.",
+        "In the last chunk it is as in 1F1B: one forward for each of the `p - 1 - rank` ranks"
+        " behind this one.",
     )),
     Exercise(best_chunks, _GRADE_CHUNKS, "04", "the best number of chunks for a latency", 2, 7, (
-        "Try every v that divides `layers`, and keep the one with the shortest step. `simulate` gives a makespan, or "
-        "use the formula of the text.",
-        "A chunk takes a v-th of the time of a rank's layers: `Costs(forward / v, backward / v, 0, latency)`. The "
-        "third number, the weight gradients' time, is already in `backward`.",
-        '`simulate(build("interleaved_1f1b", p, m, v), costs).makespan` for each v, then the least; of equal ones the '
-        'smallest v.',
+        "Try every v that divides `layers`, and keep the one with the shortest step. `simulate`"
+        " gives a makespan, or use the formula of the text.",
+        "A chunk takes a v-th of the time of a rank's layers: `Costs(forward / v, backward / v, 0,"
+        " latency)`. The third number, the weight gradients' time, is already in `backward`.",
+        '`simulate(build("interleaved_1f1b", p, m, v), costs).makespan` for each v, then the least;'
+        ' of equal ones the smallest v.',
     )),
     Exercise(order_in_rounds, _grade_order, "04", "an order in rounds", 3, 10, (
-        "First make the list of all forwards: for each round, for each chunk, for each microbatch of the round. Then "
-        "that of all backwards, which begin in the last chunk.",
-        "The warm-up takes the first so many forwards. Then the next forward and the next backward take turns, and the "
-        "backwards that are left come last.",
-        "How many? One round in every chunk but the last, which is now `(v - 1) * n`, and 2 for each of the `p - 1 - "
-        "rank` ranks behind; never more than there are.",
+        "First make the list of all forwards: for each round, for each chunk, for each microbatch"
+        " of the round. Then that of all backwards, which begin in the last chunk.",
+        "The warm-up takes the first so many forwards. Then the next forward and the next backward"
+        " take turns, and the backwards that are left come last.",
+        "How many? One round in every chunk but the last, which is now `(v - 1) * n`, and 2 for"
+        " each of the `p - 1 - rank` ranks behind; never more than there are.",
     )),
     Exercise(stages_of_rank, _GRADE_STAGES, "04", "a loop and a V", 1, 4, (
-        "Chunk c has the stages `c * p` to `c * p + p - 1`, one on each rank. In a loop, which is on rank r?",
-        "In a V the second chunk begins where the first one ended: it runs from rank p - 1 back to rank 0.",
-        "So in chunks 1, 3 and so on rank r stands at place `p - 1 - rank`, else at place `rank`; its stage is `c * p "
-        "+ place`.",
+        "Chunk c has the stages `c * p` to `c * p + p - 1`, one on each rank. In a loop, which is"
+        " on rank r?",
+        "In a V the second chunk begins where the first one ended: it runs from rank p - 1 back to"
+        " rank 0.",
+        "So in chunks 1, 3 and so on rank r stands at place `p - 1 - rank`, else at place `rank`;"
+        " its stage is `c * p + place`.",
     )),
     Exercise(healed_chunks_step, _grade_healed_step, "04", "bug clinic", 3, 8, (
-        "Four ranks with two chunks: rank 1 holds stages 1 and 5. Which of its two modules does the step take for "
-        "stage 1, and which for stage 5?",
-        "Now follow a gradient from stage 4, on rank 0, to stage 3, on the last rank. Who sends, who receives it?",
-        "The chunk of stage s is `s // p`. A step begins and ends at a *stage*: compare `stage` with 0 and with "
-        "`ring.last_stage`, and no rank with anything.",
+        "Four ranks with two chunks: rank 1 holds stages 1 and 5. Which of its two modules does the"
+        " step take for stage 1, and which for stage 5?",
+        "Now follow a gradient from stage 4, on rank 0, to stage 3, on the last rank. Who sends,"
+        " who receives it?",
+        "The chunk of stage s is `s // p`. A step begins and ends at a *stage*: compare `stage`"
+        " with 0 and with `ring.last_stage`, and no rank with anything.",
     )),
 )  # fmt: skip
 

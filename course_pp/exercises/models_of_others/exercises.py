@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_dict, expect_int, expect_list, expect_tensor
-from course_pp.exercises.formula import Formula, flawed, why
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.formula import Formula, flawed
+from course_pp.exercises.mistakes import OTHERWISE, Mistake, why
 from course_pp.model import ModelConfig, Transformer, build_stage_module
 from course_pp.parallel import auto_split
 
@@ -74,17 +74,19 @@ def _why_carried(
             else "reads it, which may be much later"
         )
         return f"{behind} the result of call {lost[0]} is lost: call {reader} {which}."
-    rules = (
+    causes = (
         (not extra, "Each result once, in the order of the calls: a set, sorted."),
         (
             bool(extra) and extra[0] >= begin,
             f"{behind} the result of call {min(extra, default=0)} is made behind it.",
         ),
+        (
+            OTHERWISE,
+            f"{behind} nobody reads the result of call {min(extra, default=0)}: it stays where it"
+            " is.",
+        ),
     )
-    return why(
-        rules,
-        f"{behind} nobody reads the result of call {min(extra, default=0)}: it stays where it is.",
-    )
+    return why(causes)
 
 
 _grade_carries = Formula(carries, _GRAPHS, otherwise=_why_carried, read=_as_cuts)
@@ -131,22 +133,24 @@ def _why_tied(
     about = [weight for row in got if (weight := _weight(stages, row)) is not None]
     tied = {_weight(stages, row): row for row in right}
     missed = next((weight for weight in tied if weight not in about), None)
-    rules = (
+    causes = (
         (any(len(row) < 2 for row in got),
-         "A weight on one stage, under however many names, is there once: nothing has to be added up."),
+         "A weight on one stage, under however many names, is there once: nothing has to be added"
+         " up."),
         (len(set(about)) < len(about),
          "One entry for each weight, with all its stages; of two names on a stage the first."),
         (any(weight not in tied for weight in about) or len(about) < len(got),
          "Two entries are one weight if their number is the same, whatever they are called."),
         (missed is not None,
-         f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))} hold: two entries "
-         "are one weight if their number is the same, whatever the names, and on whichever stages they are."),
+         f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))}"
+         " hold: two entries "
+         "are one weight if their number is the same, whatever the names, and on whichever stages"
+         " they are."),
+        (OTHERWISE,
+         "One entry for each stage that holds it, whichever they are; of two names on a stage the"
+         " first."),
     )  # fmt: skip
-    return why(
-        rules,
-        "One entry for each stage that holds it, whichever they are; of two names on a stage the"
-        " first.",
-    )
+    return why(causes)
 
 
 def _weight(stages: list[dict[str, int]], row: Mapping[Any, Any]) -> int | None:
@@ -212,10 +216,14 @@ _HANDED = (
 _LAST, _OTHER_RANK = "range(writer, max(readers))", "rank_of[stage] != rank_of[stage + 1]"
 _REACHED = "len(ranks - {rank_of[writer]})"
 _WRONG_SENT = (
-    (("return handed, straight", "return straight, handed"), "Handed on comes first, then straight."),
-    ((_OTHER_RANK, "True"), f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
+    ((
+        "return handed,"
+        " straight", "return straight, handed"), "Handed on comes first, then straight."),
+    ((_OTHER_RANK,
+        "True"), f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
     ((_LAST, "range(writer, min(readers))"), f"{_HANDED}, not the first."),
-    ((_LAST, "range(writer, min(max(readers) + 1, len(rank_of) - 1))"), f"{_HANDED}, and no further."),
+    ((_LAST,
+        "range(writer, min(max(readers) + 1, len(rank_of) - 1))"), f"{_HANDED}, and no further."),
     ((_LAST, "range(1)"), (_OTHER_RANK, "True"), f"{_HANDED}."),
     ((_REACHED, "len(readers)"), _STRAIGHT),
     ((_REACHED, "len(ranks)"), _STRAIGHT),
@@ -338,24 +346,27 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
         return any(n and close(loss, total / n, _TOLERANCE) for n in divisors)
 
     n_real, n_all = mask[:, 1:].sum().item(), mask[:, 1:].numel()
-    rules = (
+    causes = (
         (close(loss, right, 1e-5),
          "It is right but for rounding: keep the sum a tensor of float64, without `.item()`."),
         (gives(1 - mask, n_real, n_all, n_all - n_real),
-         "Only padding counts: the mask is 1 where a token is real, and -100 belongs where it is 0."),
+         "Only padding counts: the mask is 1 where a token is real, and -100 belongs where it is"
+         " 0."),
         (name != "no padding" and gives(torch.ones_like(mask), n_real, n_all),
          "Padding is guessed like everything else: as a target it has to be left out, with -100."),
         (gives(mask, n_all, n_real / m, n_real * m, 1, len(mask), mask.sum().item(), mask[:, :-1].sum().item()),
-         "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`, once."),
+         "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`,"
+         " once."),
         (m > 1,
-         "With one microbatch it is right. Does each microbatch go with its own rows of the mask, and is the sum "
-         "divided by the tokens counted in the whole batch?"),
-        (name == "no padding", "Each position guesses the next token: `x[:, :-1]` against `rows[:, 1:]`."),
+         "With one microbatch it is right. Does each microbatch go with its own rows of the mask,"
+         " and is the sum divided by the tokens counted in the whole batch?"),
+        (name == (
+            "no padding"
+        ), "Each position guesses the next token: `x[:, :-1]` against `rows[:, 1:]`."),
+        (OTHERWISE,
+         "Every stage attends, so each has to know what is padding. What does `stage(x)` know?"),
     )  # fmt: skip
-    return why(
-        rules,
-        "Every stage attends, so each has to know what is padding. What does `stage(x)` know?",
-    )
+    return why(causes)
 
 
 def _losses(
@@ -376,19 +387,23 @@ def _losses(
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(carries, _grade_carries, "10", "what a cut carries", 2, 7, (
         "For one cut: which calls are behind it, and what do they read?",
-        "Collect in a set what the calls `begin`, `begin + 1`, … read. Of that, keep what was made before the cut.",
+        "Collect in a set what the calls `begin`, `begin + 1`, … read. Of that, keep what was made"
+        " before the cut.",
         "`source < begin` was made before. Sort the set, and do the same for every cut.",
     )),
     Exercise(tied_across, _grade_tied, "10", "one weight, two stages", 1, 5, (
         "Collect for each weight, by its number, where it lies: a dictionary of dictionaries.",
-        "`places.setdefault(weight, {})` is the entry of a weight; put `stage: name` into it, unless the stage is "
-        "there already.",
+        "`places.setdefault(weight, {})` is the entry of a weight; put `stage: name` into it,"
+        " unless the stage is there already.",
         "Return the entries with more than one stage.",
     )),
     Exercise(skip_bytes, _grade_skip_bytes, "10", "handed on, or straight", 2, 7, (
-        "Handed on, a value crosses each boundary between the stage that makes it and the last that reads it.",
-        "A boundary costs nothing if both stages are on one rank: `rank_of[stage] == rank_of[stage + 1]`.",
-        "Straight, it goes once to each rank in `{rank_of[stage] for stage in readers}`, but not to its own.",
+        "Handed on, a value crosses each boundary between the stage that makes it and the last that"
+        " reads it.",
+        "A boundary costs nothing if both stages are on one rank: `rank_of[stage] == rank_of[stage"
+        " + 1]`.",
+        "Straight, it goes once to each rank in `{rank_of[stage] for stage in readers}`, but not to"
+        " its own.",
     )),
     Exercise(masked_loss, grade_masked_loss, "10", "bug clinic", 2, 6, (
         "Which stages attend to other positions? What do those know of the padding?",

@@ -7,7 +7,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer, written_call
-from course_pp.exercises.bench import Bench, Seat, Wrong, judge_gradients, same, scaled
+from course_pp.exercises.bench import Bench, Seat, WrongGradients
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number
-from course_pp.exercises.formula import why
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, why
 from course_pp.launch import on_ranks
 from course_pp.model import (
     CrossEntropy,
@@ -58,14 +56,14 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
     it_is = f"It is {ranges}."
     for stage, (start, end) in enumerate(ranges):
         if end <= start:
-            rules = (
+            causes = (
                 (any(end < start for start, end in ranges),
                  "A stage is (start, end): the first layer it holds, then the first one after it."),
                 (sum(size for _, size in ranges) == n_layers,
                  "The second number is where a stage ends, not how many layers it has."),
+                (OTHERWISE, "Each stage holds at least one."),
             )  # fmt: skip
-            cause = why(rules, "Each stage holds at least one.")
-            raise Mistake(f"In `{call}`, stage {stage} has no layer.", cause, it_is)
+            raise Mistake(f"In `{call}`, stage {stage} has no layer.", why(causes), it_is)
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
             lost = (
@@ -88,9 +86,9 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
                 left == n_layers % n_stages,
                 f"The layers do not divide evenly, and `//` leaves some over: here {left}.",
             ),
+            (OTHERWISE, "The last stage ends with the last layer."),
         )
-        cause = why(ends, "The last stage ends with the last layer.")
-        raise Mistake(f"`{call}` covers {covered}, not 0 to {n_layers - 1}.", cause, it_is)
+        raise Mistake(f"`{call}` covers {covered}, not 0 to {n_layers - 1}.", why(ends), it_is)
     return ranges
 
 
@@ -284,10 +282,38 @@ class _TokenBench(Bench):
         )
 
 
-_BEFORE = 1.0
 _BENCH = _TokenBench(
     lambda step, seat: step(dist.get_rank(), *seat.stages, seat.inputs, seat.targets),
-    before=_BEFORE,
+    before=1.0,
+)
+
+
+_NO_GRADIENT = (
+    "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that has its"
+    " graph: was that output detached?"
+)
+_WRONG_GRADIENTS: Cause = (
+    (
+        WrongGradients.replace_what_was_there,
+        "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step.",
+    ),
+    (
+        lambda found: found.are_times(found.factor),
+        lambda found: (
+            f"All of these are {found.factor:.6g} times what they should be: once too often added"
+            " up, or scaled?"
+        ),
+    ),
+    (
+        lambda found: any(rank == 1 for rank, _ in found.wrong),
+        "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that, with"
+        " these targets.",
+    ),
+    (
+        OTHERWISE,
+        "Its `backward` takes what came from rank 1, and that is the activation's gradient:"
+        " `send_gradient`.",
+    ),
 )
 
 
@@ -299,15 +325,10 @@ def _grade_two_rank_step(answer: Answer) -> None:
             changed_weights = e.how == "changed" and "`stage" in e.symptom
             cause = "The optimizer is the caller's business." if changed_weights else e.cause
             raise Mistake(e.symptom, cause, e.example) from None
-        loss, expected = _BENCH.one_process(rows)
-        judge_gradients(
-            f"With {rows} rows",
-            ranks,
-            expected,
-            "Rank 1 calls `loss.backward()`. On rank 0 backward must start from the `output` that"
-            " has its graph: was that output detached?",
-            partial(_why_wrong, expected=expected),
+        _BENCH.judge_gradients(
+            f"With {rows} rows", ranks, rows, missing=_NO_GRADIENT, wrong=_WRONG_GRADIENTS
         )
+        loss, _ = _BENCH.one_process(rows)
         got = expect_number(ranks[1].returned, "two_rank_step(1, stage, tokens, targets)")
         if not close(got, loss):
             raise Mistake(
@@ -315,28 +336,6 @@ def _grade_two_rank_step(answer: Answer) -> None:
                 f" {loss:.8g}.",
                 "Return the loss itself, `loss.item()`.",
             )
-
-
-def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor]) -> str:
-    pairs = [(mine, expected[name]) for (_, name), mine in wrong.items()]
-    mine, right = pairs[0]
-    ratio = float((mine * right).sum() / right.square().sum())
-    if all(same(mine + _BEFORE, right) for mine, right in pairs):
-        return "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step."
-    if scaled(wrong, expected, ratio):
-        return (
-            f"All of these are {ratio:.6g} times what they should be: once too often added up, or"
-            " scaled?"
-        )
-    if any(rank == 1 for rank, _ in wrong):
-        return (
-            "Rank 0 computes on these tokens and sends what comes out; rank 1 computes on that,"
-            " with these targets."
-        )
-    return (
-        "Its `backward` takes what came from rank 1, and that is the activation's gradient:"
-        " `send_gradient`."
-    )
 
 
 def untrained(stage: nn.Module) -> list[str]:
@@ -371,8 +370,11 @@ _STAGES: tuple[tuple[str, Sequence[str], Callable[[Tensor], Tensor | None], Sequ
     ("the last bias has `grad` None", _NAMES[3:], lambda p: None, _NAMES[3:],
      "Look at every parameter, the last as well."),
     ("the gradients of layer 0 are all zeros", _NAMES[:2], torch.zeros_like, _NAMES[:2],
-     "`zero_grad(set_to_none=False)` leaves zeros: a gradient of zeros only trains nothing either."),
-    ("layer 2 is frozen", _NAMES[2:], lambda p: None, (), "With `requires_grad=False` no gradient is wanted."),
+     "`zero_grad(set_to_none=False)` leaves zeros: a gradient of zeros only trains nothing"
+     " either."),
+    ("layer 2 is"
+     " frozen", _NAMES[2:], lambda p: None, (),
+         "With `requires_grad=False` no gradient is wanted."),
     ("half of the numbers of each gradient are zero", _NAMES, _filled(0.0, -1.0), (),
      "A gradient in which only some numbers are zero is healthy."),
     ("the numbers of each gradient add up to zero", _NAMES, _filled(1.0, -1.0), (),
@@ -432,29 +434,37 @@ def _grade_untrained(answer: Answer) -> None:
 
 EXERCISES = (
     Exercise(assign_layers, _grade_assign_layers, "01", "which layers go where", 1, 5, (
-        "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left over.",
-        "The first `extras` stages have `share + 1` layers, the others `share`; each starts where the last ended.",
+        "`divmod(n_layers, n_stages)` gives the share of every stage and how many layers are left"
+        " over.",
+        "The first `extras` stages have `share + 1` layers, the others `share`; each starts where"
+        " the last ended.",
     )),
-    Exercise(two_rank_step, _grade_two_rank_step, "01", "forward and backward across the cut", 2, 15, (
-        "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the gradient last.",
-        "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the tensor it received has "
-        "in `.grad` what rank 0 waits for.",
-        "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from the output that still "
-        "has its graph.",
+    Exercise(two_rank_step, _grade_two_rank_step,
+        "01", "forward and backward across the cut", 2, 15, (
+        "Write down the two messages: rank 0 sends the activation, and waits; rank 1 sends the"
+        " gradient last.",
+        "Rank 1 receives into `empty_activation(stage, tokens)`. After `loss.backward()`, the"
+        " tensor it received has in `.grad` what rank 0 waits for.",
+        "Rank 0 has no loss: it continues with `output.backward(recv_gradient(output, 1))`, from"
+        " the output that still has its graph.",
     )),
-    Exercise(balanced_cut, _grade_balanced_cut, "01", "the costliest stage as cheap as can be", 3, 20, (
-        "Solve smaller questions first: what is the best cut of the first `end` layers only, on fewer stages?",
-        "The last stage of such a cut goes from some `start` to `end`. Then the stages before it are the best cut of "
-        "the first `start` layers on one stage less, which you know already: this is dynamic programming.",
-        "Keep a dictionary: `best[end]` is the cost of the costliest stage, and the ranges. Begin with `best = {0: "
-        "(0.0, [])}`, no layer on no stage.",
-        "For each further stage make a new one: `longer[end]` is the smallest, over all `start < end` in `best`, of "
-        "`(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The stages to come need a layer each.",
+    Exercise(balanced_cut, _grade_balanced_cut,
+        "01", "the costliest stage as cheap as can be", 3, 20, (
+        "Solve smaller questions first: what is the best cut of the first `end` layers only, on"
+        " fewer stages?",
+        "The last stage of such a cut goes from some `start` to `end`. Then the stages before it"
+        " are the best cut of the first `start` layers on one stage less, which you know already:"
+        " this is dynamic programming.",
+        "Keep a dictionary: `best[end]` is the cost of the costliest stage, and the ranges. Begin"
+        " with `best = {0: (0.0, [])}`, no layer on no stage.",
+        "For each further stage make a new one: `longer[end]` is the smallest, over all `start <"
+        " end` in `best`, of `(max(worst, sum(costs[start:end])), [*ranges, (start, end)])`. The"
+        " stages to come need a layer each.",
     )),
     Exercise(untrained, _grade_untrained, "01", "the check that would have caught it", 1, 5, (
         "`stage.named_parameters()` gives names and parameters; look at `parameter.grad`.",
-        "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`), or zeros only (`not "
-        "grad.any()`).",
+        "Three cases: no gradient wanted (`requires_grad` is False), none there (`grad is None`),"
+        " or zeros only (`not grad.any()`).",
     )),
 )  # fmt: skip
 

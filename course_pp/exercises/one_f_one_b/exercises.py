@@ -11,23 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.bench import (
     Bench,
     Findings,
     Outcome,
-    Wrong,
-    judge_gradients,
-    same,
-    scaled,
+    WrongGradients,
     with_norm,
 )
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int, expect_list
-from course_pp.exercises.formula import Formula, flawed, why
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.formula import Formula, flawed
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, why
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.runtime import (
     Link,
@@ -50,6 +47,45 @@ def order_1f1b(rank: int, p: int, m: int) -> list[Action]:
     return order + [Action(rank, "B", i) for i in range(m - warm_up, m)]
 
 
+def _has_mixed_backwards(orders: Orders) -> bool:
+    for row in orders.rows:
+        backwards = [action.microbatch for action in row if action.kind == "B"]
+        if backwards != sorted(backwards):
+            return True
+    return False
+
+
+_MIXED = (
+    _has_mixed_backwards,
+    "The next rank works on the oldest microbatch first, and so its gradient comes back first.",
+)
+_IMPOSSIBLE: Cause = (
+    _MIXED,
+    (OTHERWISE, "Does the warm-up get shorter from rank to rank, down to none on the last?"),
+)
+_SLOW: Cause = (
+    _MIXED,
+    (
+        OTHERWISE,
+        "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short.",
+    ),
+)
+_CROWDED: Cause = (
+    (
+        Orders.holds_everything,
+        "That is what GPipe holds: a backward has to come as soon as it can be done.",
+    ),
+    (
+        lambda orders: orders.rank and orders.peak == orders.peaks[orders.rank - 1],
+        "The warm-up gets shorter from rank to rank: `p - 1 - rank`.",
+    ),
+    (
+        OTHERWISE,
+        "A forward is in flight from its start: the first one after the warm-up counts, too.",
+    ),
+)
+
+
 def _grade_order(answer: Answer) -> None:
     _grade_orders_of(answer, [(4, 8), (2, 4), (4, 4), (1, 3), (5, 7), (8, 12)])
     try:
@@ -64,15 +100,15 @@ def _grade_order(answer: Answer) -> None:
 def _grade_orders_of(answer: Answer, sizes: Sequence[tuple[int, int]]) -> None:
     calls = [(rank, p, m) for p, m in sizes for rank in range(p)]
     orders = dict(zip(calls, answer.calls(calls), strict=True))
-    longest = "Does the warm-up get shorter from rank to rank, down to none on the last?"
-    starved = (
-        "Some rank turns back too soon, and the ranks behind it starve: its warm-up is too short."
-    )
-    impossible, slow = (partial(_unless_mixed, otherwise=cause) for cause in (longest, starved))
     for p, m in sizes:
         rows = [_read_row(orders[rank, p, m], rank, p, m) for rank in range(p)]
         judge_orders(
-            f"With p={p} and m={m}", rows, build("1f1b", p, m), impossible, _why_crowded, slow
+            f"With p={p} and m={m}",
+            rows,
+            build("1f1b", p, m),
+            impossible=_IMPOSSIBLE,
+            crowded=_CROWDED,
+            slow=_SLOW,
         )
 
 
@@ -108,26 +144,6 @@ def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
     return read_order(value, f"order_1f1b({rank}, {p}, {m})", wanted, foreign, lacking, repeated)[0]
 
 
-def _unless_mixed(orders: Orders, otherwise: str) -> str:
-    for row in orders.rows:
-        backwards = [action.microbatch for action in row if action.kind == "B"]
-        if backwards != sorted(backwards):
-            return (
-                "The next rank works on the oldest microbatch first, and so its gradient comes back"
-                " first."
-            )
-    return otherwise
-
-
-def _why_crowded(orders: Orders) -> str:
-    rank, peaks = orders.rank, orders.peaks
-    if peaks[rank] == len(orders.rows[rank]) // 2:
-        return "That is what GPipe holds: a backward has to come as soon as it can be done."
-    if rank and peaks[rank] == peaks[rank - 1]:
-        return "The warm-up gets shorter from rank to rank: `p - 1 - rank`."
-    return "A forward is in flight from its start: the first one after the warm-up counts, too."
-
-
 def step_without_deadlock(
     stage: nn.Module,
     microbatches: list[torch.Tensor],
@@ -161,12 +177,42 @@ def step_without_deadlock(
         send.wait()
 
 
-_BEFORE = 1.0
 BENCH = Bench(
     lambda step, seat: step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link),
-    before=_BEFORE,
+    before=1.0,
 )
 _SIZES = {4: (8, 2), 3: (5,), 2: (1, 3)}
+
+
+_NO_GRADIENT = "Backward has to run for every microbatch, from the `y` that still has its graph."
+_ONCE = "`recv_gradient` gives the 1/m on the last rank, once."
+_WRONG_GRADIENTS: Cause = (
+    (
+        lambda found: found.are_all() and found.replace_what_was_there(),
+        "What `.grad` held before the step is gone: add to it, as `backward` does, and clear"
+        " nothing.",
+    ),
+    (WrongGradients.all_are_times_m, f"Each is m times too large. {_ONCE}"),
+    (WrongGradients.all_are_an_mth, f"Each is m times too small. {_ONCE}"),
+    (
+        WrongGradients.are_powers_of_m,
+        "1/m enters on more than one rank; the chain rule already carries it from the last one.",
+    ),
+    (
+        WrongGradients.multiply_received_inputs,
+        "Only weights that multiply what a rank has received: their gradient needs that input once"
+        " more, in backward. Who has written to it in between?",
+    ),
+    (
+        WrongGradients.spare_the_last_rank,
+        "The last rank is right and others are not: the gradient that comes back belongs to the"
+        " oldest microbatch in flight. Which one does your backward take?",
+    ),
+    (
+        OTHERWISE,
+        "Look at which microbatch each backward belongs to, and at what it starts from.",
+    ),
+)
 
 
 def _grade_step(answer: Answer, places_count: bool = False) -> None:
@@ -180,14 +226,7 @@ def _grade_step_on(
     bench: Bench, sizes: Mapping[int, Sequence[int]], answer: Answer, places_count: bool
 ) -> None:
     for where, m, ranks in bench.tried(answer, sizes, _demand_drain):
-        expected = bench.one_process(m)[1]
-        judge_gradients(
-            where,
-            ranks,
-            expected,
-            "Backward has to run for every microbatch, from the `y` that still has its graph.",
-            partial(_why_wrong, expected=expected, m=m, p=len(ranks)),
-        )
+        bench.judge_gradients(where, ranks, m, missing=_NO_GRADIENT, wrong=_WRONG_GRADIENTS)
         for rank in range(len(ranks)):
             _judge_order(where, rank, m, ranks)
         if places_count:
@@ -208,29 +247,6 @@ def _demand_drain(rank: int, m: int, order: str) -> None:
             " drain.",
             f"rank {rank}  {order}",
         )
-
-
-def _why_wrong(wrong: Wrong, expected: Mapping[str, Tensor], m: int, p: int) -> str:
-    everywhere = len(wrong) == len(expected)
-    gone = all(same(gradient + _BEFORE, expected[name]) for (_, name), gradient in wrong.items())
-    each_is = "Each is m times too {}. `recv_gradient` gives the 1/m on the last rank, once."
-    rules = (
-        (everywhere and gone,
-         "What `.grad` held before the step is gone: add to it, as `backward` does, and clear nothing."),
-        (everywhere and scaled(wrong, expected, m), each_is.format("large")),
-        (everywhere and scaled(wrong, expected, 1 / m), each_is.format("small")),
-        (m > 1 and scaled(wrong, expected, *(m**-k for k in range(1, p))),
-         "1/m enters on more than one rank; the chain rule already carries it from the last one."),
-        (all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong),
-         "Only weights that multiply what a rank has received: their gradient needs that input once more, in "
-         "backward. Who has written to it in between?"),
-        (all(rank < p - 1 for rank, _ in wrong),
-         "The last rank is right and others are not: the gradient that comes back belongs to the oldest microbatch in "
-         "flight. Which one does your backward take?"),
-    )  # fmt: skip
-    return why(
-        rules, "Look at which microbatch each backward belongs to, and at what it starts from."
-    )
 
 
 def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> None:
@@ -296,7 +312,8 @@ _CLUSTERS = (
     (4, 30, 10, 100),
 )
 _WRONG_ROOM = (
-    (lambda rank, p, f, b, latency: p - rank, "That is 1F1B without latency. Microbatches are also on the links."),
+    (lambda rank, p, f, b, latency: p - rank,
+     "That is 1F1B without latency. Microbatches are also on the links."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + math.ceil(latency / (f + b))),
      "A microbatch crosses each link twice, as an activation and as a gradient: 2 × latency."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * latency // (f + b)),
@@ -304,25 +321,30 @@ _WRONG_ROOM = (
     (lambda rank, p, f, b, latency: p - rank + math.ceil(2 * (p - 1 - rank) * latency / (f + b)),
      "You round the sum over all links. Each link holds whole microbatches: round up for each."),
     (lambda rank, p, f, b, latency: p - rank + math.ceil((p - 1 - rank) * latency / (f + b)),
-     "A microbatch crosses each link twice, 2 × latency, and each link holds whole ones: round up for each."),
+     "A microbatch crosses each link twice, 2 × latency, and each link holds whole ones: round up"
+     " for each."),
     (lambda rank, p, f, b, latency: 1 + (p - 1 - rank) * (1 + 2 * math.ceil(latency / (f + b))),
      "There and back is one trip of 2 × latency: add first, and round up once a link."),
 )  # fmt: skip
 
 
-def _why_other_room(case: tuple[Any, ...], held: int, enough: int) -> str:
-    latency = case[-1]
-    rules = (
-        (held < 1, "To do anything a rank must hold 1."),
-        (held > enough and latency == 0,
-         "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the last."),
-        (held > enough,
-         "A rank takes in a microbatch every forward + backward. How many of those fit into 2 × latency, and how many "
-         "links lie behind this rank?"),
-    )  # fmt: skip
-    return why(
-        rules, "A microbatch is on a rank from here to the last, or on a link, there or back."
-    )
+_OTHER_ROOM: Cause = (
+    (lambda case, held, enough: held < 1, "To do anything a rank must hold 1."),
+    (
+        lambda case, held, enough: held > enough and case[-1] == 0,
+        "Without latency it is 1F1B: a microbatch is on one of the p - rank ranks from here to the"
+        " last.",
+    ),
+    (
+        lambda case, held, enough: held > enough,
+        "A rank takes in a microbatch every forward + backward. How many of those fit into 2 ×"
+        " latency, and how many links lie behind this rank?",
+    ),
+    (
+        OTHERWISE,
+        "A microbatch is on a rank from here to the last, or on a link, there or back.",
+    ),
+)
 
 
 def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
@@ -338,7 +360,7 @@ _GRADE_ROOM = Formula(
     held_with_latency,
     [(rank, *cluster) for cluster in _CLUSTERS for rank in range(cluster[0])],
     _WRONG_ROOM,
-    _why_other_room,
+    _OTHER_ROOM,
     read=partial(
         expect_int, remedy="A part of a microbatch needs a whole place: round up, `math.ceil`."
     ),
@@ -367,7 +389,8 @@ _ACTIVATIONS = "min(m, p) * activations / (p * m)"
 _WRONG_CHOICES = (
     ((_ACTIVATIONS, "activations / p"),
      "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."),
-    ((_ACTIVATIONS, "activations / m"), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
+    ((_ACTIVATIONS,
+        "activations / m"), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
     (("state / p", "state"), "The state is divided among the ranks: rank 0 has `state / p` of it."),
     (("<= budget", "< budget"), "What needs exactly `budget` fits: `<=`."),
 )  # fmt: skip
@@ -396,18 +419,28 @@ def _why_other_choice(
     if p < 1 or m < 1:
         return "There is at least one rank, and one microbatch."
     needed = _on_rank_0(state, activations, p, m)
-    rules = (
+    causes = (
         (p > max_ranks >= m and rows % p == 0, "The ranks come first: (p, m)."),
         (p > max_ranks, "`max_ranks` is the most there are."),
         (rows % m > 0, "m must divide the rows."),
         (rows // m < min_rows, "m is at most rows // min_rows."),
         (right is None, "No p and m fit there: return None."),
-        (math.floor(needed) <= budget < needed, "It is less than 1 too much: `//` drops that, `/` does not."),
-        (needed > budget,
-         "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the whole model."),
-        (m < rows // min_rows, "More microbatches make the bubble smaller, and under 1F1B they cost no memory."),
-    )  # fmt: skip
-    return why(rules, "Fewer ranks make the bubble smaller, as long as it fits.")
+        (
+            math.floor(needed) <= budget < needed,
+            "It is less than 1 too much: `//` drops that, `/` does not.",
+        ),
+        (
+            needed > budget,
+            "Rank 0 holds min(m, p) activations, each of 1 / (p m) of what the batch keeps in the"
+            " whole model.",
+        ),
+        (
+            m < rows // min_rows,
+            "More microbatches make the bubble smaller, and under 1F1B they cost no memory.",
+        ),
+        (OTHERWISE, "Fewer ranks make the bubble smaller, as long as it fits."),
+    )
+    return why(causes)
 
 
 def _shown_choice(case: tuple[Any, ...], *choices: tuple[int, int] | None) -> str:
@@ -521,36 +554,41 @@ C are healthy, and C is so whenever each message is taken before the next one is
 
 EXERCISES = (
     Exercise(order_1f1b, _grade_order, "03", "1F1B as an order", 2, 6, (
-        "How many forwards does a rank do before its first backward? The last rank does 1, the one before it 2.",
-        "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward is followed by the "
-        "oldest backward that is left: forward i, backward `i - warm_up`.",
-        "The drain has as many backwards as the warm-up had forwards: those of microbatches `m - warm_up` to m - 1.",
+        "How many forwards does a rank do before its first backward? The last rank does 1, the one"
+        " before it 2.",
+        "The warm-up has `min(m, p - 1 - rank)` forwards. In the steady state each further forward"
+        " is followed by the oldest backward that is left: forward i, backward `i - warm_up`.",
+        "The drain has as many backwards as the warm-up had forwards: those of microbatches `m -"
+        " warm_up` to m - 1.",
     )),
     Exercise(step_without_deadlock, _grade_step, "03", "messages that do not block", 2, 8, (
-        "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the sends block.",
-        "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep these, or the "
-        "messages may be lost.",
-        "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last backward: `for send "
-        "in sends: send.wait()`.",
+        "Begin with a copy of `first_try`. Its order of forwards and backwards is right, only the"
+        " sends block.",
+        "`send_activation` and `send_gradient` of 02 begin to send and return handles at once. Keep"
+        " these, or the messages may be lost.",
+        "`sends.extend(send_activation(y, link))`, likewise for the gradient, and after the last"
+        " backward: `for send in sends: send.wait()`.",
     )),
     Exercise(held_with_latency, _GRADE_ROOM, "03", "room for what is on its way", 3, 8, (
-        "Without latency the answer is `p - rank`: one microbatch for each rank from here to the last. What else is "
-        "there for a microbatch to be on?",
-        "Each link is crossed twice. While one microbatch spends `2 * latency` on it, a new one comes every `forward + "
-        "backward`.",
-        "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward + backward))` of them.",
+        "Without latency the answer is `p - rank`: one microbatch for each rank from here to the"
+        " last. What else is there for a microbatch to be on?",
+        "Each link is crossed twice. While one microbatch spends `2 * latency` on it, a new one"
+        " comes every `forward + backward`.",
+        "Each of the `p - 1 - rank` links needs room for `math.ceil(2 * latency / (forward +"
+        " backward))` of them.",
     )),
     Exercise(choose, _GRADE_CHOOSE, "03", "a budget of memory", 2, 7, (
-        "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in one stage.",
+        "Rank 0 holds most. It needs `state / p`, and `min(m, p)` activations of one microbatch in"
+        " one stage.",
         "One microbatch in one stage keeps `activations / (p * m)`.",
-        "Try all p up to `max_ranks` and all m that divide `rows` and leave `min_rows`. Of those that fit, take the "
-        "one with the smallest `(p - 1) / (m + p - 1)`.",
+        "Try all p up to `max_ranks` and all m that divide `rows` and leave `min_rows`. Of those"
+        " that fit, take the one with the smallest `(p - 1) / (m + p - 1)`.",
     )),
     Exercise(healed_step, partial(_grade_step, places_count=True), "03", "bug clinic", 3, 8, (
-        "Which gradients are wrong? All are of the weights that multiply what a rank has received. What does their "
-        "gradient need that the others do not?",
-        "`x` is needed from its forward until its backward. How many forwards does rank r do in between, and how many "
-        "slots are there?",
+        "Which gradients are wrong? All are of the weights that multiply what a rank has received."
+        " What does their gradient need that the others do not?",
+        "`x` is needed from its forward until its backward. How many forwards does rank r do in"
+        " between, and how many slots are there?",
         "In the steady state the forward comes first: `warm_up + 1` microbatches are in flight.",
     )),
 )  # fmt: skip

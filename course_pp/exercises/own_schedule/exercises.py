@@ -12,8 +12,7 @@ import torch.distributed as dist
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_list, expect_number
-from course_pp.exercises.formula import why
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, why
 from course_pp.launch import RanksHung, on_ranks
 from course_pp.model import CrossEntropy, ModelConfig, build_stage_module
 from course_pp.parallel import (
@@ -83,18 +82,18 @@ def _grade_lower_bound(answer: Answer) -> None:
             )
         if value < bound(p, m, costs) * (1 - 1e-9):
             work = m * (forward + input_grad + weight_grad)
-            rules = (
-                (value < work * (1 - 1e-9), "One rank alone has `m` times all three kinds of work to do."),
+            causes = (
+                (value < work * (1 - 1e-9),
+                 "One rank alone has `m` times all three kinds of work to do."),
                 (value < (work + (p - 1) * forward) * (1 - 1e-9),
-                 "The last rank cannot begin before a microbatch has come down to it. Then it has all its work to do."),
-            )  # fmt: skip
-            cause = why(
-                rules,
+                 "The last rank cannot begin before a microbatch has come down to it. Then it has"
+                 " all its work to do."),
+                (OTHERWISE,
                 "When the last rank has done its last input gradient, the gradient still goes up"
                 " through all the others, and rank 0 has a weight gradient to do then. Where weight"
-                " gradients are short, that is what counts.",
-            )
-            raise Mistake(f"`{call}` is {value:g}; more can be said.", cause)
+                " gradients are short, that is what counts."),
+            )  # fmt: skip
+            raise Mistake(f"`{call}` is {value:g}; more can be said.", why(causes))
 
 
 Choice = Callable[[list[Action], int, int], Action]
@@ -279,12 +278,13 @@ def _grade_repair(answer: Answer) -> None:
             [(schedule, costs, cap) for schedule, costs, cap, _ in _CHANGES], "repair(…)"
         )
     except Stopped as stopped:
-        rules = (
+        causes = (
             (stopped.error == "FrozenInstanceError" or "item assignment" in stopped.symptom,
-             "A `Schedule` is frozen, and its rows are tuples: change lists, and make a new `Schedule` of them."),
+             "A `Schedule` is frozen, and its rows are tuples: change lists, and make a new"
+             " `Schedule` of them."),
             (stopped.error == "ValueError", _UNDO),
         )  # fmt: skip
-        if cause := why(rules):
+        if cause := why(causes):
             raise Mistake(stopped.symptom, cause, stopped.example) from None
         raise
     for change, got in zip(_CHANGES, values, strict=True):
@@ -431,9 +431,8 @@ def _grade_untangled(answer: Answer) -> None:
                 f"rank {rank}: {' '.join(map(str, event))}" for rank, event in stuck.items()
             )
             ranks = ", ".join(map(str, stuck))
-            raise Mistake(
-                f"{what} hangs on rank {ranks}.", _why_stuck(stuck), f"They stand at\n{stand}"
-            )
+            cause = why(_STUCK, _circle_of(stuck))
+            raise Mistake(f"{what} hangs on rank {ranks}.", cause, f"They stand at\n{stand}")
 
 
 def _judge_rank(what: str, rank: int, given: Program, got: list[Any]) -> None:
@@ -460,36 +459,45 @@ def _judge_rank(what: str, rank: int, given: Program, got: list[Any]) -> None:
             raise Mistake(f"{what} has {event} on rank {rank} after {late[0]}.", cause)
 
 
-def _why_stuck(stuck: dict[int, Event]) -> str:
-    """By the ranks that wait in a circle: others wait for these."""
+def _circle_of(stuck: dict[int, Event]) -> set[str]:
+    """Return the kinds of the events at which ranks wait for each other in a circle."""
+    # Other ranks wait for the circle: who goes from one to the next long enough is in it.
     rank = next(iter(stuck))
     for _ in stuck:
         rank = stuck[rank][1]
     circle = {rank: stuck[rank][0]}
     while (rank := stuck[rank][1]) not in circle:
         circle[rank] = stuck[rank][0]
-    if set(circle.values()) == {"send"}:
-        return (
-            "Two neighbours send to one another, and neither receives: one of them has to receive"
-            " first."
-        )
-    if set(circle.values()) == {"recv"}:
-        return (
-            "Everybody receives, and what they wait for comes after their own sends: too many"
-            " receives are early."
-        )
-    return (
+    return set(circle.values())
+
+
+_STUCK: Cause = (
+    (
+        lambda kinds: kinds == {"send"},
+        "Two neighbours send to one another, and neither receives: one of them has to receive"
+        " first.",
+    ),
+    (
+        lambda kinds: kinds == {"recv"},
+        "Everybody receives, and what they wait for comes after their own sends: too many receives"
+        " are early.",
+    ),
+    (
+        OTHERWISE,
         "A rank sends while its receiver waits for something else, which comes later: that receive"
-        " is too early."
-    )
+        " is too early.",
+    ),
+)
 
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(lower_bound, _grade_lower_bound, "11", "a bound of your own", 2, 10, (
-        "Take one rank. Before its first forward a microbatch comes down `rank` stages. Then it has m times F, I and W "
-        "to do: that gives one bound for each rank.",
-        "Look at the end, too: after a rank's last I, a gradient goes up `rank` stages, and stage 0 has its W.",
-        "The second bound of a rank is `rank * F + m * (F + I) + rank * I + W`. Return the latest of all.",
+        "Take one rank. Before its first forward a microbatch comes down `rank` stages. Then it has"
+        " m times F, I and W to do: that gives one bound for each rank.",
+        "Look at the end, too: after a rank's last I, a gradient goes up `rank` stages, and stage 0"
+        " has its W.",
+        "The second bound of a rank is `rank * F + m * (F + I) + rank * I + W`. Return the latest"
+        " of all.",
     )),
     Exercise(next_action, _grade_next_action, "11", "a greedy rule", 1, 6, (
         "Whoever waits for this rank waits for one kind of action. Which?",
@@ -497,17 +505,18 @@ EXERCISES: tuple[Exercise, ...] = (
         "I before F before W: `min` with a key that says so.",
     )),
     Exercise(repair, _grade_repair, "11", "a repair", 3, 12, (
-        "Try every swap of two neighbours on a rank. `problems_of(schedule)` says whether the order can still run.",
-        "Keep a swap if `simulate(…).makespan` falls, and `max(….peak_activations)` is at most `cap`. Otherwise swap "
-        "back.",
-        "Some swaps leave the makespan and prepare the next one. Compare pairs: the makespan, then the sum of all "
-        "ends. Go round until nothing helps.",
+        "Try every swap of two neighbours on a rank. `problems_of(schedule)` says whether the order"
+        " can still run.",
+        "Keep a swap if `simulate(…).makespan` falls, and `max(….peak_activations)` is at most"
+        " `cap`. Otherwise swap back.",
+        "Some swaps leave the makespan and prepare the next one. Compare pairs: the makespan, then"
+        " the sum of all ends. Go round until nothing helps.",
     ), limit_s=30.0),
     Exercise(untangled, _grade_untangled, "11", "bug clinic", 3, 10, (
         "Walk through all programs at once. A send and its receive happen together.",
         "Where a rank stands at a send, and its receiver at a send of its own, neither can go on.",
-        "Let the receiver take the message at once: its `recv` moves to where it stands. Write each event down as it "
-        "happens: these lists are the answer.",
+        "Let the receiver take the message at once: its `recv` moves to where it stands. Write each"
+        " event down as it happens: these lists are the answer.",
     )),
 )  # fmt: skip
 

@@ -19,9 +19,9 @@ from course_pp.exercises.answer import Answer
 from course_pp.exercises.bench import TOLERANCE, Bench, Kept, Memory, Seat
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int
-from course_pp.exercises.formula import Formula, flawed, why
+from course_pp.exercises.formula import Formula, flawed
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake, Stopped, explained
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, explained, why
 from course_pp.exercises.orders import Orders, judge_orders, read_order, shown
 from course_pp.exercises.traffic import last_message_waited_for
 from course_pp.launch import on_ranks
@@ -324,34 +324,39 @@ def _why_wrong(
     first = BENCH.seat(0, m, [p - 1], BENCH.n_blocks).stages[0].state_dict()
     still = [f"`{name}`" for name in first if torch.equal(last[name], first[name])]
     differ = [f"`{name}`" for name in _wrong_names(last, expected[-1][0])]
-    rules = (
+    causes = (
         (len(still) == len(first),
-         "The update changes nothing: the optimizer's own weights have no gradient by then. A backward through a copy "
-         "leaves its gradients on the copy; or was it cleared too early?"),
+         "The update changes nothing: the optimizer's own weights have no gradient by then. A"
+         " backward through a copy leaves its gradients on the copy; or was it cleared too early?"),
         (bool(still),
-         f"The last stage's {' and '.join(still)} stay as they were. Each parameter needs the gradient of the same "
+         f"The last stage's {' and '.join(still)} stay as they were. Each parameter needs the"
+         " gradient of the same "
          "parameter of the copy, weights and biases."),
         (0 < len(differ) < len(first),
-         f"After the first update only {' and '.join(differ)} of the last stage are wrong: does each parameter get its "
+         f"After the first update only {' and '.join(differ)} of the last stage are wrong: does"
+         " each parameter get its "
          "own gradient?"),
         (wrong[-1] == 0,
-         "Already the first update differs: it takes the gradient of one microbatch's own mean loss, without 1/m."),
+         "Already the first update differs: it takes the gradient of one microbatch's own mean"
+         " loss, without 1/m."),
         (trains_as(0.0, stages=1),
          "The last stage trains as if it had no momentum: is the optimizer's state set back?"),
         (m > 1 and trains_as(0.9, lambda s, i: 0, stages=p),
-         "Every forward uses the first weights. Copy them at each forward: that is the newest version then."),
+         "Every forward uses the first weights. Copy them at each forward: that is the newest"
+         " version then."),
         (wrong[-1] == 1,
-         "The second update differs on the last stage, too. Is a gradient left over from the update before, are old "
-         "weights put back after it, or does a second forward come before the first backward?"),
+         "The second update differs on the last stage, too. Is a gradient left over from the update"
+         " before, are old weights put back after it, or does a second forward come before the"
+         " first backward?"),
         (trains_as(0.9, lambda s, i: max(0, i - p + 1), stages=p),
-         "Each stage uses the version that stage 0 used: that is vertical sync. Stashing takes a stage's own newest."),
+         "Each stage uses the version that stage 0 used: that is vertical sync. Stashing takes a"
+         " stage's own newest."),
+        (OTHERWISE,
+         "The last stage has nothing in flight when it updates, so there no version can be the"
+         " wrong one. Elsewhere: does each backward use exactly what its forward used, and does the"
+         " optimizer go on from its newest state?"),
     )  # fmt: skip
-    return why(
-        rules,
-        "The last stage has nothing in flight when it updates, so there no version can be the wrong"
-        " one. Elsewhere: does each backward use exactly what its forward used, and does the"
-        " optimizer go on from its newest state?",
-    )
+    return why(causes)
 
 
 def version_used(rule: str, stage: int, i: int, p: int, group: int) -> int:
@@ -366,13 +371,15 @@ def version_used(rule: str, stage: int, i: int, p: int, group: int) -> int:
 
 _STASHED = "else p - 1 - stage"
 _WRONG_VERSIONS = (
-    ((_STASHED, "else 0"), "That is the newest. With stashing a backward uses what its forward used."),
+    ((_STASHED,
+        "else 0"), "That is the newest. With stashing a backward uses what its forward used."),
     ((_STASHED, "else p - 1"),
      "That is stage 0's. A later stage has fewer microbatches in flight, so its newest is newer."),
     ((_STASHED, "else p - stage"),
      "One too old: p - stage microbatches are in flight *with* this one, p - 1 - stage before it."),
     (('p - 1 if rule == "vertical" else ', ""),
-     "That is this stage's newest at its forward. Vertical sync takes what *stage 0* took, on every stage."),
+     "That is this stage's newest at its forward. Vertical sync takes what *stage 0* took, on every"
+     " stage."),
 )  # fmt: skip
 _VERSIONS = {
     "none": (
@@ -391,12 +398,13 @@ _VERSIONS = {
 }
 
 
-def _why_version(case: tuple[Any, ...], got: int, right: int) -> str:
-    return (
-        "There is no version before 0: the first microbatches all use version 0."
-        if got < 0
-        else _VERSIONS[case[0]]
-    )
+_OTHER_VERSION: Cause = (
+    (
+        lambda case, got, right: got < 0,
+        "There is no version before 0: the first microbatches all use version 0.",
+    ),
+    (OTHERWISE, lambda case, got, right: _VERSIONS[case[0]]),
+)
 
 
 def _its_forward(case: tuple[Any, ...], got: int, right: int) -> str:
@@ -417,7 +425,7 @@ _GRADE_VERSION = Formula(
         for i in range(m)
     ],
     _WRONG_VERSIONS,
-    _why_version,
+    _OTHER_VERSION,
     read=partial(expect_int, remedy="A version is a count of updates."),
     example=_its_forward,
 )
@@ -468,10 +476,10 @@ def _grade_order(answer: Answer) -> None:
             given,
             rows,
             reference,
-            f"{_ADMITS}. Then F, B and U take turns.",
-            _why_crowded,
-            _TOO_SOON,
-            [Costs(times, times, times)],
+            impossible=f"{_ADMITS}. Then F, B and U take turns.",
+            crowded=_CROWDED,
+            slow=_TOO_SOON,
+            costs=[Costs(times, times, times)],
         )
         if tuple(rows) != reference.actions:
             raise Mistake(
@@ -495,15 +503,17 @@ def _read_row(
         )
 
     def lacking(action: Action) -> str:
-        rules = (
+        causes = (
             (action.kind == "U", "Each backward is followed by an update."),
             (action.kind == "F" and action.microbatch >= m // replicas[stage] * replicas[stage],
-             "m need not be divided by the replicas: the last round has fewer microbatches, and some replica has one "
-             "more than others."),
+             "m need not be divided by the replicas: the last round has fewer microbatches, and"
+             " some replica has one more than others."),
             (action.kind == "B" and "F" not in [each.kind for each in wanted[wanted.index(action) :]],
              "As many backwards are left after the last forward as the warm-up had forwards."),
+            (OTHERWISE,
+             f"Every microbatch of replica {replica} has its F, its B and its U."),
         )  # fmt: skip
-        return why(rules, f"Every microbatch of replica {replica} has its F, its B and its U.")
+        return why(causes)
 
     what = f"order_pipedream({stage}, {replica}, {replicas}, {m})"
     repeated = "Each phase goes on where the one before stopped."
@@ -530,16 +540,24 @@ _TOO_SOON = (
 )
 
 
-def _why_crowded(orders: Orders) -> str:
-    enough, own = (
-        orders.best.peak_activations,
-        [sum(a.kind == "F" for a in row) for row in orders.rows],
-    )
-    if all(
-        peak == min(most + 1, n) for peak, most, n in zip(orders.peaks, enough, own, strict=True)
+def _holds_one_too_many(orders: Orders) -> bool:
+    """Whether each rank holds one activation more than it needs, if it has so many."""
+    for row, peak, enough in zip(
+        orders.rows, orders.peaks, orders.best.peak_activations, strict=True
     ):
-        return "One too many: the forward of the first pair counts among those in flight."
-    return f"{_ADMITS}, and no more."
+        n_forwards = sum(action.kind == "F" for action in row)
+        if peak != min(enough + 1, n_forwards):
+            return False
+    return True
+
+
+_CROWDED: Cause = (
+    (
+        _holds_one_too_many,
+        "One too many: the forward of the first pair counts among those in flight.",
+    ),
+    (OTHERWISE, f"{_ADMITS}, and no more."),
+)
 
 
 def slowest_part(
@@ -565,12 +583,17 @@ _WRONG_PLANS = (
     ((" / replicas)", ")"),
      "Replicas share the microbatches, so a stage takes its time *divided by* them."),
     (("2 * outputs", "0 * outputs"), "A boundary takes time, too, and may be the slowest part."),
-    (("2 * outputs", "outputs"), "A boundary is crossed twice: an activation goes down, its gradient comes back."),
+    ((
+        "2 *"
+        " outputs",
+            "outputs"),
+                "A boundary is crossed twice: an activation goes down, its gradient comes back."),
     (("end < len(times)", "True"), "Behind the last layer nothing is sent."),
     (("if end < len(times)", "for end in range(start + 1, min(end + 1, len(times)))"),
      "Only the output of a stage's *last* layer is sent; inside a stage nothing is."),
     ((_EXCHANGE, "0"), "Replicas exchange the gradients of their weights in every round."),
-    ((_EXCHANGE, "(replicas - 1)"), "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
+    ((_EXCHANGE,
+        "(replicas - 1)"), "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
     ((_EXCHANGE, f"{_EXCHANGE} / replicas"),
      "The exchange is divided by the replicas once, together with the work, not twice."),
     (("max(work, exchange)", "(work + exchange)"),
@@ -608,37 +631,43 @@ _GRADE_SLOWEST = Formula(
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(stashed_step, _grade_step, "06", "weight stashing by hand", 2, 9, (
-        "What must not change between a forward and its backward? The optimizer changes `stage`'s parameters in place.",
-        "Let each forward run through a copy of the stage of its own, `copy.deepcopy(stage)`, and keep it with x and y "
-        "until the backward. Its gradients then arrive at the copy.",
-        "Before `optimizer.step()` give each parameter of `stage` the `.grad` of the same parameter of the copy.",
+        "What must not change between a forward and its backward? The optimizer changes `stage`'s"
+        " parameters in place.",
+        "Let each forward run through a copy of the stage of its own, `copy.deepcopy(stage)`, and"
+        " keep it with x and y until the backward. Its gradients then arrive at the copy.",
+        "Before `optimizer.step()` give each parameter of `stage` the `.grad` of the same parameter"
+        " of the copy.",
     ), limit_s=10.0),
     Exercise(version_used, _GRADE_VERSION, "06", "which version does this backward use", 2, 7, (
-        "`none` first: when the backward of microbatch i runs, its stage has had the updates of microbatches 0 to i - "
-        "1.",
-        "`stash` asks for the same count at the forward: p - 1 - stage of those microbatches are not back yet. "
-        "`vertical` asks it of stage 0.",
-        "`2bw`: microbatch i is in group `i // group`, and its version has the updates of all groups but the last one "
-        "before it. No version is below 0.",
+        "`none` first: when the backward of microbatch i runs, its stage has had the updates of"
+        " microbatches 0 to i - 1.",
+        "`stash` asks for the same count at the forward: p - 1 - stage of those microbatches are"
+        " not back yet. `vertical` asks it of stage 0.",
+        "`2bw`: microbatch i is in group `i // group`, and its version has the updates of all"
+        " groups but the last one before it. No version is below 0.",
     )),
     Exercise(order_pipedream, _grade_order, "06", "NOAM, and the order of a replica", 2, 8, (
         "Which microbatches are this replica's? `replica`, and then every `replicas[stage]`-th.",
-        "In flight are `sum(replicas[stage:])` over `replicas[stage]`; `-(-a // b)` divides and rounds up.",
-        "So many forwards are in flight at most, the last one included: do one fewer, then F, B, U in turn, then what "
-        "is left.",
+        "In flight are `sum(replicas[stage:])` over `replicas[stage]`; `-(-a // b)` divides and"
+        " rounds up.",
+        "So many forwards are in flight at most, the last one included: do one fewer, then F, B, U"
+        " in turn, then what is left.",
     )),
     Exercise(slowest_part, _GRADE_SLOWEST, "06", "the slowest part of a plan", 2, 7, (
-        "One number for each stage and one for each boundary between two stages; the largest is the answer.",
+        "One number for each stage and one for each boundary between two stages; the largest is the"
+        " answer.",
         "A stage's work is `sum(times[start:end])`, and its weights are added up likewise.",
-        "A boundary: the output of the stage's last layer, `outputs[end - 1]`, twice, over the bandwidth; none behind "
-        "the last stage.",
+        "A boundary: the output of the stage's last layer, `outputs[end - 1]`, twice, over the"
+        " bandwidth; none behind the last stage.",
     )),
-    Exercise(healed_versions_step, partial(_grade_step, recomputes=True), "06", "bug clinic", 3, 9, (
-        "Two faults. Which version is put away for microbatch 1 on rank 2: the one that its forward used?",
-        "The stash belongs to a forward, not to an update. And what does `optimizer.load_state_dict` bring back that "
-        "weight stashing does not ask for?",
-        "Put `stage.state_dict()` away inside `forward`, take it in every `backward`, and never set the optimizer "
-        "back.",
+    Exercise(healed_versions_step, partial(_grade_step, recomputes=True),
+        "06", "bug clinic", 3, 9, (
+        "Two faults. Which version is put away for microbatch 1 on rank 2: the one that its forward"
+        " used?",
+        "The stash belongs to a forward, not to an update. And what does"
+        " `optimizer.load_state_dict` bring back that weight stashing does not ask for?",
+        "Put `stage.state_dict()` away inside `forward`, take it in every `backward`, and never set"
+        " the optimizer back.",
     ), limit_s=10.0),
 )  # fmt: skip
 

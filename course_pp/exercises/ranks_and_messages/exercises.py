@@ -15,7 +15,7 @@ from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_number, expect_tensor
 from course_pp.exercises.formula import Formula
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped
 from course_pp.exercises.traffic import Traffic, watched_traffic
 
 _OVERWRITTEN = -1.0
@@ -328,14 +328,20 @@ def ring_seconds(n_bytes: float, p: int, latency: float, bandwidth: float) -> fl
 
 
 _WRONG_SECONDS = (
-    (lambda n, p, a, b: (p - 1) * (a + n / p / b), "That is one half: reduce-scatter and all-gather take p - 1 each."),
-    (lambda n, p, a, b: 2 * (p - 1) * (a + n / b), "A round moves one chunk, `n_bytes / p`, not the whole tensor."),
-    (lambda n, p, a, b: a + 2 * (p - 1) * n / p / b, "Each of the rounds waits for the one before: all pay latency."),
-    (lambda n, p, a, b: 2 * (p - 1) * a + n / p / b, "Each of the rounds moves a chunk, not only one of them."),
+    (lambda n, p, a, b: (p - 1) * (a + n / p / b),
+     "That is one half: reduce-scatter and all-gather take p - 1 each."),
+    (lambda n, p, a, b: 2 * (p - 1) * (a + n / b),
+     "A round moves one chunk, `n_bytes / p`, not the whole tensor."),
+    (lambda n, p, a, b: a + 2 * (p - 1) * n / p / b,
+     "Each of the rounds waits for the one before: all pay latency."),
+    (lambda n, p, a, b: 2 * (p - 1) * a + n / p / b,
+     "Each of the rounds moves a chunk, not only one of them."),
     (lambda n, p, a, b: 2 * (p - 1) * n / p / b, "The latency of the rounds is missing."),
     (lambda n, p, a, b: 2 * p * (a + n / p / b), "A chunk is complete after p - 1 hops, not p."),
-    (lambda n, p, a, b: 2 * (p - 1) * (a + n / p * b), "Bytes divided by bytes a second are seconds."),
-    (lambda n, p, a, b: 2 * (p - 1) * (a + n // p / b), "`//` drops the rest of the bytes: divide with `/`."),
+    (lambda n, p, a, b: 2 * (p - 1) * (a + n / p * b),
+     "Bytes divided by bytes a second are seconds."),
+    (lambda n, p, a, b: 2 * (p - 1) * (a + n // p / b),
+     "`//` drops the rest of the bytes: divide with `/`."),
     (lambda n, p, a, b: (p - 1) * (a + n / b), "That is everyone sending everything, not a ring."),
 )  # fmt: skip
 _RINGS_TIMED = [
@@ -348,35 +354,37 @@ _RINGS_TIMED = [
 ]
 
 
-def _why_other_seconds(case: tuple[Any, ...], got: float, right: float) -> str:
-    if case[1] == 1:
-        return "One rank has nobody to send to."
-    return "The rounds follow each other: each pays the latency, and the time of one chunk."
-
-
-_GRADE_RING_SECONDS = Formula(ring_seconds, _RINGS_TIMED, _WRONG_SECONDS, _why_other_seconds)
+_OTHER_SECONDS: Cause = (
+    (lambda case, got, right: case[1] == 1, "One rank has nobody to send to."),
+    (
+        OTHERWISE,
+        "The rounds follow each other: each pays the latency, and the time of one chunk.",
+    ),
+)
+_GRADE_RING_SECONDS = Formula(ring_seconds, _RINGS_TIMED, _WRONG_SECONDS, _OTHER_SECONDS)
 
 
 EXERCISES = (
     Exercise(shift, _grade_shift, "00", "a ring that does not hang", 1, 5, (
-        "If all ranks begin with the same blocking call, all wait. Either the ranks differ, or the call does not "
-        "block.",
-        "`isend` starts to send and returns a handle. Then `recv` from `(rank - 1) % p` into a tensor like `x`, and "
-        "only then `wait()` on the handle.",
-        "`torch.empty_like(x)` has the shape and the dtype of `x`. In a ring of one there is nobody to send to: return "
-        "a copy.",
+        "If all ranks begin with the same blocking call, all wait. Either the ranks differ, or the"
+        " call does not block.",
+        "`isend` starts to send and returns a handle. Then `recv` from `(rank - 1) % p` into a"
+        " tensor like `x`, and only then `wait()` on the handle.",
+        "`torch.empty_like(x)` has the shape and the dtype of `x`. In a ring of one there is nobody"
+        " to send to: return a copy.",
     )),
     Exercise(all_gather, _grade_all_gather, "00", "the second half of the ring", 2, 10, (
-        "It has the shape of `reduce_scatter`: p - 1 steps, each one `exchange` with the same two neighbours, but "
-        "nothing is added.",
-        "In step 0 a rank sends the only chunk that is complete there, `(rank + 1) % p`. Which one is its left "
-        "neighbour sending at that moment?",
-        "What arrived in one step is sent in the next: the index sent is `(rank + 1 - step) % p`, the index received "
-        "`(rank - step) % p`.",
+        "It has the shape of `reduce_scatter`: p - 1 steps, each one `exchange` with the same two"
+        " neighbours, but nothing is added.",
+        "In step 0 a rank sends the only chunk that is complete there, `(rank + 1) % p`. Which one"
+        " is its left neighbour sending at that moment?",
+        "What arrived in one step is sent in the next: the index sent is `(rank + 1 - step) % p`,"
+        " the index received `(rank - step) % p`.",
     )),
     Exercise(ring_seconds, _GRADE_RING_SECONDS, "00", "what an all-reduce costs", 1, 5, (
         "How many rounds are there, and how many bytes does a rank send in one of them?",
-        "Each half has p - 1 rounds. A round takes the latency and the time of one chunk of `n_bytes / p`.",
+        "Each half has p - 1 rounds. A round takes the latency and the time of one chunk of"
+        " `n_bytes / p`.",
     )),
 )  # fmt: skip
 

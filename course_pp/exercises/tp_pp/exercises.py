@@ -14,9 +14,9 @@ from torch.nn.functional import linear
 from course_pp.exercises.answer import Answer, written_call
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_list, expect_number, expect_tensor
-from course_pp.exercises.formula import Formula, flawed, why
+from course_pp.exercises.formula import Formula, flawed
 from course_pp.exercises.in_process import unchanged
-from course_pp.exercises.mistakes import Mistake
+from course_pp.exercises.mistakes import OTHERWISE, Mistake, why
 from course_pp.exercises.traffic import watched_traffic
 
 
@@ -86,8 +86,9 @@ def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str)
             cause = why(
                 (
                     (shape == other,
-                     "That is the other cut. PyTorch keeps a weight as (outputs, inputs) and computes x Wᵀ: the "
-                     "columns of the matrix on paper are the rows of `weight`."),
+                     "That is the other cut. PyTorch keeps a weight as (outputs, inputs) and"
+                     " computes x Wᵀ: the columns of the matrix on paper are the rows of"
+                     " `weight`."),
                     (shape == whole, "It is whole: each rank keeps one of n parts."),
                 )
             )  # fmt: skip
@@ -131,9 +132,11 @@ def _judge_product(
              f"{who} the whole bias, and the sum has it {n_biased} times: it must enter once."),
             (torch.allclose(found, whole - bias), "No rank has the bias; it must enter once."),
             (not by_row and torch.allclose(found.sort(-1).values, whole.sort(-1).values),
-             "The outputs are all there, in another order: each rank takes consecutive ones, rank 0 the first."),
+             "The outputs are all there, in another order: each rank takes consecutive ones, rank 0"
+             " the first."),
             (by_row and torch.allclose(joined.sort().values, weight.sort().values),
-             "All of the weight is there, but not where x is: rank r gets the r-th of n consecutive parts of x."),
+             "All of the weight is there, but not where x is: rank r gets the r-th of n consecutive"
+             " parts of x."),
         )
     )  # fmt: skip
     row = int((found - whole).abs().sum(-1).argmax())
@@ -170,14 +173,16 @@ def _grade_enter(answer: Answer) -> None:
         first = rank - rank % _TP
         total = torch.stack(inside[first : first + _TP]).sum(0)
         if not torch.allclose(gradient, total + beside):
-            rules = (
+            causes = (
                 (inside[rank] + beside,
-                 "Each rank has only the gradient of its own part of the block: nothing is added up."),
+                 "Each rank has only the gradient of its own part of the block: nothing is added"
+                 " up."),
                 (total / _TP + beside,
-                 "The gradients are averaged. Each is a part of the sum over the block's outputs: add."),
+                 "The gradients are averaged. Each is a part of the sum over the block's outputs:"
+                 " add."),
                 (total + _TP * beside,
-                 "A hook on x itself also sees the gradient of whatever else uses x, here the branch beside the block, "
-                 "which every rank has whole: put it on a view of x."),
+                 "A hook on x itself also sees the gradient of whatever else uses x, here the"
+                 " branch beside the block, which every rank has whole: put it on a view of x."),
                 (_TP * total + beside, "The gradients are added up twice."),
                 (torch.stack(inside).sum(0) + beside, "The sum is over all ranks: pass `group`."),
                 (beside, "Nothing comes back from the block: backward has to return the sum."),
@@ -186,7 +191,7 @@ def _grade_enter(answer: Answer) -> None:
             yours, away = (float(part.norm() / total.norm()) for part in (share, share - total))
             raise Mistake(
                 "The gradient of x is wrong.",
-                why((torch.allclose(gradient, wrong), cause) for wrong, cause in rules),
+                why([(torch.allclose(gradient, wrong), cause) for wrong, cause in causes]),
                 f"norms over that of the right gradient from the block: yours {yours:.3f}, the"
                 f" difference {away:.3f}",
             )
@@ -243,25 +248,30 @@ def sent_bytes(n_layers: int, activation: int, m: int, tp: int) -> tuple[float, 
 
 
 _WRONG_TP = (
-    (lambda n, a, m, tp: 4 * n * m * a, "A ring all-reduce of A bytes sends 2 (tp - 1) / tp of them on each rank."),
+    (lambda n, a, m, tp: 4 * n * m * a,
+     "A ring all-reduce of A bytes sends 2 (tp - 1) / tp of them on each rank."),
     (lambda n, a, m, tp: 4 * n * m * a * (tp - 1) / tp,
-     "That is half. An all-reduce is two rounds of (tp - 1) / tp each; and a layer has two blocks, each with a sum in "
-     "forward and one in backward."),
+     "That is half. An all-reduce is two rounds of (tp - 1) / tp each; and a layer has two blocks,"
+     " each with a sum in forward and one in backward."),
     (lambda n, a, m, tp: 4 * n * a * 2 * (tp - 1) / tp, "That is one microbatch; a step has m."),
     (lambda n, a, m, tp: 4 * n * m * a * 2 * (tp - 1) / tp**2,
      "Each rank holds 1 / tp of the weights, but the sums are of whole activations."),
-    (lambda n, a, m, tp: 4 * n * m * a * 2 * (tp - 1), "That is what all ranks of the group send together."),
-    (lambda n, a, m, tp: 4 * m * a * 2 * (tp - 1) / tp, "That is one layer; the stage has n_layers."),
+    (lambda n, a, m, tp: 4 * n * m * a * 2 * (tp - 1),
+     "That is what all ranks of the group send together."),
+    (lambda n, a, m, tp: 4 * m * a * 2 * (tp - 1) / tp,
+     "That is one layer; the stage has n_layers."),
     (lambda n, a, m, tp: 8 * n * m * a * 2 * (tp - 1) / tp,
      "One sum for two matrices is enough: what lies between a column and a row cut is not sent."),
 )  # fmt: skip
 _WRONG_PP = (
     (lambda n, a, m, tp: m * a, "A middle stage sends an activation down and a gradient up."),
-    (lambda n, a, m, tp: 4 * m * a, "What it receives, others send: count the two messages that it sends itself."),
+    (lambda n, a, m, tp: 4 * m * a,
+     "What it receives, others send: count the two messages that it sends itself."),
     (lambda n, a, m, tp: 2 * a, "That is one microbatch; a step has m."),
     (lambda n, a, m, tp: 2 * m * a / tp,
      "Each tensor-parallel rank holds the whole activation after the sum, and sends it whole."),
-    (lambda n, a, m, tp: 2 * n * m * a, "Only at the end of a stage is there a boundary, not after each layer."),
+    (lambda n, a, m, tp: 2 * n * m * a,
+     "Only at the end of a stage is there a boundary, not after each layer."),
 )  # fmt: skip
 
 
@@ -313,10 +323,13 @@ def neighbours(rank: int, pp: int, tp: int) -> tuple[list[int], list[int]]:
 
 
 _WRONG_GROUPS = (
-    (lambda rank, pp, tp: neighbours(rank, pp, tp)[::-1], "The two have changed places: `tp` comes first."),
+    (lambda rank, pp, tp: neighbours(rank, pp, tp)[::-1],
+     "The two have changed places: `tp` comes first."),
     (lambda rank, pp, tp: neighbours(rank, tp, pp)[::-1],
-     "That is a mesh of tp × pp: here `tp` is the last dimension, so its ranks follow one another."),
-    (lambda rank, pp, tp: ([*range(tp)], [*range(pp)]), "These are places in a group. Which ranks stand there?"),
+     "That is a mesh of tp × pp: here `tp` is the last dimension, so its ranks follow one"
+     " another."),
+    (lambda rank, pp, tp: ([*range(tp)], [*range(pp)]),
+     "These are places in a group. Which ranks stand there?"),
     (lambda rank, pp, tp: [[r for r in row if r != rank] for row in neighbours(rank, pp, tp)],
      "A rank belongs to its own groups: leave it in."),
     (lambda rank, pp, tp: (neighbours(rank, pp, tp)[0], [r for r in (rank - tp, rank, rank + tp) if 0 <= r < pp * tp]),
@@ -371,20 +384,25 @@ _THREE_FOUR_FIVE = "Norms do not add up, their squares do: 3 and 4 make 5."
 
 _WRONG_NORMS = (
     (flawed(whole_norm, *_WITH_THE_CUT),
-     "Every rank of a stage has the same `copied`, and each adds them: they count tp times instead of once."),
+     "Every rank of a stage has the same `copied`, and each adds them: they count tp times instead"
+     " of once."),
     (flawed(whole_norm, (_COPIES, "pass")), "`copied` is missing."),
     (flawed(whole_norm, (f"{_COPIES}\n    {_OVER_PP}", f"{_OVER_PP}\n    {_COPIES}")),
      "Other stages have other `copied`: sum these over `pp` as well."),
-    (flawed(whole_norm, (_OVER_PP, "pass")), "That is the norm of one stage: sum over `pp` as well."),
+    (flawed(whole_norm, (_OVER_PP,
+        "pass")), "That is the norm of one stage: sum over `pp` as well."),
     (flawed(whole_norm, *_WITH_THE_CUT, (_OVER_PP, "pass")),
-     "That is the norm of one stage, in which `copied` counts tp times: sum `cut` over `tp`, and all over `pp`."),
+     "That is the norm of one stage, in which `copied` counts tp times: sum `cut` over `tp`, and"
+     " all over `pp`."),
     (flawed(whole_norm, (_OVER_TP, "pass")),
      "The other ranks of `tp` hold other parts of the same weights: sum `cut` over `tp`."),
     (flawed(whole_norm, (_OVER_TP, "pass"), (_OVER_PP, "pass")),
      "That is what this rank alone holds: nothing is added up over ranks."),
     (flawed(whole_norm, (".sqrt()", "")), "The root is missing."),
-    (flawed(whole_norm, (".sqrt()", ""), (_OVER_PP, f"total = total.sqrt(); {_OVER_PP}")), _THREE_FOUR_FIVE),
-    (flawed(whole_norm, (".sqrt()", ""), *_WITH_THE_CUT, (_OVER_TP, f"total = total.sqrt(); {_OVER_TP}")),
+    (flawed(whole_norm, (
+        ".sqrt()", ""), (_OVER_PP, f"total = total.sqrt(); {_OVER_PP}")), _THREE_FOUR_FIVE),
+    (flawed(whole_norm, (
+        ".sqrt()", ""), *_WITH_THE_CUT, (_OVER_TP, f"total = total.sqrt(); {_OVER_TP}")),
      _THREE_FOUR_FIVE),
     (flawed(whole_norm, *_WITH_THE_CUT, (_OVER_PP, f"total /= dist.get_world_size(); {_OVER_PP}")),
      "The squares are averaged over the ranks; they are to be summed."),
@@ -422,7 +440,7 @@ def _grade_whole_norm(answer: Answer) -> None:
             symptom = (
                 f"With {where} the ranks say {per_rank}; the norm is {right:.8g} on all of them."
             )
-        raise Mistake(symptom, why(causes, _ONCE))
+        raise Mistake(symptom, why([*causes, (OTHERWISE, _ONCE)]))
 
 
 def _norms_on_rank(
@@ -459,19 +477,23 @@ def _gradients(stage: int, place: int) -> tuple[list[Tensor], list[Tensor]]:
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(shard_linear, _grade_shard_linear, "07", "two cuts of a layer", 2, 6, (
-        "PyTorch keeps `weight` as (outputs, inputs). Cut by column, a rank makes some of the outputs.",
+        "PyTorch keeps `weight` as (outputs, inputs). Cut by column, a rank makes some of the"
+        " outputs.",
         "`weight.chunk(n, dim=0)[rank]` has some outputs, `dim=1` takes some inputs.",
-        "By column the bias is cut like the outputs. By row the outputs are added up over the ranks, so one rank has "
-        "the bias and the others `None`.",
+        "By column the bias is cut like the outputs. By row the outputs are added up over the"
+        " ranks, so one rank has the bias and the others `None`.",
     )),
     Exercise(enter, _grade_enter, "07", "the other operator", 2, 8, (
-        "`tensor.register_hook(fn)` calls `fn(gradient)` in backward and goes on with what it returns.",
+        "`tensor.register_hook(fn)` calls `fn(gradient)` in backward and goes on with what it"
+        " returns.",
         "Put the hook on `x.view_as(x)`: `x` itself is used by the residual, too.",
         "The hook: clone the gradient, `dist.all_reduce` the clone over `group`, return it.",
     ), limit_s=10.0),
     Exercise(sent_bytes, _grade_sent_bytes, "07", "bytes of both", 2, 6, (
-        "A layer is attention and feed-forward, each a column and a row cut: how many sums for each microbatch?",
-        "Two in forward and two in backward. In a ring, a rank sends `2 * (tp - 1) / tp` of the bytes of each.",
+        "A layer is attention and feed-forward, each a column and a row cut: how many sums for each"
+        " microbatch?",
+        "Two in forward and two in backward. In a ring, a rank sends `2 * (tp - 1) / tp` of the"
+        " bytes of each.",
         "A middle stage sends one activation down and one gradient up for each microbatch, whole.",
     )),
     Exercise(neighbours, _GRADE_NEIGHBOURS, "07", "who is next to whom", 1, 4, (
@@ -479,9 +501,10 @@ EXERCISES: tuple[Exercise, ...] = (
         "The row of a rank is `rank // tp`, its place there `rank % tp`.",
     )),
     Exercise(whole_norm, _grade_whole_norm, "07", "bug clinic", 3, 10, (
-        "Squares add up. Of which gradients does a rank of the same stage hold another part, of which the same?",
+        "Squares add up. Of which gradients does a rank of the same stage hold another part, of"
+        " which the same?",
         'First the squares of `cut`, summed over the group `mesh.get_group("tp")`.',
-        'Then add the squares of `copied`, which every rank of the stage has; sum this over `mesh.get_group("pp")`, '
-        'and take the root.',
+        'Then add the squares of `copied`, which every rank of the stage has; sum this over'
+        ' `mesh.get_group("pp")`, and take the root.',
     ), limit_s=10.0),
 )  # fmt: skip

@@ -22,14 +22,12 @@ from course_pp.exercises.bench import (
     Findings,
     Outcome,
     Seat,
-    Wrong,
-    judge_gradients,
-    same,
+    WrongGradients,
 )
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import close, expect_int, expect_number
-from course_pp.exercises.formula import Formula, flawed, why
-from course_pp.exercises.mistakes import Mistake, Stopped
+from course_pp.exercises.formula import Formula, flawed
+from course_pp.exercises.mistakes import OTHERWISE, Cause, Mistake, Stopped, why
 from course_pp.exercises.orders import Orders, judge_orders, read_order
 from course_pp.model import ModelConfig, build_stage_module
 from course_pp.runtime import Link, forward_stage, recv_gradient, send_activation, send_gradient
@@ -69,9 +67,9 @@ def _grade_order(answer: Answer) -> None:
             f"With p={p} and m={m}",
             rows,
             build("zb_h1", p, m),
-            _why_impossible,
-            _why_so_many,
-            _why_slow,
+            impossible=_IMPOSSIBLE,
+            crowded=_CROWDED_H1,
+            slow=_SLOW_H1,
         )
 
 
@@ -98,54 +96,15 @@ def _why_repeated(action: Action) -> str:
     return "Each phase goes on where the one before stopped."
 
 
-def _why_impossible(orders: Orders) -> str:
-    if any(_has_early_w(row) for row in orders.rows):
-        return _W_BEFORE_I
-    return (
-        "F and I go as in 1F1B: a warm-up of `p - 1 - rank` forwards, then F and I in turn, oldest"
-        " first."
-    )
-
-
-def _has_early_w(row: Sequence[Action]) -> bool:
-    place = {(action.kind, action.stage, action.microbatch): at for at, action in enumerate(row)}
-    return any(place["W", s, i] < place["I", s, i] for kind, s, i in place if kind == "W")
-
-
-def _why_so_many(orders: Orders) -> str:
-    kinds = _kinds(orders.rows[orders.rank])
-    if kinds.index("I") > len(orders.rows) - orders.rank:
-        return (
-            "The warm-up is that of 1F1B: `p - 1 - rank` forwards, and one more in the steady"
-            " state."
-        )
-    if "F" not in kinds[kinds.index("W") :]:
-        return "All W's come after the last F. A W gives back a place that a later forward needs."
-    return (
-        "It puts off too many W's. With `p - rank` microbatches between F and I, room is left for"
-        " `rank` that wait for their W."
-    )
-
-
-def _why_slow(orders: Orders) -> str:
-    rows = [_kinds(row) for row in orders.rows]
-    p, waiting = len(rows), [_waiting(row) for row in rows]
-    return why(
-        (
-            (any(row.index("I") < p - rank for rank, row in enumerate(rows)),
-             "Some rank turns back too soon, and the ranks behind it starve: the warm-up is `p - 1 - rank` forwards."),
-            (not any(waiting),
-             "Each W comes right after its I, so the rank before waits for it after all, as under 1F1B. The further "
-             "back a rank is, the more W's it may put off."),
-            (p > 1 and waiting[0] >= p - 1 > waiting[-1],
-             "It is the other way round: rank 0 has the most in flight, and so the least room for W's that wait."),
-            (any("II" in _drain(row) for row in rows),
-             "In the drain each I is awaited: do one W after each, and not all of them at the end."),
-            (any("WWI" in _drain(row) for row in rows),
-             "In the drain each I is awaited: do one W after each, and not several."),
-        ),
-        "Look at where a rank does W's while the rank before waits for its I.",
-    )  # fmt: skip
+def _has_early_w(orders: Orders) -> bool:
+    """Whether a W comes before its I."""
+    for row in orders.rows:
+        place = {
+            (action.kind, action.stage, action.microbatch): at for at, action in enumerate(row)
+        }
+        if any(place["W", s, i] < place["I", s, i] for kind, s, i in place if kind == "W"):
+            return True
+    return False
 
 
 def _kinds(row: Sequence[Action]) -> str:
@@ -161,6 +120,94 @@ def _drain(kinds: str) -> str:
     return kinds[kinds.rindex("F") + 1 :]
 
 
+def _runs_ahead(orders: Orders) -> bool:
+    """Whether ``rank`` does more forwards before its first I than 1F1B."""
+    before_i = _kinds(orders.rows[orders.rank]).index("I")
+    return before_i > len(orders.rows) - orders.rank
+
+
+def _has_w_after_all_f(orders: Orders) -> bool:
+    kinds = _kinds(orders.rows[orders.rank])
+    return "F" not in kinds[kinds.index("W") :]
+
+
+def _turns_back_early(orders: Orders) -> bool:
+    """Whether some rank does its first I before it has done the warm-up of 1F1B."""
+    p = len(orders.rows)
+    return any(_kinds(row).index("I") < p - rank for rank, row in enumerate(orders.rows))
+
+
+def _has_no_w_waiting(orders: Orders) -> bool:
+    return not any(_waiting(_kinds(row)) for row in orders.rows)
+
+
+def _lets_w_wait_in_front(orders: Orders) -> bool:
+    """Whether rank 0 puts off the most W's, and the last rank none or few."""
+    p = len(orders.rows)
+    first, last = (_waiting(_kinds(orders.rows[rank])) for rank in (0, -1))
+    return p > 1 and first >= p - 1 > last
+
+
+def _has_in_drain(kinds: str) -> Callable[[Orders], bool]:
+    """Return the condition that in some rank's drain these actions follow each other."""
+    return lambda orders: any(kinds in _drain(_kinds(row)) for row in orders.rows)
+
+
+def _begins_drain_with_w(orders: Orders) -> bool:
+    return any(_drain(_kinds(row)).startswith("W") for row in orders.rows)
+
+
+_IMPOSSIBLE: Cause = (
+    (_has_early_w, _W_BEFORE_I),
+    (
+        OTHERWISE,
+        "F and I go as in 1F1B: a warm-up of `p - 1 - rank` forwards, then F and I in turn, oldest"
+        " first.",
+    ),
+)
+_CROWDED_H1: Cause = (
+    (
+        _runs_ahead,
+        "The warm-up is that of 1F1B: `p - 1 - rank` forwards, and one more in the steady state.",
+    ),
+    (
+        _has_w_after_all_f,
+        "All W's come after the last F. A W gives back a place that a later forward needs.",
+    ),
+    (
+        OTHERWISE,
+        "It puts off too many W's. With `p - rank` microbatches between F and I, room is left for"
+        " `rank` that wait for their W.",
+    ),
+)
+_SLOW_H1: Cause = (
+    (
+        _turns_back_early,
+        "Some rank turns back too soon, and the ranks behind it starve: the warm-up is"
+        " `p - 1 - rank` forwards.",
+    ),
+    (
+        _has_no_w_waiting,
+        "Each W comes right after its I, so the rank before waits for it after all, as under 1F1B."
+        " The further back a rank is, the more W's it may put off.",
+    ),
+    (
+        _lets_w_wait_in_front,
+        "It is the other way round: rank 0 has the most in flight, and so the least room for W's"
+        " that wait.",
+    ),
+    (
+        _has_in_drain("II"),
+        "In the drain each I is awaited: do one W after each, and not all of them at the end.",
+    ),
+    (
+        _has_in_drain("WWI"),
+        "In the drain each I is awaited: do one W after each, and not several.",
+    ),
+    (OTHERWISE, "Look at where a rank does W's while the rank before waits for its I."),
+)
+
+
 def forwards_first(rank: int, p: int, forward: float, input_grad: float) -> int:
     """The fewest forwards before the first I with which this rank never waits for it."""
     behind = p - 1 - rank
@@ -170,10 +217,12 @@ def forwards_first(rank: int, p: int, forward: float, input_grad: float) -> int:
 _WRONG_FORWARDS: tuple[tuple[Callable[..., float], str], ...] = (
     (lambda rank, p, f, b: p - rank, "That is 1F1B. The gradient also has to come back up."),
     (lambda rank, p, f, b: 1 + 2 * (p - 1 - rank),
-     "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 - rank) * input_grad`."),
+     "That holds where an input gradient takes as long as a forward. The way up takes `(p - 1 -"
+     " rank) * input_grad`."),
     (lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
      "A rank's own forward of microbatch 0 counts, too."),
-    (lambda rank, p, f, b: 2 * (p - rank), "The rank begins with its I as soon as the gradient is there."),
+    (lambda rank, p, f, b: 2 * (p - rank),
+     "The rank begins with its I as soon as the gradient is there."),
     (lambda rank, p, f, b: p - rank + math.floor((p - 1 - rank) * b / f),
      "You round down: then it waits for the rest."),
     (lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f),
@@ -204,9 +253,10 @@ _GRADE_FORWARDS = Formula(
         for rank in range(p)
     ],
     _WRONG_FORWARDS,
-    "Microbatch 0 passes this rank and all behind it, `p - rank` forwards, and its gradient comes up through "
-    "`p - 1 - rank` input gradients. How many forwards fit into that time?",
-    read=lambda value, call: expect_int(value, call, "A part of a forward is no help: round up, `math.ceil`."),
+    "Microbatch 0 passes this rank and all behind it, `p - rank` forwards, and its gradient comes"
+    " up through `p - 1 - rank` input gradients. How many forwards fit into that time?",
+    read=lambda value, call: expect_int(value, call,
+        "A part of a forward is no help: round up, `math.ceil`."),
     example=_first_gradient,
 )  # fmt: skip
 
@@ -251,7 +301,13 @@ def _grade_place_weights(answer: Answer) -> None:
         )
         case = f"With {what}, p={len(given)} and room for {room}"
         judge_orders(
-            case, rows, best, _W_BEFORE_I, _CROWDED, _why_longer, (Costs(), Costs(3, 3, 2))
+            case,
+            rows,
+            best,
+            impossible=_W_BEFORE_I,
+            crowded=_CROWDED,
+            slow=_SLOW,
+            costs=(Costs(), Costs(3, 3, 2)),
         )
 
 
@@ -287,22 +343,28 @@ def _read_placed(value: Any, order: list[Action], room: int) -> tuple[Action, ..
     return row
 
 
-def _why_longer(orders: Orders) -> str:
-    rows = [_kinds(row) for row in orders.rows]
-    drains = [_drain(row) for row in rows]
-    return why(
-        (
-            (any("II" in drain for drain in drains),
-             "After the last F nothing needs room, and a rank waits for each I that is left: a W that waits until all "
-             "are done leaves that time idle."),
-            (not any(map(_waiting, rows)),
-             "Each W comes at once, though nobody waits for it and somebody waits for the I after it. Is there room?"),
-            (any(drain.startswith("W") or "WWI" in drain for drain in drains),
-             "After the last F let one W follow each I: one before it, or a second one, delays an I that another rank "
-             "waits for."),
-        ),
-        "A W is done although there is room for the next forward: it delays an I that another rank waits for.",
-    )  # fmt: skip
+_SLOW: Cause = (
+    (
+        _has_in_drain("II"),
+        "After the last F nothing needs room, and a rank waits for each I that is left: a W that"
+        " waits until all are done leaves that time idle.",
+    ),
+    (
+        _has_no_w_waiting,
+        "Each W comes at once, though nobody waits for it and somebody waits for the I after it."
+        " Is there room?",
+    ),
+    (
+        lambda orders: _begins_drain_with_w(orders) or _has_in_drain("WWI")(orders),
+        "After the last F let one W follow each I: one before it, or a second one, delays an I"
+        " that another rank waits for.",
+    ),
+    (
+        OTHERWISE,
+        "A W is done although there is room for the next forward: it delays an I that another rank"
+        " waits for.",
+    ),
+)
 
 
 def choose_schedule(
@@ -347,20 +409,23 @@ _WRONG_CHOICES = (
     (("<= budget", "< budget"), "What needs exactly the budget fits: `<=`."),
     ((_NEEDED, "held * activation"), _NEEDS),
     ((_NEEDED, "state + held"), _NEEDS),
-    ((_NEEDED, "held * (state + activation)"), "The state is there once, and not for each activation."),
+    ((_NEEDED,
+        "held * (state + activation)"), "The state is there once, and not for each activation."),
     ((_NEEDED, "(state + held) * activation"),
      "The state is bytes already: only what is held is multiplied by `activation`."),
     ((_FITS, ""), "Throw out first what does not fit into `budget`."),
     ((_FITS, ""), (_LEAST, "(held, bubble, name)"), _LESS_MEMORY),
     ((_LEAST, "(held, bubble, name)"), _LESS_MEMORY),
     ((_LEAST, "(-bubble, held, name)"), "That is the largest bubble of what fits."),
-    ((_LEAST, "(bubble, name, name)"), "Of equal bubbles take the one that holds less, whatever its name."),
+    ((_LEAST,
+        "(bubble, name,"
+        " name)"), "Of equal bubbles take the one that holds less, whatever its name."),
     ((_LEAST, "(-held, bubble, name)"),
      "The most memory that fits need not have the smallest bubble: compare the bubbles."),
 )  # fmt: skip
 
 
-def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
+def _why_other_choice(case: tuple[Any, ...], got: Any, best: str | None) -> str:
     points, state, activation, budget = case
     if got is None:
         return (
@@ -368,16 +433,20 @@ def _why_chosen(case: tuple[Any, ...], got: Any, best: str | None) -> str:
         )
     if not isinstance(got, str) or got not in points:
         return "That is no schedule of those: return a name, or None."
-    if state + points[got][0] * activation > budget:
+    held, bubble = points[got]
+    if state + held * activation > budget:
         return f"It does not fit. {_NEEDS if best else 'Nothing fits there: return None.'}"
-    if state + points[best or ""][0] * activation == budget:
-        return "What needs exactly the budget fits: `<=`."
-    if points[got][1] == points[best or ""][1]:
-        return (
+    best_held, least_bubble = points[best or ""]
+    causes = (
+        (state + best_held * activation == budget, "What needs exactly the budget fits: `<=`."),
+        (
+            bubble == least_bubble,
             "Of equal bubbles take the one that holds less: on the picture, the point further to"
-            " the left."
-        )
-    return _LESS_MEMORY
+            " the left.",
+        ),
+        (OTHERWISE, _LESS_MEMORY),
+    )
+    return why(causes)
 
 
 def _what_they_need(case: tuple[Any, ...], got: Any, best: str | None) -> str:
@@ -400,7 +469,7 @@ _GRADE_CHOICE = Formula(
     choose_schedule,
     _BUDGETS,
     _WRONG_CHOICES,
-    _why_chosen,
+    _why_other_choice,
     read=lambda value, call: value,
     call=lambda points, state, activation, budget: (
         f"choose_schedule(…, {state}, {activation}, {budget})"
@@ -494,6 +563,32 @@ _OUT_OF_SLOTS = (
 )
 
 
+_NO_GRADIENT = (
+    "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
+)
+_WRONG_GRADIENTS: Cause = (
+    (
+        lambda found: found.m > 1 and found.are_times(found.m),
+        "Each that differs is m times too large: `recv_gradient` gives the 1/m on the last rank.",
+    ),
+    (
+        lambda found: found.m > 1 and found.are_times(2),
+        "Each that differs is twice too large: I and W both add to them.",
+    ),
+    (
+        WrongGradients.multiply_received_inputs,
+        "Only weights that multiply what a rank has received: W needs that input once more. Who"
+        " has written to its slot in between?",
+    ),
+    (
+        lambda found: all(0 < rank < found.p - 1 for rank, _ in found.wrong),
+        "Rank 0 puts nothing off, and on the last rank every `dy` is 1/m: there it does not matter"
+        " which `y` meets which `dy`. Elsewhere both have to be of one microbatch.",
+    ),
+    (OTHERWISE, "Does every microbatch have its W, once, from its own `y` and `dy`?"),
+)
+
+
 def _grade_healed_step(answer: Answer) -> None:
     try:
         for where, m, ranks in BENCH.tried(answer, _SIZES):
@@ -507,12 +602,7 @@ def _grade_healed_step(answer: Answer) -> None:
 
 def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
     p, (_, expected) = len(ranks), BENCH.one_process(m)
-    missing = (
-        "`torch.autograd.grad` returns gradients and adds none: W has to put them into `.grad`."
-    )
-    judge_gradients(
-        where, ranks, expected, missing, lambda wrong: _why_wrong(wrong, expected, m, p)
-    )
+    BENCH.judge_gradients(where, ranks, m, missing=_NO_GRADIENT, wrong=_WRONG_GRADIENTS)
     norm = _norm(expected)
     for rank, outcome in enumerate(ranks):
         found = expect_number(outcome.returned[0], f"healed_split_step(…) on rank {rank}")
@@ -550,51 +640,34 @@ def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
             raise Mistake(f"{symptom}; 1F1B lets a rank hold {p}.", cause)
 
 
-def _why_wrong(wrong: Wrong, expected: dict[str, Tensor], m: int, p: int) -> str:
-    def all_are(factor: int) -> bool:
-        return all(same(gradient, expected[name], factor) for (_, name), gradient in wrong.items())
-
-    return why(
-        (
-            (m > 1 and all_are(m),
-             "Each that differs is m times too large: `recv_gradient` gives the 1/m on the last rank."),
-            (m > 1 and all_are(2), "Each that differs is twice too large: I and W both add to them."),
-            (all(rank > 0 and name.endswith(".0.weight") for rank, name in wrong),
-             "Only weights that multiply what a rank has received: W needs that input once more. Who has written to "
-             "its slot in between?"),
-            (all(0 < rank < p - 1 for rank, _ in wrong),
-             "Rank 0 puts nothing off, and on the last rank every `dy` is 1/m: there it does not matter which `y` "
-             "meets which `dy`. Elsewhere both have to be of one microbatch."),
-        ),
-        "Does every microbatch have its W, once, from its own `y` and `dy`?",
-    )  # fmt: skip
-
-
 def _norm(gradients: dict[str, Tensor]) -> float:
     return float(sum(gradient.square().sum() for gradient in gradients.values()) ** 0.5)
 
 
 EXERCISES: tuple[Exercise, ...] = (
     Exercise(order_zb_h1, _grade_order, "05", "ZB-H1 as an order", 2, 8, (
-        "F and I go as F and B do under 1F1B: `p - 1 - rank` forwards, then F and I in turn, then the I's that are "
-        "left.",
-        "1F1B lets rank 0 hold p activations, and this rank has `p - rank` between F and I. So it may have `rank` "
-        "microbatches waiting for their W.",
-        "After the I of microbatch i comes the W of microbatch `i - rank`, if there is one, also in the drain. The "
-        "last `rank` W's come at the end.",
+        "F and I go as F and B do under 1F1B: `p - 1 - rank` forwards, then F and I in turn, then"
+        " the I's that are left.",
+        "1F1B lets rank 0 hold p activations, and this rank has `p - rank` between F and I. So it"
+        " may have `rank` microbatches waiting for their W.",
+        "After the I of microbatch i comes the W of microbatch `i - rank`, if there is one, also in"
+        " the drain. The last `rank` W's come at the end.",
     )),
     Exercise(forwards_first, _GRADE_FORWARDS, "05", "how far H2 runs ahead", 2, 6, (
-        "Count from this rank's first forward to the arrival of its first gradient. What does microbatch 0 pass?",
-        "It passes `p - rank` forwards, this rank's included, and its gradient `p - 1 - rank` input gradients.",
-        "Meanwhile the rank does forwards: that time over `forward`, rounded up once, with `math.ceil`.",
+        "Count from this rank's first forward to the arrival of its first gradient. What does"
+        " microbatch 0 pass?",
+        "It passes `p - rank` forwards, this rank's included, and its gradient `p - 1 - rank` input"
+        " gradients.",
+        "Meanwhile the rank does forwards: that time over `forward`, rounded up once, with"
+        " `math.ceil`.",
     )),
     Exercise(place_weights, _grade_place_weights, "05", "which W's may wait", 3, 9, (
-        "Walk through the order and keep two things: how many activations are held, and a list of the W's that wait. "
-        "An F adds an activation, a W gives one back.",
-        "A W may wait as long as there is room. If the next action is an F and `held == room`, the oldest W goes "
-        "first.",
-        "After the last F no place is needed any more, but the rank idles between the I's: let one W follow each. "
-        "Whatever still waits comes at the end.",
+        "Walk through the order and keep two things: how many activations are held, and a list of"
+        " the W's that wait. An F adds an activation, a W gives one back.",
+        "A W may wait as long as there is room. If the next action is an F and `held == room`, the"
+        " oldest W goes first.",
+        "After the last F no place is needed any more, but the rank idles between the I's: let one"
+        " W follow each. Whatever still waits comes at the end.",
     )),
     Exercise(choose_schedule, _GRADE_CHOICE, "05", "a budget of memory", 1, 5, (
         "First throw out what does not fit: `state + held * activation` must be at most `budget`.",
@@ -604,7 +677,8 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(healed_split_step, _grade_healed_step, "05", "bug clinic", 3, 9, (
         "Which gradients are wrong, and what do they need that the others do not?",
         "`free.append(slot)` says that nobody needs this memory any more. Who does, until when?",
-        "Give the slot back in `weight_backward`. More slots are then in use at once: `min(m, p)` on every rank.",
+        "Give the slot back in `weight_backward`. More slots are then in use at once: `min(m, p)`"
+        " on every rank.",
     ), limit_s=10.0),
 )  # fmt: skip
 
