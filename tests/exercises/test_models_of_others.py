@@ -10,7 +10,6 @@ from torch.nn.functional import cross_entropy
 from course_pp.exercises.models_of_others import lab
 from course_pp.exercises.models_of_others.exercises import (
     PATIENTS,
-    _grade_skip_bytes,
     carries,
     examine,
     masked_loss,
@@ -130,7 +129,6 @@ WRONG = {
         (lambda stages: tied_across(stages)[:1], "Weight 2 is missing"),
     ],
     "skip_bytes": [
-        *((wrong, cause) for wrong, cause in _grade_skip_bytes.wrongs if isinstance(cause, str)),
         (lambda values, rank_of: sum(skip_bytes(values, rank_of)), "skip_bytes("),
     ],
     "masked_loss": [

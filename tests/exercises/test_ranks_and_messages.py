@@ -259,13 +259,6 @@ def test_the_time_is_correct_however_it_is_written(answer: Callable[..., Any]) -
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda n, p, a, b: (p - 1) * (a + n / p / b), "one half"),
-        (lambda n, p, a, b: 2 * (p - 1) * (a + n / b), "one chunk, `n_bytes / p`"),
-        (lambda n, p, a, b: a + 2 * (p - 1) * n / p / b, "all pay latency"),
-        (lambda n, p, a, b: 2 * (p - 1) * n / p / b, "latency of the rounds is missing"),
-        (lambda n, p, a, b: 2 * (p - 1) * (a + n / p * b), "Bytes divided by bytes a second"),
-        (lambda n, p, a, b: 2 * p * (a + n / p / b), "p - 1 hops"),
-        (lambda n, p, a, b: 2 * (p - 1) * (a + n // p / b), "`//` drops the rest of the bytes"),
         (lambda n, p, a, b: (a + n / b) * max(1, 2 * p - 2), "one chunk"),
         (lambda n, p, a, b: 2 * (p - 1) * (a + n / p / b) or a, "One rank has nobody to send to"),
         (lambda n, p, a, b: None, "Is a `return` missing?"),

@@ -1,6 +1,5 @@
 """The graders of notebook 05, by what learners hand in."""
 
-import math
 from collections import deque
 from collections.abc import Callable
 from itertools import accumulate, cycle
@@ -213,24 +212,6 @@ WRONG = {
             "is 4, not 7",
             "That is 1F1B",
             "7 after it began; 4 forwards take 4",
-        ),
-        (lambda rank, p, f, b: 2 * (p - 1 - rank) + 1, "as long as a forward"),
-        (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b // f, "round down"),
-        (
-            lambda rank, p, f, b: p - rank + (p - 1 - rank) * math.ceil(b / f),
-            "add first, then round",
-        ),
-        (
-            lambda rank, p, f, b: 1 + p - rank + math.ceil((p - rank) * b / f),
-            "own I is not in the way",
-        ),
-        (
-            lambda rank, p, f, b: p - 1 - rank + math.ceil((p - 1 - rank) * b / f),
-            "own forward of microbatch 0 counts",
-        ),
-        (
-            lambda rank, p, f, b: 1 + rank + math.ceil(rank * b / f),
-            "the first has the longest to wait",
         ),
         (lambda rank, p, f, b: p - rank + (p - 1 - rank) * b / f, "a float", "round up"),
     ],
