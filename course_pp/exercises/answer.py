@@ -42,7 +42,7 @@ class Answer:
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
         self._fn = fn
         self.limit_s = limit_s
-        self._printed = _Kept()
+        self._printed = _ShortenedOutput()
         self._has_returned = False
 
     @property
@@ -180,7 +180,7 @@ class _Short(reprlib.Repr):
         )
 
 
-class _Kept(io.TextIOBase):
+class _ShortenedOutput(io.TextIOBase):
     """A stream that keeps the beginning of what is written to it."""
 
     def __init__(self) -> None:

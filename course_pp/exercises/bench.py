@@ -29,7 +29,7 @@ from course_pp.runtime import Link, partition_model
 __all__ = [
     "Bench",
     "Findings",
-    "Kept",
+    "ForwardWatch",
     "LopsidedLoss",
     "Outcome",
     "Seat",
@@ -451,14 +451,14 @@ def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outc
     return "\n".join(lines)
 
 
-class _Saved:
+class _SavedTensor:
     """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
 
     def __init__(self, tensor: Tensor, forward: int) -> None:
         self.tensor, self.forward = tensor, forward
 
 
-class Kept:
+class ForwardWatch:
     """Watches the forwards of a model and what autograd keeps of them.
 
     Attributes:
@@ -468,7 +468,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.most_rows = self.most_forwards = self._forward = 0
-        self._saved: WeakSet[_Saved] = WeakSet()
+        self._saved: WeakSet[_SavedTensor] = WeakSet()
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch what autograd keeps in the block."""
@@ -477,8 +477,8 @@ class Kept:
     def begin_forward(self, rows: int) -> None:
         self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor, self._forward)
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor, self._forward)
         self._saved.add(saved)
         self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
         return saved

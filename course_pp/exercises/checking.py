@@ -10,7 +10,7 @@ from typing import Any
 
 from course_pp.base.arguments import described
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.display import Interrupted, Note, Told, Verdict
+from course_pp.exercises.display import Interrupted, MessageOnly, Note, Verdict
 from course_pp.exercises.exercise import Exercise, find, named, number_of
 from course_pp.exercises.in_process import innermost
 from course_pp.exercises.mistakes import Mistake, Pending
@@ -47,7 +47,7 @@ def check(fn: Callable[..., Any]) -> Verdict:
     return verdict.show()
 
 
-class NoExercise(Told, TypeError):
+class NoExercise(MessageOnly, TypeError):
     """What was given is neither the name nor the function of an exercise."""
 
 

@@ -49,14 +49,14 @@ class Shown:
             raise NotImplementedError
 
 
-class Told:
+class MessageOnly:
     """An exception of which a notebook shows the message alone: its traceback is the course's own code."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
 
 
-class Interrupted(Told, KeyboardInterrupt):
+class Interrupted(MessageOnly, KeyboardInterrupt):
     """A check was interrupted, and its processes have ended. Still an interrupt: what was to run next does not."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from course_pp.exercises.display import Told
+from course_pp.exercises.display import MessageOnly
 
 if TYPE_CHECKING:
     from course_pp.exercises.answer import Answer
@@ -123,7 +123,7 @@ def exercises() -> Iterator[Exercise]:
         yield from exercises_of(notebook)
 
 
-class UnknownExercise(Told, ValueError):
+class UnknownExercise(MessageOnly, ValueError):
     """No exercise has this name."""
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from course_pp.exercises.display import Told
+from course_pp.exercises.display import MessageOnly
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def questions_about(about: Sequence[str]) -> tuple[Question, ...]:
     return tuple(each for each in questions() if not about or {each.name, each.notebook} & named)
 
 
-class NoQuiz(Told, ValueError):
+class NoQuiz(MessageOnly, ValueError):
     """There are no such questions, or the answers do not fit them."""
 
 

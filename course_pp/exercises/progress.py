@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from course_pp.base.arguments import checked
 from course_pp.base.files import locked, state_folder, write_atomically
-from course_pp.exercises.display import Shown, Told, columns
+from course_pp.exercises.display import MessageOnly, Shown, columns
 from course_pp.exercises.exercise import Exercise, exercises
 
 When = Literal["before", "after"]
@@ -415,7 +415,7 @@ def progress() -> Progress:
     return Progress(rows, note, kept).show()
 
 
-class NotExported(Told, OSError):
+class NotExported(MessageOnly, OSError):
     """An export cannot be written."""
 
 

@@ -59,16 +59,6 @@ def one_gpu_too_many(rank: int, pp: int, *rest: Any) -> float:
 
 
 @pytest.mark.parametrize(
-    "grade", [grade_bytes_held, grade_break_even, grade_bottleneck, grade_planned_report]
-)
-def test_each_known_mistake_is_told_by_its_own_cause(grade: Formula) -> None:
-    assert said(grade, grade.solution) == ""
-    assert {
-        why: said(grade, wrong) for wrong, why in grade.wrongs if why not in said(grade, wrong)
-    } == {}
-
-
-@pytest.mark.parametrize(
     ("grade", "fn", "says"),
     [
         (grade_break_even, lambda *given: math.ceil(break_even(*given)), ""),

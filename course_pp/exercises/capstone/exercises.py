@@ -505,7 +505,7 @@ def _ill(*illnesses: str) -> Callable[..., Report]:
 
 
 @dataclass(frozen=True)
-class _Patient:
+class _Planner:
     """What a planner says of a run, by layout: tokens a step, MFU, gigabytes of the first and a middle rank."""
 
     report: Callable[..., Report]
@@ -519,16 +519,16 @@ class _Patient:
 
 
 PATIENTS = {
-    "A": _Patient(_ill("batch")),
-    "B": _Patient(_ill("peak")),
-    "C": _Patient(_ill("embedding")),
+    "A": _Planner(_ill("batch")),
+    "B": _Planner(_ill("peak")),
+    "C": _Planner(_ill("embedding")),
 }
 """Three planners, each with one illness."""
 
 
 def ward_round() -> str:
     """What the three say of two runs, below what is right, line by line."""
-    model, told = model_named("llama3-8b"), {"right": _Patient(planned_report), **PATIENTS}
+    model, told = model_named("llama3-8b"), {"right": _Planner(planned_report), **PATIENTS}
     lines = ["               tokens a step      MFU     GB of rank 0   GB of rank 1"]
     for where, layout in (("2x2xH100", Layout(pp=4)), ("4x4xH100", Layout(pp=4, dp_shard=4))):
         run = predict(model, layout, cluster_of(where), 64, 8192)

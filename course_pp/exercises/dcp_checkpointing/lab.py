@@ -255,7 +255,7 @@ _SAVED_AT, _LAST = 3, 6
 _Save = Callable[..., dict[str, Any]]
 
 
-class Symptoms(NamedTuple):
+class ResumeSymptoms(NamedTuple):
     """How a patient resumed.
 
     Attributes:
@@ -268,7 +268,7 @@ class Symptoms(NamedTuple):
     after: float
 
 
-class _Patient:
+class _DropoutTrainer:
     """A rank of a two-stage pipeline with dropout; both stages have parameters of the same shapes."""
 
     def __init__(self, rank: int, dropout: float) -> None:
@@ -324,8 +324,8 @@ def _noise(step: int) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def _resumed(save: _Save, rank: int, dropout: float) -> Symptoms:
-    trainer, again = _Patient(rank, dropout), _Patient(rank, dropout)
+def _resumed(save: _Save, rank: int, dropout: float) -> ResumeSymptoms:
+    trainer, again = _DropoutTrainer(rank, dropout), _DropoutTrainer(rank, dropout)
     trainer.losses(_SAVED_AT)
     before = trainer.probe()
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -335,10 +335,10 @@ def _resumed(save: _Save, rank: int, dropout: float) -> Symptoms:
     again.resume(save, {key: value for entries in everyone for key, value in entries.items()})
     after = again.probe()
     found = again.losses(again.step + _LAST - _SAVED_AT)
-    return Symptoms([abs(a - b) for a, b in zip(found, right, strict=True)], before, after)
+    return ResumeSymptoms([abs(a - b) for a, b in zip(found, right, strict=True)], before, after)
 
 
-PATIENTS: dict[str, Callable[[int, float], Symptoms]] = {
+PATIENTS: dict[str, Callable[[int, float], ResumeSymptoms]] = {
     name: partial(_resumed, flawed(checkpoint_entries, flaw))
     for name, flaw in {
         "A": ("optimizer.{name}", "optimizer.{[*stage.state_dict()].index(name)}"),

@@ -117,7 +117,7 @@ def _exchanged_on_rank(rank: int, ep: int) -> tuple[list[int], float]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ExpertRun:
     """What fifty steps left.
 
     Attributes:
@@ -154,14 +154,14 @@ class Trained:
         return f"loss {self.loss:.2f}, largest load {self.imbalance:.1f} times the mean"
 
 
-def train(balance: Balance, coefficient: float = 0.0, n_steps: int = 50) -> Trained:
+def train(balance: Balance, coefficient: float = 0.0, n_steps: int = 50) -> ExpertRun:
     """Train the model in two stages on two ranks, under 1F1B with four microbatches."""
     return on_ranks(
         2, _train_on_rank, replace(CONFIG, balance=balance, balance_coef=coefficient), n_steps
     )[0]
 
 
-def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> Trained:
+def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> ExpertRun:
     torch.manual_seed(0)
     stage = build_stage_module(config, rank, 2)
     pipeline = Pipeline(build("1f1b", 2, _MICROBATCHES), {rank: stage}, CrossEntropy())
@@ -174,7 +174,7 @@ def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> Trained:
         optimizer.step()
         loads.append(expert_loads([stage], None))
         update_router_bias([stage], loads[-1])
-    return Trained(tuple(losses), tuple(loads), sum(pipeline.attached.values()))
+    return ExpertRun(tuple(losses), tuple(loads), sum(pipeline.attached.values()))
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, ctx.sends, ctx.gets), None, None
 
 
-class Symptoms(NamedTuple):
+class MixtureSymptoms(NamedTuple):
     """What one step on two ranks shows.
 
     Attributes:
@@ -305,12 +305,12 @@ def ward_round(name: str) -> str:
     """Return what a patient shows: its symptoms, or who waits for whom if its step never ends."""
     try:
         ranks = on_ranks(2, _stepped, *_PATIENTS[name], timeout_s=_LIMIT_S)
-        return str(Symptoms(*(sum(each) / 2 for each in zip(*ranks, strict=True))))
+        return str(MixtureSymptoms(*(sum(each) / 2 for each in zip(*ranks, strict=True))))
     except RanksHung as hung:
         return str(hung)
 
 
-def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> Symptoms:
+def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> MixtureSymptoms:
     """Of a step in which, if ``idle``, nobody asks for an expert of rank 1."""
     drawn = torch.Generator().manual_seed(0)
     scores = torch.rand(
@@ -329,7 +329,7 @@ def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> Symptoms:
         for part in (own, alone)
     )
     same = torch.isclose(out, whole.chunk(2)[rank]).all(1)
-    return Symptoms(same.double().mean().item(), _size(found) / _size(right))
+    return MixtureSymptoms(same.double().mean().item(), _size(found) / _size(right))
 
 
 def _size(gradients: list[Tensor]) -> float:

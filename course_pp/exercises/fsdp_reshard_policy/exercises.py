@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Kept
+from course_pp.exercises.bench import TOLERANCE, Bench, ForwardWatch
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_list, expect_number
 from course_pp.exercises.formula import Formula
@@ -308,7 +308,7 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
     from course_pp.parallel import CollectiveCounter
 
     mesh, model = init_device_mesh("cpu", (_N_RANKS,)), _BENCH.model()
-    kept = Kept()
+    kept = ForwardWatch()
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -295,7 +295,7 @@ def _fsdp_first(rank: int) -> dict[str, str]:
     return said
 
 
-class Symptoms(NamedTuple):
+class ReshardSymptoms(NamedTuple):
     """What one step shows: gathers and reductions of each FSDP group, and the size of gradients over the right one."""
 
     gathers: float
@@ -307,14 +307,14 @@ class Symptoms(NamedTuple):
         return f"{often}; gradients {self.ratio:.2f} of the right ones"
 
 
-def _pipelined(rank: int) -> Symptoms:
+def _pipelined(rank: int) -> ReshardSymptoms:
     """A pipeline whose ranks free parameters after forward."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
     module = _build(mesh, reshard=True)
     return _symptoms(mesh, module, step_of(module, mesh), _ROWS)
 
 
-def _looped(step: Callable[..., None], rank: int) -> Symptoms:
+def _looped(step: Callable[..., None], rank: int) -> ReshardSymptoms:
     """A loop over microbatches of one row, without a pipeline."""
     mesh, n_rows = init_distributed(DistributedConfig(), seed=0), 4 * _MICROBATCHES
     module = _build(mesh, reshard=False)
@@ -326,7 +326,7 @@ def _looped(step: Callable[..., None], rank: int) -> Symptoms:
 
 def _symptoms(
     mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, n_rows: int
-) -> Symptoms:
+) -> ReshardSymptoms:
     counts, right = count_collectives(step, mesh), one_process(n_rows).gradients
     gathered, reduced = (
         counts.total("dp_shard", kind).number / (len(module.layers) + 1) for kind in _KINDS
@@ -337,10 +337,10 @@ def _symptoms(
         if isinstance(p.grad, DTensor)
     }
     ratios = [float(gradient.norm() / right[name].norm()) for name, gradient in gradients.items()]
-    return Symptoms(gathered, reduced, sum(ratios) / len(ratios))
+    return ReshardSymptoms(gathered, reduced, sum(ratios) / len(ratios))
 
 
-PATIENTS: dict[str, Callable[[int], Symptoms]] = {
+PATIENTS: dict[str, Callable[[int], ReshardSymptoms]] = {
     "A": _pipelined,
     "B": partial(_looped, flawed(accumulate_sharded, ("i == m - 1", "True"))),
     "C": partial(

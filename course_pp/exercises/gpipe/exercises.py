@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 from course_pp.exercises.answer import Answer
 from course_pp.exercises.bench import (
     Bench,
-    Kept,
+    ForwardWatch,
     Outcome,
     WrongGradients,
     same,
@@ -277,7 +277,7 @@ def _accumulated(
 ) -> list[_Accumulated]:
     results = []
     for sizes in cases:
-        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), Kept()
+        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), ForwardWatch()
         model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from course_pp.exercises.answer import Answer
-from course_pp.exercises.bench import TOLERANCE, Bench, Kept, Memory, Seat
+from course_pp.exercises.bench import TOLERANCE, Bench, ForwardWatch, Memory, Seat
 from course_pp.exercises.exercise import Exercise
 from course_pp.exercises.expect import expect_int
 from course_pp.exercises.formula import Formula, flawed
@@ -305,7 +305,7 @@ def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
     A run of its own: what autograd keeps is no longer checked for changes in place while it is
     watched.
     """
-    seat, kept = BENCH.seat(rank, m), Kept()
+    seat, kept = BENCH.seat(rank, m), ForwardWatch()
     seat.stages[0].register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
     with kept.watching():
         _run(step, seat)
@@ -749,7 +749,7 @@ PATIENTS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Findings:
+class WeightFindings:
     """The weights of a run beside those of delayed gradients in one process.
 
     Attributes:
@@ -778,7 +778,7 @@ def examine(
     replicas: Sequence[int] = (1, 1, 1, 1),
     momentum: float = 0.9,
     n_microbatches: int = 8,
-) -> Findings:
+) -> WeightFindings:
     """Train with a hand-written step on real ranks, and compare the weights after each update with
     one process.
 
@@ -794,4 +794,4 @@ def examine(
     found = [
         _first_wrong(ranks[rank][0].after, expected[stage]) for stage, rank in enumerate(firsts)
     ]
-    return Findings(tuple(found))
+    return WeightFindings(tuple(found))

@@ -18,7 +18,7 @@ from course_pp.schedule import Schedule, Timeline, Versions, build, ledger
 
 _WIDTH, _HIDDEN, _ROWS = 16, 32, 16
 Weights = Mapping[str, Tensor]
-_Kept = tuple[list[Weights], list[Tensor]]
+_Updates = tuple[list[Weights], list[Tensor]]
 Rule = Versions | Literal["flush"]
 
 
@@ -85,13 +85,13 @@ def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dic
         m: microbatches, each with an update. The first 2 p are not counted.
     """
     schedule = build("pipedream", p, m)
-    by_rank = on_ranks(p, lambda rank: [_kept(rank, schedule, rule, lr) for rule in rules])
+    by_rank = on_ranks(p, lambda rank: [_updates(rank, schedule, rule, lr) for rule in rules])
     return {
         rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)
     }
 
 
-def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Kept]) -> Angles:
+def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Updates]) -> Angles:
     p, m, used = schedule.n_stages, schedule.n_microbatches, ledger(schedule, rule)
     inputs, targets = task(m, p)
     own: list[list[float]] = [[] for _ in range(p)]
@@ -107,7 +107,7 @@ def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Kept]) -> Angles
     return Angles(tuple(map(_mean, own)), tuple(map(_mean, now)))
 
 
-def _kept(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Kept:
+def _updates(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Updates:
     """The weights before each update of this rank's stage, and the gradient that entered it."""
     stage = residual_blocks(schedule.n_stages)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
@@ -152,7 +152,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Trained:
+class LossCurve:
     """A small training run.
 
     Attributes:
@@ -169,7 +169,7 @@ class Trained:
 
 def train(
     rules: Sequence[Rule], lr: float, m: int = 48, p: int = 4, per_flush: int = 4
-) -> dict[Rule, Trained]:
+) -> dict[Rule, LossCurve]:
     """Train the small model on real ranks, once for each rule.
 
     Args:
@@ -184,7 +184,7 @@ def train(
         0
     ]
     return {
-        rule: Trained(each + (math.inf,) * (m - len(each)))
+        rule: LossCurve(each + (math.inf,) * (m - len(each)))
         for rule, each in zip(rules, found, strict=True)
     }
 

@@ -102,7 +102,7 @@ def exchanges_of_plans(n_ranks: int = 2) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TensorParallelTraffic:
     """What a tensor-parallel step of four blocks sends, and how far its gradients are from one
     process.
 
@@ -125,7 +125,7 @@ class Traffic:
         )
 
 
-def tensor_parallel_step(n_ranks: int) -> Traffic:
+def tensor_parallel_step(n_ranks: int) -> TensorParallelTraffic:
     """Run forward and backward of :func:`whole_model`, cut over real ranks, and count."""
     ranks = on_ranks(n_ranks, _tensor_parallel)
     _, right = _of_one_process()
@@ -135,7 +135,9 @@ def tensor_parallel_step(n_ranks: int) -> Traffic:
         for rank, (_, found) in enumerate(ranks)
     ]
     sent = wire_factor("all_reduce", n_ranks) * tally.n_bytes
-    return Traffic(n_ranks, tally.number, tally.n_bytes // tally.number, sent, max(differences))
+    return TensorParallelTraffic(
+        n_ranks, tally.number, tally.n_bytes // tally.number, sent, max(differences)
+    )
 
 
 def step_bytes(config: ModelConfig, pp: int, tp: int) -> dict[str, float]:
