@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from course_pp.base.imports import MissingExtra
+
 # Each module has HELP, add_arguments(parser) and run(arguments), and imports nothing heavy before
 # run. What run returns is the exit code; None is 0.
 _COMMANDS = {
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _drop_output()
         return 128 + signal.SIGPIPE
-    except (ValueError, ArithmeticError, OSError) as error:
+    except (ValueError, ArithmeticError, OSError, MissingExtra) as error:
         if isinstance(error, OSError) and error.filename is None:
             _drop_output()
         print(f"{name}: {_sentence(error)}", file=sys.stderr)

@@ -25,6 +25,29 @@ def imports_that_stay() -> Iterator[None]:
             gc.enable()
 
 
+class MissingExtra(ModuleNotFoundError):
+    """A package that only a part of course_pp needs is not installed; the text names its extra."""
+
+
+@contextmanager
+def imports_of_extra(extra: str) -> Iterator[None]:
+    """Name the extra of course_pp that brings a package which an import inside does not find.
+
+    Raises:
+        MissingExtra: instead of ModuleNotFoundError. It can be caught as that, too.
+    """
+    try:
+        yield
+    except MissingExtra:
+        raise  # an import further inside has named its own extra
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "course_pp"):
+            raise
+        text = f"{package} is not installed: pip install 'course_pp[{extra}]'"
+        raise MissingExtra(text, name=error.name) from None
+
+
 @contextmanager
 def imports_that_warn() -> Iterator[None]:
     """Keep warnings of the log quiet inside: torchao, also when transformers loads it, names each

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from course_pp.base.imports import imports_of_extra
 from course_pp.base.sizes import ModelConfig
 from course_pp.model.transformer import Transformer
 
@@ -228,7 +229,8 @@ def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
 
 def config_class(kind: str) -> Any:
     """Return transformers' class for one of the kinds that this decoder computes, by its ``model_type``."""
-    import transformers
+    with imports_of_extra("hf"):
+        import transformers
 
     return {
         "llama": transformers.LlamaConfig,

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from course_pp.base.arguments import check_arguments
-from course_pp.base.imports import imports_that_warn
+from course_pp.base.imports import imports_of_extra, imports_that_warn
 from course_pp.base.ranks import refusing_together
 from course_pp.parallel.blocks import listed
 from course_pp.parallel.replaced_forward import EightBits, check_order
@@ -106,11 +106,8 @@ def _check_layer(name: str, layer: nn.Linear) -> None:
 
 
 def _config_of(recipe: str, device: torch.device) -> Any:
-    try:
-        with imports_that_warn():
-            from torchao.float8 import Float8LinearConfig
-    except ImportError:
-        raise ImportError("apply_float8 needs torchao: pip install 'course_pp[fp8]'") from None
+    with imports_of_extra("fp8"), imports_that_warn():
+        from torchao.float8 import Float8LinearConfig
     # Weight gradients multiply along the tokens, of which there may be any number.
     return replace(
         Float8LinearConfig.from_recipe_name(recipe),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from course_pp.base.arguments import checked
+from course_pp.base.imports import MissingExtra
 
 Backend = Literal["gloo", "nccl"]
 
@@ -134,7 +135,7 @@ def is_rank_zero() -> bool:
 
 @contextmanager
 def refusals_said_once(program: str) -> Iterator[None]:
-    """End a script on a ``ValueError`` with exit code 2 and one message, not one traceback a rank.
+    """End a script on a ``ValueError`` or a missing extra with exit code 2 and one message, not one traceback a rank.
 
     An interrupt (Ctrl-C, SIGINT) ends it with exit code 130 and one line of rank 0.
 
@@ -143,7 +144,7 @@ def refusals_said_once(program: str) -> Iterator[None]:
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, MissingExtra) as error:
         rank = get_world_info()[0]
         if rank > 0:
             time.sleep(_LEFT_TO_THE_LAUNCHER_S)

@@ -14,6 +14,8 @@ matplotlib.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from course_pp.base.imports import MissingExtra, imports_of_extra
+
 if TYPE_CHECKING:
     from course_pp.show.bars import bytes_by_kind, lost_time
     from course_pp.show.board_widget import Board, board
@@ -115,11 +117,12 @@ def __getattr__(name: str) -> object:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # what is missing is said in a sentence, and not where it was looked for
+    # A missing package is told in one sentence, without the frames in which it was looked for.
     __tracebackhide__ = True
     try:
-        return getattr(import_module(f"{__name__}.{home}"), name)
-    except ModuleNotFoundError as error:
+        with imports_of_extra("course"):
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    except MissingExtra as error:
         raise error.with_traceback(None) from None
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Annotated, Any, Literal, get_args
 
-import cyclopts
-from cyclopts import App, ArgumentCollection, Parameter
-
+from course_pp.base.imports import imports_of_extra
 from course_pp.model import ModelConfig
 from course_pp.parallel import DistributedConfig, ReshardPolicy
 from course_pp.training.config import SettingError, TrainConfig, must_be_one_of
@@ -37,6 +35,10 @@ from course_pp.training.data import (
     train_tokenizer,
 )
 from course_pp.training.data.corpus import beginning
+
+with imports_of_extra("train"):
+    import cyclopts
+    from cyclopts import App, ArgumentCollection, Parameter
 
 STREAM_BEGINNING_BYTES = 20_000_000
 """Of a stream, what a tokenizer is trained on."""

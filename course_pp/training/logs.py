@@ -19,15 +19,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
+from course_pp.base.imports import imports_of_extra
 from course_pp.base.ranks import Ranks
 from course_pp.model.experts import ExpertLoad
 from course_pp.training.config import SettingError, TrainConfig
+
+with imports_of_extra("train"):
+    from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
 
@@ -147,15 +153,14 @@ class Logs:
         beside.write_text("".join(f"{line}\n" for line in there if _is_of_past(line, step)))
         os.replace(beside, path)
         self._file = path.open("a")
-        # Only the rank that writes pays for the import.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._board = SummaryWriter(str(folder), purge_step=step + 1)
+        self._board = _tensorboard(folder, path, step)
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record; its numbers are TensorBoard's scalars, named ``event/name``."""
         self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
         self._file.flush()
+        if self._board is None:
+            return
         for name, value in values.items():
             if isinstance(value, int | float):
                 self._board.add_scalar(f"{event}/{name}", value, step)
@@ -163,7 +168,20 @@ class Logs:
     def close(self) -> None:
         """Write what is still in memory."""
         self._file.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(folder: str | os.PathLike[str], path: Path, step: int) -> "SummaryWriter | None":
+    """Open TensorBoard's file in ``folder``; without the package say so, and return None."""
+    try:
+        # Only the rank that writes pays for the import.
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
+        remedy = "pip install 'course_pp[tensorboard]'"
+        print(f"metrics go to {path} alone: TensorBoard is not installed ({remedy})", flush=True)
+        return None
+    return SummaryWriter(str(folder), purge_step=step + 1)
 
 
 def _is_of_past(line: str, step: int) -> bool:

@@ -165,14 +165,6 @@ def test_an_interrupt_ends_it_and_not_the_process() -> None:
     assert (done.returncode, done.stdout) == (0, "interrupted\n" * 2), done.stderr
 
 
-def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(
-        ImportError, match=r"optimum needs OR-Tools: pip install ortools, or use search"
-    ):
-        optimum(2, 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,5 @@
 import argparse
 import json
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -142,11 +141,6 @@ class TestDataset:
             ValueError, match=r"dataset='.*absent' .* could not be loaded: .*; correct the name"
         ):
             load_corpus(dataset=str(tmp_path / "absent"))
-
-    def test_without_the_package_the_remedy_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(RuntimeError, match=r"pip install 'course_pp\[hf\]'"):
-            load_corpus(dataset="any")
 
 
 def test_the_digest_depends_on_contents_and_on_where_documents_end() -> None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from course_pp.base.arguments import checked
+from course_pp.base.imports import imports_of_extra
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
@@ -60,10 +61,8 @@ def optimum(
         seconds: end after that long, with the gap that remains. Otherwise the solver does the same
             each time.
     """
-    try:
+    with imports_of_extra("ortools"):
         from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError("optimum needs OR-Tools: pip install ortools, or use search") from error
     if not 0 < seconds < inf:
         raise ValueError(
             f"optimum: seconds is {seconds}: give a time limit above 0, and a finite one"

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from course_pp.base.arguments import check_arguments, checked
+from course_pp.base.imports import imports_of_extra
 from course_pp.base.torch_private import own_buffers, own_parameters
 from course_pp.model import ModelConfig, Transformer, config_from_hf, config_to_hf
 from course_pp.model.hf import (
@@ -53,7 +54,6 @@ from course_pp.training.checkpoint.manifest import (
 from course_pp.training.checkpoint.opening import Opened, open_checkpoint
 from course_pp.training.checkpoint.saving import Saved, save
 from course_pp.training.checkpoint.state import HF_CONFIG, STAGES, load_into
-from course_pp.training.data import SPECIAL_TOKENS
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _GENERATION = "generation_config.json"
@@ -187,7 +187,8 @@ def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any
 
 def _built_by_transformers(checkpoint: Opened) -> Any:
     """Return a model without weights, as ``config.json`` says; only transformers' own code runs."""
-    import transformers
+    with imports_of_extra("hf"):
+        import transformers
 
     described = json.loads(_json_in(checkpoint.path / HF_CONFIG))
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
@@ -274,6 +275,9 @@ def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
     definition, description = _TOKENIZER[:2]
     if definition not in attached or description in attached:
         return {}
+    # Loading a checkpoint must not need the package tokenizers.
+    from course_pp.training.data import SPECIAL_TOKENS
+
     ids = {
         token["content"]: token["id"]
         for token in json.loads(attached[definition]).get("added_tokens", ())
@@ -529,7 +533,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    with imports_of_extra("hf"):
+        from safetensors import SafetensorError, safe_open
 
     try:
         with opened(path.resolve()), safe_open(path, framework="pt") as file:

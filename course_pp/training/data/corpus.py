@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from course_pp.base.arguments import checked
+from course_pp.base.imports import imports_of_extra
 
 STDLIB_MAX_BYTES = 2_000_000
 """Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
@@ -232,20 +233,12 @@ def load_stream(
     return name, lambda start: (row[text_column] for row in rows.skip(start))
 
 
-def import_datasets(what: str) -> Any:
-    """Import and return the package `datasets`, which ``what`` needs."""
-    try:
-        import datasets
-    except ImportError as error:
-        how = "install it with pip install 'course_pp[hf]'"
-        raise RuntimeError(f"{what} needs the package `datasets`: {how}") from error
-    return datasets
-
-
 def _load_dataset(
     dataset: str, subset: str | None, split: str, text_column: str, streaming: bool = False
 ) -> Any:
-    datasets = import_datasets(f"dataset={dataset!r}")
+    with imports_of_extra("hf"):
+        import datasets
+
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
         # a stream may not know before it is read

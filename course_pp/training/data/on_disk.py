@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from course_pp.base.files import write_atomically
-from course_pp.training.data.corpus import import_datasets
+from course_pp.base.imports import imports_of_extra
 from course_pp.training.data.sequences import Sequences, check_seq_len, padded_rows
 from course_pp.training.data.tokenizer import Tokenizer
 
@@ -283,7 +283,9 @@ class ArrowRows:
 
     @cached_property
     def _dataset(self) -> Any:
-        datasets = import_datasets(f"folder {self.folder!r}")
+        with imports_of_extra("hf"):
+            import datasets
+
         return datasets.load_from_disk(self.folder).with_format("numpy", columns=[self.column])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -314,8 +316,9 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
         column: of lists of whole numbers, all of one length of at least 3: seq_len + 1.
     """
     folder = os.fspath(folder)
-    datasets = import_datasets(f"folder {folder!r}")
-    import pyarrow.compute
+    with imports_of_extra("hf"):
+        import datasets
+        import pyarrow.compute
 
     try:
         dataset = datasets.load_from_disk(folder)

@@ -18,13 +18,16 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from course_pp.base.arguments import checked
+from course_pp.base.imports import imports_of_extra
 from course_pp.training.data.corpus import Corpus
+
+with imports_of_extra("train"):
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
 PAD_ID, BOT_ID, EOT_ID = range(3)  # in the tokenizers that train_tokenizer makes
