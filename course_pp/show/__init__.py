@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from course_pp.show.waiting import waits
     from course_pp.show.wording import format_bytes
 
-# Of each module its public names.
+# The public names of each module.
 _HOMES = {
     "bars": "bytes_by_kind lost_time",
     "board_widget": "Board board",
@@ -114,14 +114,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
-    if home is None:
+    homes = [module for module, names in _HOMES.items() if name in names.split()]
+    if not homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
     # A missing package is told in one sentence, without the frames in which it was looked for.
     __tracebackhide__ = True
     try:
         with imports_of_extra("course"):
-            return getattr(import_module(f"{__name__}.{home}"), name)
+            return getattr(import_module(f"{__name__}.{homes[0]}"), name)
     except MissingExtra as error:
         raise error.with_traceback(None) from None
 

@@ -83,7 +83,7 @@ def _find(tl: Timeline, action: Action | Overlap | str) -> Span:
             return span
     raise ValueError(
         f"{action} is not in this timeline: its {counted(tl.n_stages, 'stage')} and "
-        f"{counted(tl.n_microbatches, 'microbatch', 'microbatches')} are counted from 0"
+        f"{counted(tl.n_microbatches, 'microbatch')} are counted from 0"
     )
 
 

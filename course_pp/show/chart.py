@@ -43,8 +43,7 @@ _PALETTE_SIZE = 128
 
 
 class ChartFigure(Figure):
-    """A figure of ``width × height`` inches with :attr:`alt_text`, independent of pyplot's global
-    state.
+    """A figure of ``width × height`` inches with :attr:`alt_text`, free of pyplot's global state.
 
     A notebook gets it as PNG, with the alt text in the output's metadata and as the plain-text
     form.
@@ -56,31 +55,33 @@ class ChartFigure(Figure):
         self.alt_text = ""
 
     def axes_with_margins(self, left: float, right: float, bottom: float, top: float) -> Axes:
-        """Return axes that leave margins of so many inches. Fixed margins spare a second drawing to find them."""
+        """Return axes that leave margins of so many inches."""
+        # Fixed margins spare a second drawing, which would only measure the words.
         width, height = self.get_size_inches()
-        return self.add_axes(
-            (
-                left / width,
-                bottom / height,
-                (width - left - right) / width,
-                (height - top - bottom) / height,
-            )
-        )
+        corner = (left / width, bottom / height)
+        size = ((width - left - right) / width, (height - top - bottom) / height)
+        return self.add_axes((*corner, *size))
 
     def png(self, quick: bool = False) -> bytes:
-        """Return the figure as PNG, at twice its size, in a reduced palette; larger but sooner if ``quick``."""
+        """Return the figure as PNG, at twice its size, in a reduced palette.
+
+        ``quick`` gives a larger file sooner.
+        """
         canvas = FigureCanvasAgg(self)
         canvas.draw()
         drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-        data = BytesIO()
         small = drawn.quantize(
             _PALETTE_SIZE, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
         )
+        data = BytesIO()
         small.save(data, format="png", compress_level=1 if quick else 6)
         return data.getvalue()
 
     def svg(self) -> str:
-        """Return the figure as SVG, always the same bytes: text stays text, alt text is title and description."""
+        """Return the figure as SVG: text stays text, alt text is title and description.
+
+        The bytes are the same in every process.
+        """
         text = BytesIO()
         with matplotlib.rc_context({"svg.hashsalt": "course_pp", "svg.fonttype": "none"}):
             self.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -99,13 +100,14 @@ class ChartFigure(Figure):
         pad: float = 9,
         x: float = 0,
     ) -> Self:
-        """Head ``axes`` with ``title``, or with the finding unless one is given; return the figure, described."""
-        axes.set_title(finding if title is None else title, loc="left", fontsize=11.5, pad=pad, x=x)
+        """Head ``axes`` with ``title``, or else with the finding; return the figure, described."""
+        heading = finding if title is None else title
+        axes.set_title(heading, loc="left", fontsize=11.5, pad=pad, x=x)
         self.alt_text = alt_text
         return self
 
     def save(self, path: str | Path) -> Path:
-        """Write ``.png`` or ``.svg``, by the ending of ``path``. Raises ValueError for another ending."""
+        """Write ``.png`` or ``.svg``, by the ending of ``path``; ValueError for another ending."""
         path = Path(path)
         ending = path.suffix.lower()
         if ending == ".png":
@@ -143,14 +145,16 @@ def text_width(text: str, size: float) -> float:
 def points_per_unit(axes: Axes) -> tuple[float, float]:
     """Return how many points one unit of x and one unit of y are long."""
     width, height = size_in_inches(axes)
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    left, right = axes.get_xlim()
+    bottom, top = axes.get_ylim()
     return POINTS_PER_INCH * width / abs(right - left), POINTS_PER_INCH * height / abs(top - bottom)
 
 
 def size_in_inches(axes: Axes) -> tuple[float, float]:
     """Return the width and height of the frame of ``axes``."""
-    figure, box = axes.get_figure(root=True), axes.get_position()
+    figure = axes.get_figure(root=True)
     assert figure is not None
+    box = axes.get_position()
     width, height = figure.get_size_inches()
     return float(box.width * width), float(box.height * height)
 
@@ -161,7 +165,10 @@ def add_legend(
     gap: float = 0.27,
     spacing: float = 1.1,
 ) -> None:
-    """A legend in one line, ``gap`` inches below the axes on the right; of what has a label, unless given handles."""
+    """Add a legend in one line, ``gap`` inches below the axes on the right.
+
+    Without ``handles`` it has every artist with a label.
+    """
     shown = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(
         handles=shown,
@@ -186,7 +193,10 @@ def name_rows(axes: Axes, names: Iterable[str], size: float = 9) -> None:
 
 
 def by_group(given: Mapping[str, Any], mixed: str) -> dict[str, Any]:
-    """Return several mappings by name as they are, and a single one under no name; refuse a mixture in words."""
+    """Return several mappings by name as they are, and a single one under an empty name.
+
+    Raises ValueError with the words ``mixed`` if only some of the values are mappings.
+    """
     several = [isinstance(value, Mapping) for value in given.values()]
     if any(several) and not all(several):
         raise ValueError(mixed)

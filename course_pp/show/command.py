@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
         chart = timeline_text(report.timeline, width, _has_colour(arguments.color, sys.stdout))
         schedule = report.schedule
         ranks, stages = counted(schedule.n_ranks, "rank"), counted(schedule.n_stages, "stage")
-        microbatches = counted(schedule.n_microbatches, "microbatch", "microbatches")
+        microbatches = counted(schedule.n_microbatches, "microbatch")
         heading = f"{schedule.name}: {ranks}, {stages}, {microbatches}"
         print(_printable(f"{heading}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
 

@@ -224,9 +224,7 @@ def pareto(
     axes.grid(color=chart.IDLE_GREY, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
 
-    finding = (
-        f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch', 'microbatches')}: "
-    )
+    finding = f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch')}: "
     finding += f"from {best[0].label} to {best[-1].label}, less bubble costs memory" * (
         len(best) > 1
     )
@@ -379,10 +377,7 @@ def speed_up(
             max((p for p in points if not short or p < short[0]), default=1), []
         ).append(name)
     ends_of = ", ".join(f"{p} ({listed(near[p])})" for p in sorted(near, reverse=True))
-    finding = (
-        f"{counted(n_microbatches, 'microbatch', 'microbatches')}: near linear up to {ends_of}"
-        " ranks"
-    )
+    finding = f"{counted(n_microbatches, 'microbatch')}: near linear up to {ends_of} ranks"
     alt_text = (
         f"How many times as fast as one rank, against the number of ranks. {finding}."
         f" {'. '.join(lines)}."

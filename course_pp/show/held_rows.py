@@ -304,8 +304,5 @@ def _late(ledger: Ledger) -> str:
     if len(set(late)) == 1:
         told = f"up to {counted(late[0], 'update')} late on every stage"
     else:
-        told = (
-            f"up to {listed([str(each) for each in late])} updates late on stages 0 to"
-            f" {len(late) - 1}"
-        )
+        told = f"up to {listed(late)} updates late on stages 0 to {len(late) - 1}"
     return f"{ledger.versions}: gradients are {told}; forward and backward agree"

@@ -127,7 +127,7 @@ def mesh(
         told.append(
             f"{dimension.name}: {counted(len(dimension.groups), 'group')} of {len(mine)},"
             f" {dimension.stride} apart, {dimension.crosses} of them across nodes; rank {rank} is"
-            f" with {listed([str(each) for each in mine])}"
+            f" with {listed(mine)}"
         )
     grid = f"{counted(n_nodes, 'node')} of {per_node}, once for each dimension of the mesh"
     return sketch.finish(f"Ranks on {grid}. {finding}. {'. '.join(told)}.")

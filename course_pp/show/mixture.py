@@ -67,10 +67,7 @@ def routing(
             align="center",
             bold=load == 0,
         )
-    told = [
-        f"{name} to {listed([str(expert) for expert in row])}"
-        for name, row in zip(names, choices, strict=True)
-    ]
+    told = [f"{name} to {listed(row)}" for name, row in zip(names, choices, strict=True)]
     return sketch.finish(
         f"Tokens above, experts below, a line for each choice. {finding}. {'; '.join(told)}."
     )

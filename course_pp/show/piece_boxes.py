@@ -109,8 +109,7 @@ def _extent(name: str, cut: Sequence[Any]) -> tuple[int, ...]:
     n_dims = {len(numbers) for piece in cut for numbers in (piece.offsets, piece.sizes)}
     if len(n_dims) > 1 or max(n_dims, default=0) > 2:
         raise ValueError(
-            f"{name} has pieces of {listed([str(n) for n in sorted(n_dims)])} dimensions: draw up"
-            " to two"
+            f"{name} has pieces of {listed(sorted(n_dims))} dimensions: draw up to two"
         )
     ends = [tuple(map(sum, zip(piece.offsets, piece.sizes, strict=True))) for piece in cut]
     return tuple(map(max, zip(*ends, strict=True)))

@@ -71,7 +71,7 @@ def message(
     words = words if width_of(words, WORDS) <= abs(end - start) - 0.15 else size
     sketch.text(((start + end) / 2, floor - 0.13), words, align="center", on_white=True)
     return sketch.finish(
-        f"{counted(n_ranks, 'process', 'processes')} side by side, each a box with its own memory."
+        f"{counted(n_ranks, 'process')} side by side, each a box with its own memory."
         f" {finding}. Rank {sender} sends x = {full}; rank {receiver} made room beforehand, x ="
         f" {empty}, and holds {full} afterwards. The message is bytes without shape and dtype."
     )

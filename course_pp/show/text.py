@@ -62,7 +62,7 @@ def timeline_text(tl: Timeline, width: int = 100, colour: bool = False) -> str:
         for at in range(0, n_columns, step)
     ]
     if n_hidden:
-        blocks[-1] += f"\n{counted(n_hidden, 'box', 'boxes')} too short to show"
+        blocks[-1] += f"\n{counted(n_hidden, 'box')} too short to show"
     return "\n\n".join(blocks)
 
 

@@ -60,8 +60,7 @@ def placement(schedule: Schedule, title: str | None = None) -> ChartFigure:
             start, end = (stage - 1, before[i % len(before)]), (stage, ranks[i % len(ranks)])
             _draw_way(sketch, places[start], places[end], each - 0.14, gap + 0.14)
     each_rank = "; ".join(
-        f"rank {rank}: stage{'s' if len(stages) > 1 else ''}"
-        f" {listed([str(stage) for stage in stages]) or 'none'}"
+        f"rank {rank}: stage{'s' if len(stages) > 1 else ''} {listed(stages) or 'none'}"
         for rank, stages in enumerate(held)
     )
     return sketch.finish(
@@ -171,7 +170,7 @@ def microbatches(
         bool(tl.spans), "microbatches", "timeline", timeline, "give one in which ranks work"
     )
     shown = [frame_at(tl, time) for time in _chosen(tl, frames)]
-    most, batch = most_busy_at_once(tl), counted(tl.n_microbatches, "microbatch", "microbatches")
+    most, batch = most_busy_at_once(tl), counted(tl.n_microbatches, "microbatch")
     finding = f"A batch cut into {batch}: up to {most} of {tl.n_ranks} ranks work at once"
     if tl.n_microbatches == 1:
         finding = f"One microbatch: {counted(most, 'rank')} of {tl.n_ranks} at work at a time"
@@ -346,7 +345,7 @@ def autograd(n_stages: int = 2, n_microbatches: int = 3, title: str | None = Non
         (sum_x, middle), (0.65, _BOX), "Σ = loss", fill="white", bold=True, line=1.6, sizes=small
     )
     return sketch.finish(
-        f"A graph: {counted(m, 'microbatch', 'microbatches')} through {counted(p, 'stage')}, one a"
+        f"A graph: {counted(m, 'microbatch')} through {counted(p, 'stage')}, one a"
         f" rank. {finding}. Forward goes from each microbatch through all stages to its loss, which"
         f" enters the sum times {factor}. Backward goes the same way back; between stages the"
         f" gradient of what was received is sent. In W.grad of each stage, {counted(m, 'gradient')}"
