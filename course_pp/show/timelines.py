@@ -1,11 +1,10 @@
-"""A timeline as a chart: one row a rank, one box an action, labels where they fit, idle time in
-grey.
+"""A timeline as a chart: one row a rank, one box an action, labels where they fit, idle time grey.
 
-:func:`timeline` draws one; other figures of rows (chains, comparisons, memory, versions) use its
+:func:`timeline` draws one. Other figures with rows (chains, comparisons, memory, versions) use its
 parts.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +34,7 @@ from course_pp.show.wording import (
     axis_unit,
     finding,
     has_several_stages_a_rank,
+    name_of_part,
     named,
     percent,
     spelled_peaks,
@@ -43,12 +43,17 @@ from course_pp.show.wording import (
 ROW_FILL = 0.86
 _LABEL_SIZES = (8.5, 7.0, 6.0)
 _LABEL_PADDING = 1.6
-_FOOT, _ALL_FEET = 0.11, 0.22  # of a row: one step at most, and the highest
+# The dark foot of a rank's second chunk and of its last one, at most, in rows.
+_FOOT = 0.11
+_ALL_FEET = 0.22
 
 
 @dataclass(frozen=True)
 class BarStyle:
-    """How a kind of action is drawn. Light and dark alternate, so grey scale tells F from B, and I from W."""
+    """The look of a kind of action.
+
+    Light and dark alternate, so grey scale tells F from B, and I from W.
+    """
 
     colour: str
     hatch: str = ""
@@ -61,7 +66,7 @@ LOOKS = {
     "W": BarStyle(chart.GREEN, hatch="////"),
     "U": BarStyle(chart.YELLOW, hatch="xxxx"),
 }
-# Of messages that skip stages.
+# The entry in the key and the dashes of each message that skips stages.
 _LINES: dict[str, tuple[str, tuple[float, tuple[float, ...]]]] = {
     "value": ("value over an edge", (0, (1, 0))),
     "value gradient": ("its gradient", (0, (2, 1.5))),
@@ -84,21 +89,23 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
     draw_boxes(axes, boxes)
     n_chunks = _draw_feet(axes, tl, boxes)
     label_boxes(axes, boxes, with_stage=has_several_stages_a_rank(tl))
+
     ranks = name_ranks(axes, tl.n_ranks)
     name_time(axes, unit)
     if tl.makespan:
         note_ranks(axes, {rank: percent(tl.busy[rank] / tl.makespan) for rank in ranks}, "busy")
     lines = _draw_far_messages(axes, tl, scale)
-    draw_key(axes, {box.action.kind for box in boxes}, tl.bubble_fraction > 0, n_chunks, lines)
-    what = named(tl.name, f"{'Measured timeline' if tl.measured else 'Timeline'}, one row a rank")
+    kinds = {box.action.kind for box in boxes}
+    draw_key(axes, kinds, has_idle=tl.bubble_fraction > 0, n_chunks=n_chunks, lines=lines)
+
     # Forwards alone hold nothing: nothing waits for a backward, as in generation.
-    forward_only = {part.kind for span in tl.spans for part in span.action.parts} == {"F"}
-    held = (
-        "forwards only"
-        if forward_only
-        else f"peak activations held: {spelled_peaks(tl.peak_activations)}"
-    )
-    held += f"; values of edges held: {spelled_peaks(tl.peak_values)}" * any(tl.peak_values)
+    held = f"peak activations held: {spelled_peaks(tl.peak_activations)}"
+    if kinds == {"F"}:
+        held = "forwards only"
+    if any(tl.peak_values):
+        held += f"; values of edges held: {spelled_peaks(tl.peak_values)}"
+    subject = "Measured timeline" if tl.measured else "Timeline"
+    what = named(tl.name, f"{subject}, one row a rank")
     found = finding(tl)
     return figure.finish(axes, title, found, f"{what}. {found}; {held}.{_told_far_messages(tl)}")
 
@@ -106,14 +113,17 @@ def timeline(tl: Timeline, title: str | None = None) -> ChartFigure:
 def begin(
     tl: Timeline, heights: tuple[float, float, float], right: float
 ) -> tuple[ChartFigure, Axes, float, str]:
-    """Begin a figure with a row a rank over the length of ``tl``; return it, and the factor to the
-    unit of its axis.
+    """Begin a figure with a row a rank over the length of ``tl``.
 
-    ``heights`` are inches of a row at least, at most, and of all rows together between these
-    bounds; ``right`` the margin's.
+    Returns the figure, its axes, the factor to the unit of the time axis, and that unit.
+
+    Args:
+        heights: inches of a row at least, at most, and of all rows together between these bounds.
+        right: inches of the right margin.
     """
     least, most, together = heights
-    figure = ChartFigure(WIDTH, 1.15 + tl.n_ranks * min(most, max(least, together / tl.n_ranks)))
+    row_height = min(most, max(least, together / tl.n_ranks))
+    figure = ChartFigure(WIDTH, 1.15 + tl.n_ranks * row_height)
     axes = figure.axes_with_margins(left=0.75, right=right, bottom=0.68, top=0.47)
     scale, unit = axis_unit(tl.makespan, tl.unit)
     axes.set_xlim(0, float(tl.makespan) * scale or 1)
@@ -147,20 +157,22 @@ def boxes_of(
 ) -> list[Box]:
     """Return one box an action; an overlapped pair shares its span, forward above backward.
 
-    ``scale`` leads to units of the axis; boxes are ``fill`` rows high, and moved down by
-    ``offset``.
+    Args:
+        scale: the factor from times to the unit of the axis.
+        offset: the rows that all boxes are moved down by.
+        fill: the height of a box in rows.
     """
-    return [
-        Box(
-            part,
-            float(span.start) * scale,
-            float(span.end) * scale,
-            span.rank + offset - fill / 2 + i * fill / len(span.action.parts),
-            span.rank + offset - fill / 2 + (i + 1) * fill / len(span.action.parts),
-        )
-        for span in tl.spans
-        for i, part in enumerate(span.action.parts)
-    ]
+    boxes = []
+    for span in tl.spans:
+        left = float(span.start) * scale
+        right = float(span.end) * scale
+        first = span.rank + offset - fill / 2
+        parts = span.action.parts
+        for i, part in enumerate(parts):
+            bottom = first + i * fill / len(parts)
+            top = first + (i + 1) * fill / len(parts)
+            boxes.append(Box(part, left, right, bottom, top))
+    return boxes
 
 
 def draw_idle(
@@ -175,51 +187,55 @@ def draw_idle(
 
 
 def draw_boxes(axes: Axes, boxes: Collection[Box], alpha: float = 1.0) -> None:
-    """Draw each kind in its colour and hatch, as one path: hundreds of boxes then cost what one does."""
+    """Draw each kind in its colour and hatch, as one path: hundreds of boxes then cost one."""
     points_x, points_y = points_per_unit(axes)
     for kind, look in LOOKS.items():
         mine = [box for box in boxes if box.action.kind == kind]
         if not mine:
             continue
-        widths = sorted(points_x * (box.right - box.left) for box in mine)
+
         # A full gap between boxes of two points would leave nothing of them. White lines instead
         # would take longer.
+        widths = sorted(points_x * (box.right - box.left) for box in mine)
         gap = min(0.9, 0.15 * widths[len(widths) // 2]) / 2
-        corners = [
-            box.corners(min(gap / points_x, (box.right - box.left) / 4), gap / points_y)
-            for box in mine
-        ]
-        more = {
-            "hatch": look.hatch or None,
-            "hatchcolor": "#FFFFFF66",
-            "alpha": alpha if alpha < 1 else None,
-        }
-        # snapped, narrow gaps would come and go
+        corners = []
+        for box in mine:
+            gap_x = min(gap / points_x, (box.right - box.left) / 4)
+            corners.append(box.corners(gap_x, gap / points_y))
+
+        more: dict[str, Any] = {"hatch": look.hatch or None, "hatchcolor": "#FFFFFF66"}
+        more["alpha"] = alpha if alpha < 1 else None
+        # Snapped to pixels, narrow gaps would come and go.
         _draw_path(axes, corners, look.colour, snap=False, **more)
 
 
 def _draw_path(
     axes: Axes, polygons: Sequence[Sequence[tuple[float, float]]], colour: str, **more: object
 ) -> None:
-    """Draw equal polygons as one path. add_patch would walk along every edge to find limits, which are set already."""
+    """Draw polygons of equally many corners as one path."""
     path = Path.make_compound_path_from_polys(np.array(polygons))
-    axes.add_artist(
-        PathPatch(path, **{"facecolor": colour, "edgecolor": "none", "linewidth": 0, **more})
-    )
+    patch = PathPatch(path, **{"facecolor": colour, "edgecolor": "none", "linewidth": 0, **more})
+    # add_patch would walk along every edge to find limits, which are set already.
+    axes.add_artist(patch)
 
 
 def _draw_feet(axes: Axes, tl: Timeline, boxes: Collection[Box]) -> int:
-    """Give each box a dark foot as high as its chunk's number on the rank; return the most chunks of a rank."""
-    held = [
-        sorted({part.stage for span in row for part in span.action.parts}) for row in tl.by_rank
-    ]
-    chunk_of = {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
+    """Give each box a dark foot as high as its chunk's number on the rank.
+
+    Returns the most chunks of a rank.
+    """
+    chunk_of: dict[int, int] = {}
+    for row in tl.by_rank:
+        held = {part.stage for span in row for part in span.action.parts}
+        for chunk, stage in enumerate(sorted(held)):
+            chunk_of[stage] = chunk
+
     step = min(_FOOT, _ALL_FEET / max([1, *chunk_of.values()]))
-    later = [box for box in boxes if chunk_of[box.action.stage]]
-    feet = [
-        rectangle(box.left, box.right, box.top - step * chunk_of[box.action.stage], box.top)
-        for box in later
-    ]
+    feet = []
+    for box in boxes:
+        chunk = chunk_of[box.action.stage]
+        if chunk:
+            feet.append(rectangle(box.left, box.right, box.top - step * chunk, box.top))
     if feet:
         _draw_path(axes, feet, chart.TEXT_GREY, edgecolor="white", linewidth=0.4, zorder=1.5)
     return 1 + max(chunk_of.values(), default=0)
@@ -230,7 +246,10 @@ Placed = tuple[str, float, float, float]
 
 
 class Labels(Artist):
-    """Short texts, each centred on a point in data coordinates; hundreds of them cost what a few Text objects do."""
+    """Short texts, each centred on a point in data coordinates.
+
+    Hundreds of them cost the time of a few Text objects.
+    """
 
     def __init__(self, colour: str = chart.BLACK) -> None:
         super().__init__()
@@ -243,37 +262,36 @@ class Labels(Artist):
 
     @property
     def placed(self) -> list[Placed]:
-        return [
-            (text, size, x, y) for (text, size), points in self._points.items() for x, y in points
-        ]
+        found = []
+        for (text, size), points in self._points.items():
+            found += [(text, size, x, y) for x, y in points]
+        return found
 
     def draw(self, renderer: RendererBase) -> None:
-        """Draw as glyphs that are rasterised once and copied, or, where text stays text (SVG), as text."""
+        """Draw glyphs that are rasterised once and copied; text where text stays text (SVG)."""
         if self.axes is None or not self.get_visible():
             return
         graphics = renderer.new_gc()
         graphics.set_linewidth(0)
         graphics.set_foreground(self._colour)
         pixels = float(np.asarray(renderer.points_to_pixels(1)))
+        to_pixels = Affine2D().scale(pixels)
+        _, height = renderer.get_canvas_width_height()
         for (text, size), points in self._points.items():
             if isinstance(renderer, RendererAgg):
-                to_pixels = Affine2D().scale(pixels)
-                places, outline = Path(points), _glyphs(text, size)
+                outline = _glyphs(text, size)
                 renderer.draw_markers(
-                    graphics, outline, to_pixels, places, self.axes.transData, self._colour
+                    graphics, outline, to_pixels, Path(points), self.axes.transData, self._colour
                 )
                 continue
-            half_width, half_height = (
-                pixels * text_width(text, size) / 2,
-                pixels * _digit_height(size) / 2,
-            )
-            _, height = renderer.get_canvas_width_height()
+            half_width = pixels * text_width(text, size) / 2
+            half_height = pixels * _digit_height(size) / 2
+            font = FontProperties(size=size)
             for x, y in self.axes.transData.transform(points):
                 baseline = y - half_height
-                baseline = height - baseline if renderer.flipy() else baseline
-                renderer.draw_text(
-                    graphics, x - half_width, baseline, text, FontProperties(size=size), 0
-                )
+                if renderer.flipy():
+                    baseline = height - baseline
+                renderer.draw_text(graphics, x - half_width, baseline, text, font, 0)
         graphics.restore()
 
 
@@ -290,70 +308,87 @@ def _digit_height(size: float) -> float:
 
 
 def label_boxes(axes: Axes, boxes: Iterable[Box], with_stage: bool) -> None:
-    """Label what has room. Boxes of one size are labelled alike: room is judged by the widest letter and number."""
+    """Label the boxes that have room.
+
+    Boxes of one size are labelled alike, because the widest letter and number decide about room.
+    """
     boxes = list(boxes)
     points_x, points_y = points_per_unit(axes)
     digits = "0" * len(str(max((box.action.microbatch for box in boxes), default=0)))
-    widest = max(
-        (box.action.kind for box in boxes), key=lambda kind: text_width(kind, 10), default=""
-    )
+    kinds = {box.action.kind for box in boxes}
+    widest = max(sorted(kinds), key=lambda kind: text_width(kind, 10), default="")
+
+    # A full name in the smallest letters is read by nobody; the number alone has room for larger
+    # ones.
+    forms = [(True, size) for size in _LABEL_SIZES[:-1]]
+    forms += [(False, size) for size in _LABEL_SIZES]
 
     @cache
     def fitting(width: float, height: float, stage: str) -> tuple[bool, float] | None:
-        """Return whether stage and kind have room, and the size of the letters; None without room for the number."""
-        # A full name in the smallest letters is read by nobody; the number alone has room for
-        # larger ones.
-        for is_full, size in [
-            *((True, size) for size in _LABEL_SIZES[:-1]),
-            *((False, size) for size in _LABEL_SIZES),
-        ]:
-            room = points_x * width - _LABEL_PADDING
-            if (
-                size <= points_y * height
-                and text_width(is_full * (stage + widest) + digits, size) <= room
-            ):
+        """Return whether stage and kind have room, and the size of the letters.
+
+        None if the number alone has no room.
+        """
+        room = points_x * width - _LABEL_PADDING
+        for is_full, size in forms:
+            text = stage + widest + digits if is_full else digits
+            if size <= points_y * height and text_width(text, size) <= room:
                 return is_full, size
         return None
 
-    labels, on_hatch = Labels(), defaultdict[str, list[Placed]](list)
+    labels = Labels()
+    on_hatch = defaultdict[str, list[Placed]](list)
     for box in boxes:
         stage = str(box.action.stage) if with_stage else ""
         # Rounded, so that boxes of one cost count as equal.
-        if fit := fitting(round(box.right - box.left, 9), round(box.top - box.bottom, 9), stage):
-            is_full, size = fit
-            text = f"{is_full * (stage + box.action.kind)}{box.action.microbatch}"
-            x, y = (box.left + box.right) / 2, (box.bottom + box.top) / 2
-            labels.add(x, y, text, size)
-            if (look := LOOKS[box.action.kind]).hatch:
-                on_hatch[look.colour].append((text, size, x, y))
+        fit = fitting(round(box.right - box.left, 9), round(box.top - box.bottom, 9), stage)
+        if fit is None:
+            continue
+        is_full, size = fit
+        text = str(box.action.microbatch)
+        if is_full:
+            text = name_of_part(box.action, with_stage)
+        x = (box.left + box.right) / 2
+        y = (box.bottom + box.top) / 2
+        labels.add(x, y, text, size)
+        look = LOOKS[box.action.kind]
+        if look.hatch:
+            on_hatch[look.colour].append((text, size, x, y))
     back_labels(axes, on_hatch)
     axes.add_artist(labels)
 
 
 def back_labels(axes: Axes, placed: Mapping[str, Collection[Placed]]) -> None:
-    """Lay a patch under each label of a hatched box, by the box's colour: no line then runs through its letters."""
+    """Lay a patch under each label, by the colour of its hatched box.
+
+    No line of the hatch then runs through its letters.
+    """
     points_x, points_y = points_per_unit(axes)
     for colour, labels in placed.items():
         patches = []
         for text, size, x, y in labels:
-            wide, high = (
-                (text_width(text, size) / 2 + 1) / points_x,
-                (_digit_height(size) / 2 + 1) / points_y,
-            )
+            wide = (text_width(text, size) / 2 + 1) / points_x
+            high = (_digit_height(size) / 2 + 1) / points_y
             patches.append(rectangle(x - wide, x + wide, y - high, y + high))
         _draw_path(axes, patches, colour, zorder=1.2)
 
 
 def name_ranks(axes: Axes, n_ranks: int, gap: float = 5) -> range:
-    """Name the rows, every fourth where they are thin, ``gap`` points from the axes; returns the ranks with a name."""
+    """Name the rows, every fourth where they are thin, ``gap`` points from the axes.
+
+    Returns the ranks with a name.
+    """
     points_x, points_y = points_per_unit(axes)
     every = 1 if points_y >= 9 else 4
-    ranks, size = range(0, n_ranks, every), min(9, every * points_y)
+    ranks = range(0, n_ranks, every)
+    size = min(9, every * points_y)
+
     # Tick labels would be a third of the time that the panel has for a picture.
     names = Labels()
     for rank in ranks:
-        middle = axes.get_xlim()[0] - (gap + text_width(f"rank {rank}", size) / 2) / points_x
-        names.add(middle, rank, f"rank {rank}", size)
+        name = f"rank {rank}"
+        middle = axes.get_xlim()[0] - (gap + text_width(name, size) / 2) / points_x
+        names.add(middle, rank, name, size)
     axes.add_artist(names)
     axes.yaxis.set_visible(False)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -368,7 +403,7 @@ def name_time(axes: Axes, unit: str, what: str = "time") -> None:
 def note_ranks(
     axes: Axes, notes: Mapping[int, str], heading: str = "", size: float = SMALL
 ) -> None:
-    """Write a note in the right margin for each rank, in letters that fit its row, and a heading above."""
+    """Write a note beside each rank, in letters that fit its row, and a heading above."""
     points_x, points_y = points_per_unit(axes)
     _, right = axes.get_xlim()
     gaps = [after - before for before, after in pairwise(notes)]
@@ -377,12 +412,15 @@ def note_ranks(
     for rank, note in notes.items():
         labels.add(right + (5 + text_width(note, size) / 2) / points_x, rank, note, size)
     axes.add_artist(labels)
-    look: dict[str, Any] = {
-        "xycoords": "axes fraction",
-        "textcoords": "offset points",
-        "color": chart.TEXT_GREY,
-    }
-    axes.annotate(heading, (1, 1), xytext=(5, 4), size=SMALL, **look)
+    axes.annotate(
+        heading,
+        (1, 1),
+        xytext=(5, 4),
+        size=SMALL,
+        xycoords="axes fraction",
+        textcoords="offset points",
+        color=chart.TEXT_GREY,
+    )
 
 
 def draw_key(
@@ -392,17 +430,13 @@ def draw_key(
     n_chunks: int = 1,
     lines: Sequence[Line2D] = (),
 ) -> None:
-    """Name every colour in use, the foot of a rank's later chunks, and lines, on the line of the axis label."""
-    handles: list[Patch | Line2D] = [
-        Patch(
-            facecolor=look.colour,
-            hatch=look.hatch,
-            edgecolor="white",
-            label=f"{kind}  {KINDS[kind]}",
-        )
-        for kind, look in LOOKS.items()
-        if kind in kinds
-    ]
+    """Name every colour in use, the foot of later chunks, and lines, beside the axis label."""
+    handles: list[Patch | Line2D] = []
+    for kind, look in LOOKS.items():
+        if kind in kinds:
+            label = f"{kind}  {KINDS[kind]}"
+            patch = Patch(facecolor=look.colour, hatch=look.hatch, edgecolor="white", label=label)
+            handles.append(patch)
     if has_idle:
         handles.append(Patch(facecolor=chart.IDLE_GREY, label="idle"))
     if n_chunks > 1:
@@ -413,63 +447,67 @@ def draw_key(
 
 
 def _draw_far_messages(axes: Axes, tl: Timeline, scale: float) -> list[Line2D]:
-    """Draw a line for each message that skips stages, from its maker to its reader; return entries for a key."""
-    ways: dict[str, list[list[tuple[float, float]]]] = {}
-    for what, start, end in _far_messages(tl):
-        way = [
-            (float(start.end) * scale, float(start.rank)),
-            (float(end.start) * scale, float(end.rank)),
-        ]
-        ways.setdefault(what, []).append(way)
+    """Draw a line for each message that skips stages; return entries for a key."""
+    ways = defaultdict[str, list[list[tuple[float, float]]]](list)
+    for what, maker, reader in _far_messages(tl):
+        start = (float(maker.end) * scale, float(maker.rank))
+        end = (float(reader.start) * scale, float(reader.rank))
+        ways[what].append([start, end])
     for what, drawn in ways.items():
+        _, style = _LINES[what]
         lines = LineCollection(
-            drawn, linestyles=[_LINES[what][1]], colors=[chart.BLACK], linewidths=[1.1], zorder=4
+            drawn, linestyles=[style], colors=[chart.BLACK], linewidths=[1.1], zorder=4
         )
         lines.set_alpha(0.75)
         axes.add_collection(lines, autolim=False)
-    return [
-        Line2D([], [], color=chart.BLACK, linewidth=1.1, linestyle=style, label=label)
-        for what, (label, style) in _LINES.items()
-        if what in ways
-    ]
+
+    handles = []
+    for what, (label, style) in _LINES.items():
+        if what in ways:
+            line = Line2D([], [], color=chart.BLACK, linewidth=1.1, linestyle=style, label=label)
+            handles.append(line)
+    return handles
 
 
 def _told_far_messages(tl: Timeline) -> str:
-    """Return a sentence on the edges and their messages, with a blank before it; nothing without edges."""
-    n = {kind: sum(what == kind for what, _, _ in _far_messages(tl)) for kind in _LINES}
+    """Return a sentence on the edges and their messages, with a blank before it, or nothing."""
+    n = Counter(what for what, _, _ in _far_messages(tl))
     told = ""
     if tl.edges:
-        told += (
-            f" Lines show {spelled(tl.edges)}: {n['value']} messages forward, {n['value gradient']}"
-            " back."
-        )
+        there_and_back = f"{n['value']} messages forward, {n['value gradient']} back"
+        told += f" Lines show {spelled(tl.edges)}: {there_and_back}."
     if n["token"]:
         told += f" Lines show {n['token']} tokens on their way from the last stage to the first."
     return told
 
 
 def _far_messages(tl: Timeline) -> Iterator[tuple[str, Span, Span]]:
-    """Yield what crosses edges between ranks, once for each rank, with the spans that make it and first need it."""
+    """Yield each message over an edge, with its maker and with the first reader on its rank."""
     if not tl.edges and not tl.feedback:
         return
-    places = {
-        ("F" if part.kind == "F" else "B", part.stage, part.microbatch): span
-        for span in tl.spans
-        for part in span.action.parts
-        if part.kind in "FBI"
-    }
+    places: dict[tuple[str, int, int], Span] = {}
+    for span in tl.spans:
+        for part in span.action.parts:
+            if part.kind in "FBI":
+                kind = "F" if part.kind == "F" else "B"
+                places[kind, part.stage, part.microbatch] = span
+
     for i in sorted({action.microbatch for action in tl.actions}):
         for edge in tl.edges:
+            made = places.get(("F", edge.writer, i))
             seen: set[int] = set()
             for reader in edge.readers:
-                made, read = places.get(("F", edge.writer, i)), places.get(("F", reader, i))
+                read = places.get(("F", reader, i))
                 if made is None or read is None or read.rank in seen | {made.rank}:
                     continue
                 seen.add(read.rank)
                 yield "value", made, read
-                back, taken = places.get(("B", reader, i)), places.get(("B", edge.writer, i))
+                back = places.get(("B", reader, i))
+                taken = places.get(("B", edge.writer, i))
                 if back is not None and taken is not None:
                     yield "value gradient", back, taken
-        made, read = places.get(("F", tl.n_stages - 1, i)), places.get(("F", 0, i + tl.feedback))
+        # In generation, microbatch i + feedback of the first stage reads the token of microbatch i.
+        made = places.get(("F", tl.n_stages - 1, i))
+        read = places.get(("F", 0, i + tl.feedback))
         if tl.feedback and made is not None and read is not None and made.rank != read.rank:
             yield "token", made, read

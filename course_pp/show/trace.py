@@ -1,4 +1,7 @@
-"""A timeline as a trace that https://ui.perfetto.dev and chrome://tracing open, and what happens between its spans."""
+"""A timeline as a trace for https://ui.perfetto.dev and chrome://tracing.
+
+:func:`messages` and :func:`held_activations` tell what happens between the spans of a timeline.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +16,7 @@ _PROCESS = 1  # both viewers take process 0 and thread 0 for the idle task
 
 @checked
 def to_trace(tl: Timeline, name: str = "pipeline") -> str:
-    """Return the timeline in the Trace Event Format, as JSON: a thread per rank, an arrow per
-    message.
+    """Return the timeline in the Trace Event Format, as JSON: a thread a rank, an arrow a message.
 
     A slice is an action, or an idle gap with its cause; a counter per rank has the activations
     held. A second stays a second; a unit of relative cost becomes a millisecond. Source of the
@@ -26,6 +28,7 @@ def to_trace(tl: Timeline, name: str = "pipeline") -> str:
     ]
     for rank in range(tl.n_ranks):
         events.append(_event("M", rank, name="thread_name", args={"name": f"rank {rank}"}))
+        # Without an index, viewers sort threads by when they first do something.
         events.append(_event("M", rank, name="thread_sort_index", args={"sort_index": rank}))
     events += [*_slices(tl), *_arrows(tl), *_counters(tl)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False)
@@ -38,66 +41,69 @@ def _event(phase: str, rank: int, **fields: Any) -> dict[str, Any]:
 def _slices(tl: Timeline) -> Iterator[dict[str, Any]]:
     def slice_of(of: Span | Gap, name: str, category: str, args: dict[str, Any]) -> dict[str, Any]:
         begin = _microseconds(tl, of.start)
-        return _event(
-            "X",
-            of.rank,
-            name=name,
-            cat=category,
-            ts=begin,
-            dur=_microseconds(tl, of.end) - begin,
-            args=args,
-        )
+        duration = _microseconds(tl, of.end) - begin
+        return _event("X", of.rank, name=name, cat=category, ts=begin, dur=duration, args=args)
 
     for span in tl.spans:
-        kinds = " and ".join(KINDS[part.kind] for part in span.action.parts)
+        parts = span.action.parts
+        kinds = " and ".join(KINDS[part.kind] for part in parts)
         args = {
-            name: [getattr(part, name) for part in span.action.parts]
-            for name in ("stage", "microbatch")
+            "stage": [part.stage for part in parts],
+            "microbatch": [part.microbatch for part in parts],
         }
-        yield slice_of(span, str(span.action), kinds, args)
+        yield slice_of(span, str(span.action), category=kinds, args=args)
     for gap in tl.idle_gaps:
-        yield slice_of(gap, "idle", "idle", {"cause": gap.cause})
+        yield slice_of(gap, "idle", category="idle", args={"cause": gap.cause})
 
 
 def _arrows(tl: Timeline) -> Iterator[dict[str, Any]]:
-    """From the action that makes an activation or gradient to the one on another rank that takes it."""
+    """Yield two events a message: one in its maker's slice, one where its taker's slice begins."""
     for number, message in enumerate(messages(tl), start=1):
-        maker, taker, what = message.maker, message.taker, message.product.what
-        sent, taken = (
-            _microseconds(tl, (maker.start + maker.end) / 2),
-            _microseconds(tl, taker.start),
-        )
-        yield _event("s", maker.rank, id=number, name=what, cat="message", ts=sent)
-        yield _event("f", taker.rank, id=number, name=what, cat="message", ts=taken, bp="e")
+        maker = message.maker
+        taker = message.taker
+        fields = {"id": number, "name": message.product.what, "cat": "message"}
+        # A viewer ties an arrow to the slice around its time; the end of a slice belongs to none.
+        sent = _microseconds(tl, (maker.start + maker.end) / 2)
+        taken = _microseconds(tl, taker.start)
+        yield _event("s", maker.rank, **fields, ts=sent)
+        yield _event("f", taker.rank, **fields, ts=taken, bp="e")
 
 
 def _counters(tl: Timeline) -> Iterator[dict[str, Any]]:
     what = "activations and values" if any(tl.peak_values) else "activations"
     for rank, curve in enumerate(tl.memory_curve()):
-        for time, held in dict(curve).items():  # of several changes at one time the last counts
+        name = f"{what} held by rank {rank}"
+        # Of several changes at one time the last counts.
+        for time, held in dict(curve).items():
             ts = _microseconds(tl, time)
-            yield _event(
-                "C", rank, name=f"{what} held by rank {rank}", ts=ts, args={"held": float(held)}
-            )
+            yield _event("C", rank, name=name, ts=ts, args={"held": float(held)})
 
 
 def _microseconds(tl: Timeline, time: Time) -> float:
-    return round(float(time) * (1e6 if tl.unit == "s" else 1e3), 3)
+    factor = 1e6 if tl.unit == "s" else 1e3
+    return round(float(time) * factor, 3)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sent to another when its maker ended."""
+    """A message from one rank to another, sent when its maker ended.
+
+    Attributes:
+        product: the activation or gradient in it.
+        maker: the span that made it.
+        arrival: the time of its arrival, as far as the timeline knows the times of messages.
+        taker: the span that took it.
+    """
 
     product: Product
     maker: Span
-    arrival: Time  # as far as the timeline knows how long messages take
+    arrival: Time
     taker: Span
 
 
 @dataclass(frozen=True)
 class HeldActivation:
-    """The activations of one microbatch in one stage, from the start of its forward until the end of its backward."""
+    """The activations of one microbatch in one stage, held until its backward ends."""
 
     rank: int
     stage: int
@@ -107,7 +113,10 @@ class HeldActivation:
 
 
 def messages(tl: Timeline) -> Iterator[Transfer]:
-    """Yield every message between two ranks that the timeline shows made and taken, in the order of taking ends."""
+    """Yield every message between two ranks whose maker and taker are in the timeline.
+
+    They come in the order in which their takers end.
+    """
     makers: dict[Product, Span] = {}
     for span in sorted(tl.spans, key=lambda each: (each.end, each.start)):
         for part in span.action.parts:
@@ -123,7 +132,10 @@ def messages(tl: Timeline) -> Iterator[Transfer]:
 
 
 def held_activations(tl: Timeline) -> Iterator[HeldActivation]:
-    """Yield every interval in which a rank holds activations; until the makespan if their backward is not there."""
+    """Yield every interval in which a rank holds activations.
+
+    Without a backward, the interval lasts until the makespan.
+    """
     for rank, row in enumerate(tl.by_rank):
         begun: dict[tuple[int, int], Time] = {}
         for span in row:

@@ -103,7 +103,7 @@ def finding(tl: Timeline) -> str:
         return f"{counted(tl.n_ranks, 'rank')}, nothing done"
 
     # An emulated run is off by a little: more digits than two would be noise.
-    took = tl.makespan
+    took: Time = tl.makespan
     if tl.unit != "s" and took >= 10:
         took = round(float(took), 2)
     busy = f"busy {percent(tl.utilisation)} of {format_time(took, tl.unit)}"
@@ -218,9 +218,8 @@ class ScheduleReport:
             ("bubble", tl.bubble_fraction, form.bubble_fraction),
             ("bubble within the longest span", tl.span_bubble_fraction, form.span_bubble_fraction),
         ]
-        peaks = zip(tl.peak_activations, form.peak_activations, strict=True)
-        for rank, (peak, predicted) in enumerate(peaks):
-            compared.append((f"peak of rank {rank}", peak, predicted))
+        for rank, peak in enumerate(tl.peak_activations):
+            compared.append((f"peak of rank {rank}", peak, form.peak_activations[rank]))
 
         differences = []
         for what, simulated, predicted in compared:
