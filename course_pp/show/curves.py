@@ -1,12 +1,13 @@
-"""Curves and points: bubble against memory, speed-up against ranks, and where one way to train
-becomes the slower.
+"""Curves and points: bubble over memory, speed-up over ranks, step time over tokens.
 
 Costs are those of all layers of a rank, or of the whole model: a schedule that cuts them finer gets
 a share for each stage, so that every schedule does the same work and keeps the same bytes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from math import log2
 from typing import Any
@@ -48,9 +49,7 @@ _NEAR_LINEAR = 0.8
 def _known(schedules: str | Sequence[str]) -> tuple[str, ...]:
     chosen = (schedules,) if isinstance(schedules, str) else tuple(schedules)
     if not chosen:
-        raise ValueError(
-            "schedules is empty, so there is nothing to draw: give at least one schedule"
-        )
+        raise ValueError("schedules is empty: give at least one schedule to draw")
     for name in chosen:
         find(name)
     return chosen
@@ -63,10 +62,8 @@ def _share(costs: Costs, n_parts: int) -> Costs:
     for name in (*of_parts, "activation", "released_by_input_grad", "weights"):
         value = getattr(costs, name)
         if isinstance(value, tuple):
-            raise ValueError(
-                f"costs: {name} has a value for each stage, which schedules differ in: give one"
-                " number"
-            )
+            given = f"costs: {name} has a value for each stage, which schedules differ in"
+            raise ValueError(f"{given}: give one number")
         if value is not None and n_parts > 1:
             shares[name] = value / n_parts
     return replace(costs, **shares)
@@ -81,13 +78,11 @@ def _dash(i: int) -> Any:
 
 
 def _marker(i: int) -> dict[str, Any]:
-    # Two curves in one place stay visible: of two neighbours one marker is smaller.
-    size = 7.5 - 1.5 * (i % 2)
-    marker = _MARKERS[i % len(_MARKERS)]
     return {
         "color": _colour(i),
-        "marker": marker,
-        "markersize": size,
+        "marker": _MARKERS[i % len(_MARKERS)],
+        # Two curves in one place stay visible: of two neighbours one marker is smaller.
+        "markersize": 7.5 - 1.5 * (i % 2),
         "markerfacecolor": "white",
         "linestyle": "",
     }
@@ -110,40 +105,56 @@ def _describe(axes: Axes, x: str, y: str) -> None:
 
 
 def _name_ends(figure: ChartFigure, axes: Axes, ends: dict[str, float]) -> None:
-    """Write the names right of the axes with their markers, each at its curve's end, moved apart where ends meet."""
+    """Write the names right of the axes with their markers, each at the end of its curve.
+
+    Names are moved apart where ends meet.
+    """
     _, inches = chart.size_in_inches(axes)
     beside = axes.transAxes + ScaledTranslation(9 / 72, 0, figure.dpi_scale_trans)
     scaled = axes.transScale + axes.transLimits  # to shares of the height
+    names = list(ends)
     heights = [float(scaled.transform((1, end))[1]) for end in ends.values()]
     order = sorted(range(len(ends)), key=lambda i: (heights[i], -i))
-    places = _apart([heights[i] for i in order], 1.3 * _LABEL / 72 / inches)
+    places = _apart([heights[i] for i in order], least=1.3 * _LABEL / 72 / inches)
     for i, place in zip(order, places, strict=True):
         axes.plot([1], [place], transform=beside, clip_on=False, **_marker(i))
-        look: dict[str, Any] = {
-            "textcoords": "offset points",
-            "size": _LABEL,
-            "va": "center_baseline",
-        }
-        axes.annotate(list(ends)[i], (1, place), xycoords="axes fraction", xytext=(17, 0), **look)
+        axes.annotate(
+            names[i],
+            (1, place),
+            xycoords="axes fraction",
+            xytext=(17, 0),
+            textcoords="offset points",
+            size=_LABEL,
+            va="center_baseline",
+        )
 
 
 def _apart(values: Sequence[float], least: float) -> list[float]:
-    """Ascending ``values`` moved as little as needed to be ``least`` apart."""
-    groups: list[tuple[float, int]] = []  # middle and number of labels that touch
+    """Return ascending ``values``, moved as little as needed to be ``least`` apart."""
+    # Labels that touch form a group around their common middle; a group that touches the one before
+    # joins it.
+    groups: list[tuple[float, int]] = []
     for value in values:
-        middle, number = value, 1
-        while groups and middle - number * least / 2 < groups[-1][0] + groups[-1][1] * least / 2:
-            other, others = groups.pop()
-            middle, number = (middle * number + other * others) / (number + others), number + others
+        middle = value
+        number = 1
+        while groups:
+            before, n_before = groups[-1]
+            if middle - number * least / 2 >= before + n_before * least / 2:
+                break
+            groups.pop()
+            middle = (middle * number + before * n_before) / (number + n_before)
+            number += n_before
         groups.append((middle, number))
-    return [
-        middle + least * (i - (number - 1) / 2) for middle, number in groups for i in range(number)
-    ]
+
+    moved = []
+    for middle, number in groups:
+        moved += [middle + least * (i - (number - 1) / 2) for i in range(number)]
+    return moved
 
 
 @dataclass(frozen=True)
 class _Point:
-    """What a schedule, or several that come out alike, cost."""
+    """The memory and bubble of a schedule, or of several that have the same."""
 
     names: tuple[str, ...]
     memory: float
@@ -151,9 +162,7 @@ class _Point:
 
     @property
     def label(self) -> str:
-        return listed(
-            [f"{name} (asynchronous)" if name == _ASYNCHRONOUS else name for name in self.names]
-        )
+        return listed(self.names).replace(_ASYNCHRONOUS, f"{_ASYNCHRONOUS} (asynchronous)")
 
     @property
     def is_asynchronous(self) -> bool:
@@ -161,8 +170,8 @@ class _Point:
 
     def beats(self, other: "_Point") -> bool:
         """Return whether it is as good in both and better in one."""
-        here, there = (self.memory, self.bubble), (other.memory, other.bubble)
-        return here != there and all(a <= b for a, b in zip(here, there, strict=True))
+        is_as_good = self.memory <= other.memory and self.bubble <= other.bubble
+        return is_as_good and (self.memory < other.memory or self.bubble < other.bubble)
 
 
 @checked
@@ -173,62 +182,68 @@ def pareto(
     schedules: str | Sequence[str] | None = None,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw the bubble of schedules against the peak memory of their fullest rank; a line joins
-    those none other beats.
+    """Draw the bubble of schedules against the peak memory of their fullest rank.
 
-    ``pipedream`` is drawn hollow and left out of the line: it computes another step, with older
-    weights.
+    A line joins the schedules that no other beats. ``pipedream`` is drawn hollow and left out of
+    the line: it computes another step, with older weights.
 
     Args:
-        costs: of all layers of a rank, one number each; a chunk gets its share. Unless given,
-            memory counts activations of one microbatch in all layers of a rank.
-        schedules: all unless given; those that do not allow these sizes are named under the axis.
+        costs: the costs of all layers of a rank, one number each; a chunk gets its share. Unless
+            given, memory counts activations of one microbatch in all layers of a rank.
+        schedules: names of schedules, or one name; all unless given. Schedules that do not allow
+            these sizes are named under the axis.
     """
     chosen = _known(names() if schedules is None else schedules)
-    points, refused = _points(chosen, n_ranks, n_microbatches, Costs() if costs is None else costs)
+    points, refused = _points(chosen, n_ranks, n_microbatches, costs=costs or Costs())
     rivals = [point for point in points if not point.is_asynchronous]
-    best = [point for point in rivals if not any(other.beats(point) for other in rivals)]
-    best.sort(key=lambda point: point.memory)
-    groups = {
-        point: _ANOTHER_STEP if point.is_asynchronous else _UNBEATEN if point in best else _BEATEN
-        for point in points
-    }
+    groups: dict[str, list[_Point]] = {group: [] for group in _LOOKS}
+    for point in points:
+        if point.is_asynchronous:
+            group = _ANOTHER_STEP
+        elif any(other.beats(point) for other in rivals):
+            group = _BEATEN
+        else:
+            group = _UNBEATEN
+        groups[group].append(point)
+    best = sorted(groups[_UNBEATEN], key=lambda point: point.memory)
+
     figure = ChartFigure(WIDTH, 4.6)
     axes = figure.axes_with_margins(left=0.75, right=0.4, bottom=0.6, top=0.47)
     axes.set_xlim(0, 1.12 * max(point.memory for point in points) or 1)
     # With room for a marker at 0 and at the largest.
     largest = max([*(point.bubble for point in points), 0.01])
     axes.set_ylim(-0.03 * largest, 1.07 * largest)
-    steps = [(point.memory, point.bubble) for point in best]
     axes.plot(
-        *zip(*steps, strict=True),
+        [point.memory for point in best],
+        [point.bubble for point in best],
         color=chart.TEXT_GREY,
         linewidth=1.0,
         drawstyle="steps-post",
         zorder=1,
     )
     for group, look in _LOOKS.items():
-        if mine := [point for point in points if groups[point] == group]:
-            x, y = [point.memory for point in mine], [point.bubble for point in mine]
+        if groups[group]:
+            x = [point.memory for point in groups[group]]
+            y = [point.bubble for point in groups[group]]
             axes.plot(x, y, linestyle="", markersize=7, clip_on=False, label=group, **look)
     axes.legend(loc="upper right", fontsize=8.5, frameon=False)
     _label_points(axes, points, best)
-    what = (
-        "activations of one microbatch in all layers of a rank"
-        if costs is None
-        else "unit of the costs"
-    )
+
+    what = "activations of one microbatch in all layers of a rank"
+    if costs is not None:
+        what = "unit of the costs"
     note = f"; not possible with these sizes: {', '.join(refused)}" if refused else ""
     _describe(axes, f"peak memory of the fullest rank ({what}){note}", "bubble, of all rank time")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
     axes.grid(color=chart.IDLE_GREY, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
 
-    finding = f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch')}: "
-    finding += f"from {best[0].label} to {best[-1].label}, less bubble costs memory" * (
-        len(best) > 1
-    )
-    finding += f"{best[0].label} has the least bubble and the least memory" * (len(best) == 1)
+    if len(best) > 1:
+        found = f"from {best[0].label} to {best[-1].label}, less bubble costs memory"
+    else:
+        found = f"{best[0].label} has the least bubble and the least memory"
+    sizes = f"{counted(n_ranks, 'rank')}, {counted(n_microbatches, 'microbatch')}"
+    finding = f"{sizes}: {found}"
     each = "; ".join(f"{p.label} {percent(p.bubble)} at {amount(p.memory)}" for p in points)
     missing = f" Not possible with these sizes: {listed(refused)}." if refused else ""
     told = f"Bubble against peak memory of the fullest rank. {finding}. {each}.{missing}"
@@ -238,9 +253,13 @@ def pareto(
 def _points(
     schedules: Sequence[str], n_ranks: int, n_microbatches: int, costs: Costs
 ) -> tuple[list[_Point], list[str]]:
-    """Return a point for each schedule that allows the sizes, alike ones joined; and the names of the others."""
+    """Return a point for each schedule that allows the sizes, and the names of the others.
+
+    Schedules at one place share a point.
+    """
     found: dict[tuple[float, float], list[str]] = {}
-    refused, reason = [], None
+    refused = []
+    reason = None
     for name in schedules:
         try:
             schedule = build(name, n_ranks, n_microbatches)
@@ -250,7 +269,9 @@ def _points(
             continue
         shared = _share(costs, max(1, schedule.n_stages // schedule.n_ranks))
         tl = simulate(schedule, shared)
-        place = (round(float(max(tl.peak_memory(shared))), 9), round(float(tl.bubble_fraction), 9))
+        peak = float(max(tl.peak_memory(shared)))
+        # Rounded, so that places which differ by the last digit of a float are one.
+        place = (round(peak, 9), round(float(tl.bubble_fraction), 9))
         found.setdefault(place, []).append(name)
     if not found:
         raise ValueError(f"no schedule to draw: {reason}")
@@ -258,36 +279,45 @@ def _points(
 
 
 def _label_points(axes: Axes, points: Sequence[_Point], best: Sequence[_Point]) -> None:
-    """Write each name beside its point, on the first side where it covers no point, line or other name."""
+    """Write each name on the first side of its point where it covers nothing else."""
     points_x, points_y = points_per_unit(axes)
-    taken = [(p.memory * points_x - 4, p.bubble * points_y - 4, 8.0, 8.0) for p in points]
+
+    def place_of(point: _Point) -> tuple[float, float]:
+        return point.memory * points_x, point.bubble * points_y
+
+    # Rectangles as left, bottom, width and height, in points: the markers, and each step of the
+    # line, which goes right and then down.
+    taken: list[tuple[float, float, float, float]] = []
+    for point in points:
+        x, y = place_of(point)
+        taken.append((x - 4, y - 4, 8.0, 8.0))
     for before, after in pairwise(best):
-        x, y, right, low = (
-            v * s for p in (before, after) for v, s in ((p.memory, points_x), (p.bubble, points_y))
-        )
+        x, y = place_of(before)
+        right, low = place_of(after)
         taken += [(x, y - 1, right - x, 2.0), (right - 1, low, 2.0, y - low)]
     edge = axes.get_xlim()[1] * points_x
 
-    def is_free(box: tuple[float, ...]) -> bool:
+    def is_free(box: tuple[float, float, float, float]) -> bool:
         x, y, width, height = box
         if x < 2 or x + width > edge + 20 or y < 2:
             return False
-        return all(
-            x + width <= a or a + w <= x or y + height <= b or b + h <= y for a, b, w, h in taken
-        )
+        for left, bottom, wide, high in taken:
+            apart_x = x + width <= left or left + wide <= x
+            apart_y = y + height <= bottom or bottom + high <= y
+            if not apart_x and not apart_y:
+                return False
+        return True
 
     for point in sorted(points, key=lambda each: -each.bubble):
-        width, height = text_width(point.label, _LABEL), 1.1 * _LABEL
-        x, y = point.memory * points_x, point.bubble * points_y
-        sides = [(x + 7, y - height / 2), (x - 7 - width, y - height / 2)]
-        sides += [
-            (x - width / 2, y + sign * away - height / 2)
-            for away in (13, 24, 35)
-            for sign in (1, -1)
-        ]
-        box = next(
-            filter(is_free, ((*side, width, height) for side in sides)), (*sides[0], width, height)
-        )
+        width = text_width(point.label, _LABEL)
+        height = 1.1 * _LABEL
+        x, y = place_of(point)
+        # On its right, on its left, then above and below, farther and farther away.
+        corners = [(x + 7, y - height / 2), (x - 7 - width, y - height / 2)]
+        for away in (13, 24, 35):
+            corners += [(x - width / 2, y + sign * away - height / 2) for sign in (1, -1)]
+        boxes = [(*corner, width, height) for corner in corners]
+        box = next(filter(is_free, boxes), boxes[0])
         taken.append(box)
         offset = (box[0] - x, box[1] - y + 0.15 * height)
         where = (point.memory, point.bubble)
@@ -304,11 +334,10 @@ def speed_up(
     measured: Sequence[Timeline] = (),
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw how many times as fast as one rank each schedule is, on more and more ranks, with one
-    model and one batch.
+    """Draw how many times as fast as one rank each schedule is, on more and more ranks.
 
-    Lines are simulated, filled points are measured. Where a schedule does not allow a number of
-    ranks, it has no point.
+    The model and the batch stay the same. Lines are simulated, filled points are measured. Where a
+    schedule does not allow a number of ranks, it has no point.
 
     Args:
         schedules: names as for :func:`course_pp.schedule.build`, or one of them.
@@ -316,24 +345,29 @@ def speed_up(
         n_microbatches: m, however many ranks there are.
         n_chunks: stages a rank, for the schedules that allow another number; their own unless
             given.
-        costs: of all layers of the model, one number each; a stage gets its share. Messages cost
-            what they cost.
-        measured: steps under ``schedules``, by their names; of those that a busy machine simulated
-            there is no point.
+        costs: the costs of all layers of the model, one number each; a stage gets its share. A
+            message costs what it costs.
+        measured: steps under ``schedules``, by their names. A step that a busy machine simulated
+            has no point.
     """
     schedules = _known(schedules)
     refuse_below(1, "speed_up", ranks=min(ranks, default=0), n_chunks=n_chunks)
-    ran: dict[str, dict[int, float]] = {}  # how much work was done at once
+    ranks = sorted(set(ranks))
+    costs = costs or Costs()
+    ran = defaultdict[str, dict[int, float]](dict)
     for tl in measured:
-        if tl.measured and tl.name not in schedules:
+        if not tl.measured:
+            continue
+        if tl.name not in schedules:
             raise ValueError(
                 f"measured has {tl.name!r}, which is not drawn: name it in schedules, or leave"
                 " it out"
             )
-        if tl.measured:
-            ran.setdefault(tl.name, {})[tl.n_ranks] = float(tl.n_ranks * tl.utilisation)
-    ranks, costs = sorted(set(ranks)), Costs() if costs is None else costs
-    simulated = {name: _faster(name, ranks, n_microbatches, n_chunks, costs) for name in schedules}
+        # The work done at once is the speed-up over a rank that is never idle.
+        ran[tl.name][tl.n_ranks] = float(tl.n_ranks * tl.utilisation)
+    simulated = {}
+    for name in schedules:
+        simulated[name] = _faster(name, ranks, n_microbatches, n_chunks=n_chunks, costs=costs)
 
     figure, axes = _begin(schedules, 4.4)
     most = max(ranks)
@@ -341,13 +375,12 @@ def speed_up(
     axes.set_xlim(min(ranks) * 0.93, most * 1.07 if most > min(ranks) else 2 * most)
     axes.set_ylim(0.8, max(2, most) * 1.2)
     ends = list(axes.get_xlim())
+    near_linear = [_NEAR_LINEAR * p for p in ends]
     axes.plot(ends, ends, color=chart.TEXT_GREY, lw=1.0, zorder=1)
-    axes.fill_between(
-        ends, [_NEAR_LINEAR * p for p in ends], ends, color=chart.IDLE_GREY, zorder=0, lw=0
-    )
+    axes.fill_between(ends, near_linear, ends, color=chart.IDLE_GREY, zorder=0, lw=0)
     ticks = [2**k for k in range(int(log2(max(2, most))) + 1)]
-    axes.set_xticks(list(ranks), [str(p) for p in ranks])
-    axes.set_yticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xticks(list(ranks), list(map(str, ranks)))
+    axes.set_yticks(ticks, list(map(str, ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_locator(NullLocator())
     x = "ranks (lines: simulated, filled points: measured; grey: linear, down to 80 % of it)"
@@ -355,53 +388,53 @@ def speed_up(
     for i, (name, points) in enumerate(simulated.items()):
         axes.plot(list(points), list(points.values()), color=_colour(i), linestyle=_dash(i), lw=1.6)
         seen = ran.get(name, {})
-        axes.plot(
-            list(seen),
-            list(seen.values()),
-            **(_marker(i) | {"markerfacecolor": _colour(i)}),
-            zorder=3,
-        )
-    _name_ends(figure, axes, {name: points[max(points)] for name, points in simulated.items()})
+        look = _marker(i) | {"markerfacecolor": _colour(i)}
+        axes.plot(list(seen), list(seen.values()), **look, zorder=3)
+    last = {name: points[max(points)] for name, points in simulated.items()}
+    _name_ends(figure, axes, last)
 
-    lines, near = [], dict[int, list[str]]()
+    lines = []
+    near = defaultdict[int, list[str]](list)
     for name, points in simulated.items():
-        told = f"{name} " + ", ".join(f"{value:.3g} on {p}" for p, value in points.items())
+        told = f"{name} {_told_speed_ups(points)}"
         if name in ran:
-            told += "; measured " + ", ".join(
-                f"{value:.3g} on {p}" for p, value in ran[name].items()
-            )
+            told += f"; measured {_told_speed_ups(ran[name])}"
         lines.append(told)
-        # The most ranks up to which every number drawn keeps 80 % of linear.
-        short = [p for p, value in points.items() if value < _NEAR_LINEAR * p]
-        near.setdefault(
-            max((p for p in points if not short or p < short[0]), default=1), []
-        ).append(name)
+        near[_near_linear_up_to(points)].append(name)
     ends_of = ", ".join(f"{p} ({listed(near[p])})" for p in sorted(near, reverse=True))
     finding = f"{counted(n_microbatches, 'microbatch')}: near linear up to {ends_of} ranks"
-    alt_text = (
-        f"How many times as fast as one rank, against the number of ranks. {finding}."
-        f" {'. '.join(lines)}."
-    )
-    return figure.finish(axes, title, finding, alt_text)
+    what = "How many times as fast as one rank, against the number of ranks"
+    return figure.finish(axes, title, finding, f"{what}. {finding}. {'. '.join(lines)}.")
+
+
+def _told_speed_ups(points: Mapping[int, float]) -> str:
+    return ", ".join(f"{value:.3g} on {p}" for p, value in points.items())
+
+
+def _near_linear_up_to(points: Mapping[int, float]) -> int:
+    """Return the most ranks up to which every point keeps 80 % of linear; 1 if none does."""
+    most = 1
+    for p, value in points.items():
+        if value < _NEAR_LINEAR * p:
+            break
+        most = p
+    return most
 
 
 def _faster(
     name: str, ranks: Sequence[int], m: int, n_chunks: int | None, costs: Costs
 ) -> dict[int, float]:
-    """Return for each number of ranks that the schedule allows, how many times as fast as one it is."""
-    entry, whole = find(name), _share(costs, 1)
-    alone = float(
-        m
-        * sum(
-            getattr(whole, kind) for kind in ("forward", "input_grad", "weight_grad", "recompute")
-        )
-    )
-    points, refusal = {}, None
+    """Return the speed-up over one rank for each number of ranks that the schedule allows."""
+    entry = find(name)
+    whole = _share(costs, 1)
+    one = sum(getattr(whole, k) for k in ("forward", "input_grad", "weight_grad", "recompute"))
+    alone = float(m * one)
+    chunks = n_chunks if entry.any_chunks and entry.n_chunks > 1 else None
+    points = {}
+    refusal = None
     for p in ranks:
         try:
-            schedule = build(
-                name, p, m, n_chunks if entry.any_chunks and entry.n_chunks > 1 else None
-            )
+            schedule = build(name, p, m, chunks)
         except ValueError as problem:
             refusal = problem
             continue
@@ -417,51 +450,47 @@ def _faster(
 
 @checked
 def break_even(curves: Mapping[str, Mapping[int, float]], title: str | None = None) -> ChartFigure:
-    """Draw how long steps take beside data parallelism's, over the tokens of a sequence; both axes
-    are logarithmic.
+    """Draw step times over data parallelism's, against the tokens of a sequence.
+
+    Both axes are logarithmic.
 
     Args:
-        curves: by name, for each number of tokens, from 2 numbers on, the time over data
-            parallelism's.
-        title: instead of the finding: where the curves pass 1.
+        curves: ``{name: {tokens: step time / data-parallel step time}}``, two or more token counts.
+        title: a heading in place of the finding, which says where the curves pass 1.
     """
-    heights = {
-        name: {tokens: log2(curve[tokens]) for tokens in sorted(curve)}
-        for name, curve in curves.items()
-    }
+    heights: dict[str, dict[int, float]] = {}
+    for name, curve in curves.items():
+        heights[name] = {tokens: log2(curve[tokens]) for tokens in sorted(curve)}
     figure, axes = _begin(curves, 4.2)
     tokens = sorted({each for points in heights.values() for each in points})
     every = [height for points in heights.values() for height in points.values()]
-    low, high = min(*every, -1.0) - 0.2, max(*every, 1.0) + 0.2
+    low = min(*every, -1.0) - 0.2
+    high = max(*every, 1.0) + 0.2
     axes.set_xlim(tokens[0] * 0.93, tokens[-1] * 1.07)
     axes.set_ylim(low, high)
     axes.axhspan(0, high, color=chart.IDLE_GREY, zorder=0, lw=0)
     axes.axhline(0, color=chart.TEXT_GREY, lw=1.2, zorder=1)
-    ticks = [each for each in range(-10, 11) if low <= each <= high]
-    axes.set_yticks(ticks, [f"{2**each}" if each >= 0 else f"1/{2**-each}" for each in ticks])
+    ticks = [power for power in range(-10, 11) if low <= power <= high]
+    # Fraction writes 2 and 1/2 as readers do.
+    axes.set_yticks(ticks, [str(Fraction(2) ** power) for power in ticks])
     axes.set_xticks(tokens, [f"{each:,}" for each in tokens])
     axes.xaxis.set_minor_locator(NullLocator())
-    _describe(
-        axes,
-        "tokens of a sequence; grey: data parallelism is the faster",
-        "step, over data parallelism's",
-    )
+    x = "tokens of a sequence; grey: data parallelism is the faster"
+    _describe(axes, x, "step, over data parallelism's")
     for i, points in enumerate(heights.values()):
-        axes.plot(
-            list(points),
-            list(points.values()),
-            **{**_marker(i), "linestyle": _dash(i), "linewidth": 1.6},
-        )
+        look = _marker(i) | {"linestyle": _dash(i), "linewidth": 1.6}
+        axes.plot(list(points), list(points.values()), **look)
     _name_ends(figure, axes, {name: points[max(points)] for name, points in heights.items()})
 
-    told, passes = [], []
+    lines = []
+    passes = []
     for name, curve in curves.items():
-        told.append(
-            f"{name}: " + ", ".join(f"{curve[each]:.3g} at {each:,}" for each in sorted(curve))
-        )
-        if (at := crossing(curve)) is not None:
+        told = f"{name}: " + ", ".join(f"{curve[each]:.3g} at {each:,}" for each in sorted(curve))
+        at = crossing(curve)
+        if at is not None:
             passes.append(at)
-            told[-1] += f"; passes 1 near {_rounded(at)}"
+            told += f"; passes 1 near {_rounded(at)}"
+        lines.append(told)
     if not passes:
         finding = "No curve passes data parallelism here"
     elif len(passes) == 1:
@@ -470,14 +499,19 @@ def break_even(curves: Mapping[str, Mapping[int, float]], title: str | None = No
         between = f"{_rounded(min(passes))} and {_rounded(max(passes))} tokens"
         finding = f"Data parallelism becomes the faster between {between}"
     what = "Step times over data parallelism's, against the tokens of a sequence"
-    return figure.finish(axes, title, finding, f"{what}. {finding}. {'. '.join(told)}.")
+    return figure.finish(axes, title, finding, f"{what}. {finding}. {'. '.join(lines)}.")
 
 
 def crossing(curve: Mapping[int, float]) -> float | None:
-    """From how many tokens on data parallelism is as fast; None if it is nowhere slower before, or nowhere as fast."""
+    """Return the number of tokens from which data parallelism is as fast.
+
+    None if it is nowhere slower before, or nowhere as fast.
+    """
     for a, b in pairwise(sorted(curve)):
-        low, high = log2(curve[a]), log2(curve[b])
+        low = log2(curve[a])
+        high = log2(curve[b])
         if low < 0 <= high:
+            # Between two points the curve is straight on logarithmic axes.
             return float(2 ** (log2(a) + (log2(b) - log2(a)) * low / (low - high)))
     return None
 
