@@ -1,12 +1,13 @@
-"""What each rank of a pipeline does, and when. Pure Python: no torch, no numpy, no matplotlib.
+"""The actions of each rank of a pipeline, and their times. No torch, no numpy, no matplotlib.
 
-:func:`build` makes the :class:`Schedule` of a name, :func:`check` says whether any schedule can
-run, :func:`simulate` when each rank does what, given :class:`Costs`: a :class:`Timeline`, the type
+:func:`build` makes the :class:`Schedule` of a name and :func:`check` says whether a schedule can
+run. :func:`simulate` adds times, given :class:`Costs`, and returns a :class:`Timeline`, the type
 that a measurement has too.
-:mod:`theory` has the closed forms, :func:`bound` what no schedule can beat, :func:`search` the best
-order that seconds find, :func:`optimum` and :func:`optima` the best there is. :func:`fit` says why
-a run took as long as it did, :func:`ledger` which weights an asynchronous schedule uses,
-:func:`partition` which layers make a stage.
+
+:mod:`theory` has the closed forms and :func:`bound` a time that no schedule can beat.
+:func:`search` finds the best order within some seconds; :func:`optimum` and :func:`optima` know the
+best order there is. :func:`fit` explains the time of a run, :func:`ledger` lists the weights that
+an asynchronous schedule uses, and :func:`partition` cuts layers into stages.
 """
 
 from course_pp.schedule import theory

@@ -1,4 +1,7 @@
-"""Values that stages hand to one another beyond their neighbours: skip connections, an encoder's output, a mask."""
+"""Values that stages hand to stages beyond their neighbours.
+
+Examples are skip connections, an encoder's output and a mask.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +12,15 @@ from course_pp.base.arguments import described
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The value ``name``, made by the forward of stage ``writer`` and read by the forwards of
-    ``readers``.
+    """The value ``name``, made by the forward of stage ``writer``, read by those of ``readers``.
 
-    It travels once to each rank that reads it, and each of these sends one gradient back, the sum
-    over its stages.
+    It travels once to each rank that reads it, and each of these ranks sends one gradient back, the
+    sum over its stages.
 
         skip = Edge("encoded", writer=1, readers=(3, 4))
         build("1f1b", 5, 8).with_edges(skip)
 
-    Whether it fits a schedule, :func:`course_pp.schedule.check` says.
+    :func:`course_pp.schedule.check` says whether an edge fits a schedule.
     """
 
     name: str
@@ -44,16 +46,20 @@ class Lane(NamedTuple):
 
 
 def lanes_of(edges: Sequence[Edge]) -> tuple[Lane, ...]:
-    return tuple(
-        Lane(i, edge.writer, reader) for i, edge in enumerate(edges) for reader in edge.readers
-    )
+    """Return the lanes of all edges, in order."""
+    lanes = []
+    for number, edge in enumerate(edges):
+        for reader in edge.readers:
+            lanes.append(Lane(number, edge.writer, reader))
+    return tuple(lanes)
 
 
 def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
-    """Yield what keeps ``edges`` from being those of a pipeline of ``n_stages``, each problem in a sentence."""
+    """Yield the problems of ``edges`` in a pipeline of ``n_stages``, each in a sentence."""
     writers: dict[str, int] = {}
     for edge in edges:
-        if strange := [stage for stage in (edge.writer, *edge.readers) if stage >= n_stages]:
+        strange = [stage for stage in (edge.writer, *edge.readers) if stage >= n_stages]
+        if strange:
             yield (
                 f"edge {edge.name!r} names stage {strange[0]}, but the stages are 0 to"
                 f" {n_stages - 1}"
@@ -68,7 +74,7 @@ def problems_of_edges(edges: Sequence[Edge], n_stages: int) -> Iterable[str]:
 
 
 def spelled(edges: Sequence[Edge]) -> str:
-    """Return ``'x' from stage 0 to stages 2 and 3``, one after another."""
+    """Return ``'x' from stage 0 to stages 2 and 3``, one edge after another."""
     told = []
     for edge in edges:
         *others, last = map(str, edge.readers)
@@ -108,40 +114,46 @@ class Declared:
 
 
 def declared_by(stage: int | str, module: object) -> Declared:
-    """Return what the attributes ``reads`` and ``writes`` of a module say; nothing where it has none."""
+    """Return the names in a module's attributes ``reads`` and ``writes``, which it may lack."""
     return Declared(_names(stage, module, "reads"), _names(stage, module, "writes"))
 
 
 def _names(stage: int | str, module: object, what: str) -> tuple[str, ...]:
     given: Any = getattr(module, what, ())
-    names = given if isinstance(given, tuple | list) else None
-    if names is None or not all(isinstance(name, str) and name for name in names):
+    is_list = isinstance(given, tuple | list)
+    if not is_list or not all(isinstance(name, str) and name for name in given):
         raise ValueError(
             f"{what} of stage {stage} is {described(given)}: give a tuple of names, such as {what}"
             " = ('mask',)"
         )
-    if again := [name for i, name in enumerate(names) if name in names[:i]]:
-        raise ValueError(f"{what} of stage {stage} has {again[0]!r} twice: name each value once")
-    return tuple(names)
+    names = tuple(given)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{what} of stage {stage} has {name!r} twice: name each value once")
+    return names
 
 
 def taken_apart(stage: int, writes: Sequence[str], returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split what a stage's forward returned into its output and the values that it writes, by name."""
-    is_pair = (
-        isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    """Split a stage's return value into its output and the values that it writes, by name."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if is_pair and isinstance(returned[1], Mapping):
+        output, written = returned
+        if set(written) == set(writes):
+            return output, written
+        found = f"{type(output).__name__} beside {sorted(written)}"
+    else:
+        found = type(returned).__name__
+    raise TypeError(
+        f"stage {stage} writes {', '.join(map(repr, writes))}, but its forward returns {found}:"
+        " return (output, {name: value}) with exactly these names"
     )
-    if not is_pair or set(returned[1]) != set(writes):
-        beside = f" beside {sorted(returned[1])}" if is_pair else ""
-        raise TypeError(
-            f"stage {stage} writes {', '.join(map(repr, writes))}, but its forward returns"
-            f" {type(returned[0] if is_pair else returned).__name__}{beside}: return (output,"
-            " {name: value}) with exactly these names"
-        )
-    return returned
 
 
 def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:
-    """Return the edges between the stages, by writer and in its order. A value without a reader has none."""
+    """Return the edges between the stages, in the order of their writers.
+
+    A value without a reader has no edge.
+    """
     writers: dict[str, int] = {}
     for stage in sorted(declared):
         for name in declared[stage].writes:
@@ -161,8 +173,8 @@ def edges_from(declared: Mapping[int, Declared]) -> tuple[Edge, ...]:
             if stage <= writers[name]:
                 raise ValueError(_goes_backwards(name, writers[name], stage))
             readers[name].append(stage)
-    return tuple(
-        Edge(name, writer, tuple(readers[name]))
-        for name, writer in writers.items()
-        if readers[name]
-    )
+    edges = []
+    for name, writer in writers.items():
+        if readers[name]:
+            edges.append(Edge(name, writer, tuple(readers[name])))
+    return tuple(edges)

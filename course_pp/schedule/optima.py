@@ -1,7 +1,6 @@
-"""The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes, and how
-to read it.
+"""The least makespan of every small pipeline: a table that ``benchmarks/optima.py`` makes.
 
-What it shows, notebook 11 says. A row tells the order of each rank as a word, such as
+Notebook 11 shows what one can read from it. A row writes the order of each rank as a word, such as
 ``FFIFWIWIW``: microbatches are alike, so the k-th letter of a kind is the k-th microbatch (see
 :mod:`course_pp.schedule.problem`).
 """
@@ -26,13 +25,14 @@ class OptimumRow:
     """One size, one cap, one set of costs.
 
     Attributes:
-        times: of ``F``, ``I`` and ``W``, the same in every stage; no latency.
+        times: times of ``F``, ``I`` and ``W``, the same in every stage; no latency.
         split: whether the backward was in halves, ``I`` and ``W``, or whole.
-        cap: how many activations each rank may hold.
+        cap: the most activations that each rank may hold.
         makespan: the least that was found.
-        bound: the most that was proven: no order takes less.
-        named: of each schedule of the catalogue that exists in this size and fits, the makespan.
-            Those with two stages a rank have stages of half the work, whose activations weigh half.
+        bound: a time that no order beats, as high as was proven.
+        named: {name: makespan} of the schedules of the catalogue that exist in this size and fit.
+            Schedules with two stages a rank have stages of half the work, whose activations weigh
+            half.
         words: the order of each rank.
     """
 
@@ -70,24 +70,29 @@ class OptimumRow:
 
 @cache
 def optima() -> tuple[OptimumRow, ...]:
-    """Return the table: p up to 4, m up to 8, caps from 1 to 2p activations; F = I = W, and a layer's 10 : 12 : 7."""
+    """Return the table: p up to 4, m up to 8, caps from 1 to 2p activations.
+
+    The times are F = I = W, and those of a layer, 10 : 12 : 7.
+    """
     text = files("course_pp.schedule").joinpath("optima.csv").read_text(encoding="utf-8")
     return tuple(map(read_row, csv.DictReader(text.splitlines())))
 
 
 def read_row(cells: Mapping[str, str]) -> OptimumRow:
-    numbers = {
-        name: int(cells[name]) for name in ("F", "I", "W", "p", "m", "cap", "makespan", "bound")
-    }
+    """Return the row of the table that one line of the file holds."""
+    named: dict[str, Time] = {}
+    for name in NAMED:
+        # A schedule newer than the table has no cell.
+        if cells.get(name):
+            named[name] = Fraction(cells[name])
     return OptimumRow(
-        (numbers["F"], numbers["I"], numbers["W"]),
-        cells["backward"] == "halves",
-        numbers["p"],
-        numbers["m"],
-        numbers["cap"],
-        numbers["makespan"],
-        numbers["bound"],
-        # a schedule newer than the table: absent
-        {name: Fraction(cells[name]) for name in NAMED if cells.get(name)},
-        tuple(cells["order"].split("/")),
+        times=(int(cells["F"]), int(cells["I"]), int(cells["W"])),
+        split=cells["backward"] == "halves",
+        n_ranks=int(cells["p"]),
+        n_microbatches=int(cells["m"]),
+        cap=int(cells["cap"]),
+        makespan=int(cells["makespan"]),
+        bound=int(cells["bound"]),
+        named=named,
+        words=tuple(cells["order"].split("/")),
     )

@@ -1,4 +1,4 @@
-"""Schedules as text: the CSV that torch's pipeline schedules load and dump (their ``compute_only`` format)."""
+"""Schedules as text: the CSV that torch's schedules load and dump (format ``compute_only``)."""
 
 import csv
 import re
@@ -16,21 +16,22 @@ _PAIR = re.compile(r"\([^)]*\)")
 
 @checked
 def to_torch_csv(schedule: Schedule) -> str:
-    """Return ``schedule`` as CSV, a row a rank, without idle slots. Placement and edges are not in
-    it.
+    """Return ``schedule`` as CSV, a row a rank, without idle slots.
 
-    Asynchronous schedules and replicated stages are refused: torch has neither.
+    The text does not hold placement and edges. Asynchronous schedules and replicated stages are
+    refused: torch has neither.
     """
     if any(part.kind == "U" for part in schedule.parts):
         raise ValueError(
             f"{schedule!r} has optimizer steps (U), which torch's format cannot hold: leave"
             " them out"
         )
-    if shared := [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]:
-        raise ValueError(
-            f"{schedule!r} has stage {shared[0]} on several ranks, torch only on one: place it"
-            " on one"
-        )
+    for stage, ranks in enumerate(schedule.placement):
+        if len(ranks) > 1:
+            raise ValueError(
+                f"{schedule!r} has stage {stage} on several ranks, torch only on one: place it"
+                " on one"
+            )
     text = StringIO()
     csv.writer(text, lineterminator="\n").writerows(schedule.actions)
     return text.getvalue()
@@ -40,28 +41,28 @@ def to_torch_csv(schedule: Schedule) -> str:
 def from_torch_csv(
     text: str, placement: Sequence[int | Sequence[int]] | None = None, name: str = "csv"
 ) -> Schedule:
-    """Read what :func:`to_torch_csv` or torch wrote.
+    """Read the text that :func:`to_torch_csv` or torch wrote.
 
     Args:
-        text: one row a rank, its cells separated by commas or, if it has none, by semicolons or
+        text: one row a rank, its cells separated by commas or, without commas, by semicolons or
             tabs. Blank cells are idle slots and are dropped; a blank line is a rank without
             actions.
-        placement: for each stage its rank (or ranks, as in ``Schedule``); read off the rows unless
-            given.
+        placement: for each stage its rank (or ranks, as in ``Schedule``); by default read off the
+            rows.
 
     Raises:
         ValueError: for a cell that is no action, with its row and column, actions that are missing
             or too many, and a placement that the rows contradict.
     """
-    # Spreadsheets start a file with a byte order mark, and where the comma is for decimals they
-    # separate otherwise.
+    # Where the comma is the decimal sign, spreadsheets write another separator.
     outside = _PAIR.sub("", text)
     separator = next((each for each in ",;\t" if each in outside), ",")
-    cells = csv.reader(text.removeprefix("\ufeff").splitlines(), delimiter=separator)
-    rows = [
-        tuple(_read(cell, rank, column) for column, cell in enumerate(row) if cell.strip())
-        for rank, row in enumerate(cells)
-    ]
+    # Spreadsheets start a file with a byte order mark.
+    lines = text.removeprefix("\ufeff").splitlines()
+    rows = []
+    for rank, cells in enumerate(csv.reader(lines, delimiter=separator)):
+        row = [_read(cell, rank, column) for column, cell in enumerate(cells) if cell.strip()]
+        rows.append(tuple(row))
     if not any(rows):
         raise ValueError(
             "the CSV text has no actions: give one row a rank, with cells such as 0F0,0F1,0B0,0B1"
