@@ -34,7 +34,7 @@ LIVES = {
         ("runtime/wire.py", "send, without waiting"),
         ("runtime/mailbox.py", "receive, on the next rank"),
         ("runtime/executor.py", "the rank's next action that needs it"),
-        ("runtime/gradients.py", "in the end: tied gradients summed, replicas' averaged"),
+        ("step/ties.py", "in the end: gradients of tied weights summed"),
     ),
     "cell": (
         ("launch/ranks.py", "on_ranks(n, fn): called in a notebook's cell"),

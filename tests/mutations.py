@@ -174,15 +174,10 @@ FAULTS = [
     Fault(
         "step/random_streams.py", "torch.set_rng_state(on_cpu)", "pass", "runtime/test_features.py"
     ),
+    Fault("step/ties.py", "total = add_up(terms)", "total = self._own(weight)", GRID),
     Fault(
-        "parallel/tied_weights.py",
-        "add_up([parts.get(rank, own) for rank in one.ranks])",
-        "own",
-        GRID,
-    ),
-    Fault(
-        "parallel/tied_weights.py",
-        "end.grad = None if total is None else total.clone()",
+        "step/ties.py",
+        "parameter.grad = None if total is None else total.clone()",
         "pass",
         GRID,
     ),

@@ -6,7 +6,6 @@ their gradients.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,15 @@ from course_pp.base.ranks import Ranks
 from course_pp.model import PipelineStageModule
 from course_pp.model.stages import Tie
 from course_pp.parallel.split import SplitStage
-from course_pp.step.hooks import call_hooks
 from course_pp.step.ties import (
     Look,
-    add_up,
-    copies_in,
+    SharedWeights,
+    Weight,
+    WeightPlace,
     looks_of,
     problem_of_broken_ties,
     problem_of_forgotten_ties,
     problem_of_left_out_copies,
-    set_apart,
     ties_of_cut,
 )
 
@@ -109,15 +107,6 @@ def _ties_of_stages(
     return tuple(ties)
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """One weight as this rank sees it: its own copies by stage, and the group ranks that hold one."""
-
-    tie: Tie
-    mine: dict[int, nn.Parameter]
-    ranks: tuple[int, ...]
-
-
 class TiedWeights:
     """This rank's part in keeping tied weights equal.
 
@@ -133,29 +122,32 @@ class TiedWeights:
         owner: Mapping[int, int],
         ranks: Ranks,
     ) -> None:
-        self.ties, self._modules, self._owner, self._ranks = tuple(ties), modules, owner, ranks
+        self.ties = tuple(ties)
+        self._modules = modules
+        self._ranks = ranks
+        self._weights: list[Weight] = []
+        for tie in self.ties:
+            places = [WeightPlace(owner[stage], stage, name) for stage, name in tie.items()]
+            self._weights.append(tuple(sorted(places)))
+        self._shared = SharedWeights(ranks.rank, self._weights, modules)
 
     def problem(self, *, values: bool) -> str | None:
-        """Return what is wrong with the copies, the same on every rank; a collective of the
+        """Return the problem with the copies, the same on every rank; a collective of the
         pipeline's ranks.
 
         Args:
-            values: compare the values too, by a checksum; copies that were equal once stay equal.
+            values: whether to compare the values too, by a checksum. Copies that were equal once
+                stay equal.
         """
         if not self.ties:
             return None
-        mine = {
-            (self.ties.index(one.tie), stage): _facts(end, values)
-            for one in self._ends()
-            for stage, end in one.mine.items()
-        }
-        told = {
-            place: facts for theirs in self._ranks.gather(mine) for place, facts in theirs.items()
-        }
-        for number, tie in enumerate(self.ties):
-            ends = {
-                stage: facts for (known, stage), facts in sorted(told.items()) if known == number
-            }
+        mine = {place: _facts(copy, values) for place, copy in self._shared.copies().items()}
+        told: dict[WeightPlace, _Facts] = {}
+        for theirs in self._ranks.gather(mine):
+            told |= theirs
+        for tie, weight in zip(self.ties, self._weights, strict=True):
+            by_stage = sorted(weight, key=lambda place: place.stage)
+            ends = {place.stage: told[place] for place in by_stage if place in told}
             if (problem := _problem_of(tie, ends)) is not None:
                 return problem
         return None
@@ -164,62 +156,50 @@ class TiedWeights:
     def summed(self) -> Iterator[None]:
         """Give every copy the sum of the gradients computed inside the ``with`` block.
 
-        Only what the block added is exchanged: gradients accumulated by earlier steps are sums
-        already, and exchanging them again would count the peers' shares twice. All ranks add up the
-        same terms in the same order, so copies that started equal stay equal bit by bit. A weight
-        without a gradient on any rank, as the block did not use it, is left without.
+        A weight that the block used on no rank is left without a gradient.
         """
-        ends = [one for one in self._ends() if any(end.requires_grad for end in one.mine.values())]
-        with set_apart(end for one in ends for end in one.mine.values()):
+        with self._shared.apart():
             yield
-            used = self._used(ends)
-            for one in ends:
-                if one.tie in used:
-                    self._sum(one)
+            self._fill_used()
+            self._shared.add(self._exchanged())
 
-    def _used(self, ends: Sequence[_Ends]) -> list[Tie]:
-        """Return the ties that have a gradient on any rank; this package's model uses its own in every step."""
-        if any(isinstance(module, PipelineStageModule) for module in self._modules.values()):
-            return list(self.ties)
-        mine = [one.tie for one in ends if any(end.grad is not None for end in one.mine.values())]
-        used = []
-        for tie in self.ties:
-            if self._ranks.largest(int(tie in mine)):
-                used.append(tie)
-        return used
+    def _fill_used(self) -> None:
+        """Give zeros to this rank's copies of a weight that another rank has used.
 
-    def _ends(self) -> list[_Ends]:
-        found = []
-        for tie in self.ties:
-            mine = copies_in(
-                self._modules, ((stage, stage, name) for stage, name in sorted(tie.items()))
-            )
-            if mine:
-                found.append(_Ends(tie, mine, tuple(sorted({self._owner[stage] for stage in tie}))))
-        return found
+        The ranks then agree on which gradients they exchange.
+        """
+        copies = self._shared.copies()
+        # This package's model uses its tied weights in every step, and need not ask.
+        always = any(isinstance(module, PipelineStageModule) for module in self._modules.values())
+        for weight in self._weights:
+            here = [copies[place] for place in weight if place in copies]
+            used = any(copy.grad is not None for copy in here)
+            if not always:
+                used = bool(self._ranks.largest(int(used)))
+            for copy in here:
+                if (used or always) and copy.requires_grad and copy.grad is None:
+                    copy.grad = torch.zeros_like(copy)
 
-    def _sum(self, one: _Ends) -> None:
-        own = add_up(
-            [torch.zeros_like(end) if end.grad is None else end.grad for end in one.mine.values()]
-        )
-        assert own is not None  # every tie here has an end
-        parts = {rank: torch.empty_like(own) for rank in one.ranks if rank != self._ranks.rank}
+    def _exchanged(self) -> dict[int, list[Tensor | None]]:
+        """Exchange gradients with the peers; return theirs by rank.
+
+        One batch, so that two ranks that send to each other cannot wait for each other.
+        """
+        received: dict[int, list[Tensor | None]] = {}
         swaps = []
-        for rank, theirs in parts.items():
-            swaps.append(
-                dist.P2POp(
-                    dist.isend, _local(own).contiguous(), group=self._ranks.group, group_peer=rank
-                )
-            )
-            swaps.append(
-                dist.P2POp(dist.irecv, _local(theirs), group=self._ranks.group, group_peer=rank)
-            )
+        for peer in self._shared.peers:
+            received[peer] = []
+            for gradient in self._shared.for_rank(peer):
+                room = None if gradient is None else torch.empty_like(gradient)
+                received[peer].append(room)
+                if gradient is not None and room is not None:
+                    group = self._ranks.group
+                    ours = _local(gradient).contiguous()
+                    swaps.append(dist.P2POp(dist.isend, ours, group=group, group_peer=peer))
+                    swaps.append(dist.P2POp(dist.irecv, _local(room), group=group, group_peer=peer))
         for work in dist.batch_isend_irecv(swaps) if swaps else ():
             work.wait()
-        total = add_up([parts.get(rank, own) for rank in one.ranks])
-        for end in one.mine.values():
-            end.grad = None if total is None else total.clone()
-            call_hooks(end)  # there may be no gradient from this rank's own backwards
+        return received
 
 
 # of a copy: whether it is trained, its shard, a checksum of its values

@@ -17,7 +17,7 @@ from course_pp.base.arguments import check_arguments, refuse_bad_timeout
 from course_pp.base.ranks import Ranks, difference
 from course_pp.runtime.clocks import host_identity
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.gradients import ShardedStages, Weight, WeightPlace
+from course_pp.runtime.gradients import ShardedStages
 from course_pp.runtime.memory import Meter
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import device_of
@@ -29,6 +29,8 @@ from course_pp.step.loss import LossFn, TokenLoss, counted
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.ties import (
     Look,
+    Weight,
+    WeightPlace,
     looks_of,
     problem_of_broken_ties,
     problem_of_forgotten_ties,

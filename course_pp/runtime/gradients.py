@@ -1,25 +1,20 @@
-"""What becomes of gradients when a rank's actions are done: they are summed over all places of a
-weight.
+"""The gradients of stages that FSDP2 (``fully_shard``) shards, reduced once a step.
 
-The places of a weight that is tied between stages, or in the replicas of one stage, exchange their
-gradients.
-
-FSDP2 (``fully_shard``) reduces a group's gradients, and frees its parameters, as soon as a backward
-has passed it. Under a pipeline that is once a microbatch, and before the weight gradients that were
-put off to ``W``, which would be lost without a word. So gradients stay whole on each rank during a
-step, and are reduced after its last action.
+FSDP2 reduces a group's gradients, and frees its parameters, as soon as a backward has passed it.
+Under a pipeline that is once a microbatch, and before the weight gradients that were put off to
+``W``, which would be lost without a word. So gradients stay whole on each rank during a step, and
+are reduced after its last action.
 """
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from course_pp.base.torch_private import (
     all_reduces,
@@ -28,80 +23,9 @@ from course_pp.base.torch_private import (
     forget_gradients,
     reduce_gradients,
 )
-from course_pp.step.hooks import call_hooks
-from course_pp.step.ties import add_up, copies_in, set_apart
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-
-
-@dataclass(frozen=True, order=True)
-class WeightPlace:
-    """Parameter ``name`` of ``stage`` on ``rank``."""
-
-    rank: int
-    stage: int
-    name: str
-
-
-Weight = tuple[WeightPlace, ...]
-"""All places of one weight, in order."""
-
-
-class SharedWeights:
-    """This rank's part in summing the gradients of ``weights``, all that are in several places.
-
-    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit
-    by bit.
-    """
-
-    def __init__(
-        self, rank: int, weights: Sequence[Weight], modules: Mapping[int, nn.Module | None]
-    ) -> None:
-        self._rank = rank
-        self._weights = [
-            weight for weight in weights if any(place.rank == rank for place in weight)
-        ]
-        self._modules = modules
-        self._parameters: dict[WeightPlace, nn.Parameter] = {}
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Let gradients start from nothing inside. Earlier ones are sums already, and are added back afterwards."""
-        mine = (place for weight in self._weights for place in weight if place.rank == self._rank)
-        self._parameters = copies_in(
-            self._modules, ((place, place.stage, place.name) for place in mine)
-        )
-        with set_apart(self._parameters.values()):
-            yield
-
-    def for_rank(self, other: int) -> list[Tensor | None]:
-        """Return this rank's gradient of each weight that ``other`` holds too."""
-        return [
-            self._own(weight)
-            for weight in self._weights
-            if any(place.rank == other for place in weight)
-        ]
-
-    def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Set every gradient to the sum over all places, given what the other ranks have sent."""
-        rows = {rank: iter(row) for rank, row in received.items()}
-        for weight in self._weights:
-            ranks = sorted({place.rank for place in weight})
-            total = add_up(
-                [self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks]
-            )
-            for place in weight:
-                if (parameter := self._parameters.get(place)) is not None:
-                    parameter.grad = None if total is None else total.clone()
-                    # of which nothing may have come from this rank's own backwards
-                    if total is not None:
-                        call_hooks(parameter)
-
-    def _own(self, weight: Weight) -> Tensor | None:
-        return add_up(
-            [self._parameters[place].grad for place in weight if place in self._parameters]
-        )
 
 
 class ShardedStages:

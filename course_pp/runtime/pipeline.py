@@ -29,7 +29,7 @@ from course_pp.runtime.batch import (
 )
 from course_pp.runtime.emulation import EmulatedCluster
 from course_pp.runtime.executor import Executor, StepState, failure
-from course_pp.runtime.gradients import ShardedStages, SharedWeights
+from course_pp.runtime.gradients import ShardedStages
 from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.recorder import Recorder
@@ -52,6 +52,7 @@ from course_pp.step.loss import (
 from course_pp.step.random_streams import RandomStreams, move_on
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.step import AnyPipeline
+from course_pp.step.ties import SharedWeights
 from course_pp.step.values import merge, tensors_of
 
 T = TypeVar("T")

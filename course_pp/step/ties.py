@@ -17,6 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from course_pp.step.hooks import call_hooks
+
 Key = TypeVar("Key", bound=Hashable)
 _FILLED_LATER = "if that is meant, fill it after this call"
 _LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
@@ -89,6 +91,96 @@ def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
     """Return the sum of the terms that are there, in their order; None without any."""
     there = [term for term in terms if term is not None]
     return sum(there[1:], start=there[0]) if there else None
+
+
+@dataclass(frozen=True, order=True)
+class WeightPlace:
+    """Parameter ``name`` of ``stage`` on ``rank``."""
+
+    rank: int
+    stage: int
+    name: str
+
+
+Weight = tuple[WeightPlace, ...]
+"""All places of one weight, in order."""
+
+
+class SharedWeights:
+    """This rank's part in summing the gradients of ``weights``, each of which has several places.
+
+        with shared.apart():
+            ...                                               # forwards and backwards
+            received = {rank: the list that rank's shared.for_rank(this rank) returned}
+            shared.add(received)
+
+    Each rank adds up the same numbers in the same order, so weights that start equal stay equal bit
+    by bit. The engine exchanges the lists, because only the engine knows how its ranks fail. In
+    ``runtime`` they are messages of the plan: they have a time limit, and a rank that fails tells
+    its peers. ``parallel`` has torch's point-to-point calls, which need to know every shape before
+    they begin.
+    """
+
+    def __init__(
+        self, rank: int, weights: Sequence[Weight], modules: "Mapping[int, nn.Module | None]"
+    ) -> None:
+        self._rank = rank
+        self._weights = [w for w in weights if any(place.rank == rank for place in w)]
+        self._modules = modules
+        self._parameters: dict[WeightPlace, nn.Parameter] = {}
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks that have a place of one of these weights."""
+        ranks = {place.rank for weight in self._weights for place in weight}
+        return sorted(ranks - {self._rank})
+
+    def copies(self) -> "dict[WeightPlace, nn.Parameter]":
+        """Return the parameters in this rank's places."""
+        mine = [place for w in self._weights for place in w if place.rank == self._rank]
+        return copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Let gradients start from nothing inside, and add the earlier ones back afterwards.
+
+        Earlier gradients are sums already: to exchange them again would count the peers' parts
+        twice.
+        """
+        self._parameters = self.copies()
+        with set_apart(self._parameters.values()):
+            yield
+
+    def for_rank(self, other: int) -> list[Tensor | None]:
+        """Return this rank's gradient of each weight that ``other`` holds too."""
+        shared = [w for w in self._weights if any(place.rank == other for place in w)]
+        return [self._own(weight) for weight in shared]
+
+    def add(self, received: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Set every gradient to the sum over all places.
+
+        Args:
+            received: the lists of the other ranks, by rank.
+        """
+        rows = {rank: iter(row) for rank, row in received.items()}
+        for weight in self._weights:
+            ranks = sorted({place.rank for place in weight})
+            terms = [
+                self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks
+            ]
+            total = add_up(terms)
+            for place in weight:
+                parameter = self._parameters.get(place)
+                if parameter is None:
+                    continue
+                parameter.grad = None if total is None else total.clone()
+                if total is not None:
+                    # This rank's own backwards may not have reached the parameter.
+                    call_hooks(parameter)
+
+    def _own(self, weight: Weight) -> Tensor | None:
+        here = [self._parameters[place] for place in weight if place in self._parameters]
+        return add_up([parameter.grad for parameter in here])
 
 
 Values = tuple[tuple[int, ...], str, int]
