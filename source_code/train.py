@@ -54,14 +54,14 @@ with imports_that_stay():
     from course_pp.training.checkpointer import Checkpointer
     from course_pp.training.config import ORDER_FILE, Precision, what_changed, write_order
     from course_pp.training.data import check_vocabulary, unigram_entropy
-    from course_pp.training.flags import Options, flags_named, parse
+    from course_pp.training.flags import RunOptions, flags_named, parse
     from course_pp.training.optim import DTYPES
     from course_pp.training.preemption import EXIT_CODE, Preempted, Preemption
     from course_pp.training.sampling import sample
 
 
 def build_stages(
-    asked: Options, model: ModelConfig, mesh: DeviceMesh | None
+    asked: RunOptions, model: ModelConfig, mesh: DeviceMesh | None
 ) -> list[PipelineStageModule]:
     """This rank's stages, balanced so that the output head does not slow the last one down."""
     indices, n_stages = stages_of_rank(asked.train, get_pp_rank(mesh), get_pp_size(mesh))
@@ -91,7 +91,7 @@ def build_stages(
     return modules
 
 
-def run(asked: Options, preemption: Preemption | None) -> None:
+def run(asked: RunOptions, preemption: Preemption | None) -> None:
     config, keep, text = asked.train, asked.checkpoints.checkpointer, asked.writing
     layout = asked.layout.distributed(get_world_info()[2])
     train, validation, tokenizer = asked.data.load(

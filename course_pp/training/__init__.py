@@ -1,8 +1,7 @@
-"""What surrounds the model while it learns: the loop, its metrics and logs, data, checkpoints.
+"""Training around the model: the loop, its metrics and logs, data, checkpoints.
 
-:mod:`course_pp.training.trainer` is the place to begin reading, :mod:`course_pp.training.data`
-turns text into batches, and :mod:`course_pp.training.checkpoint` keeps what ranks that die would
-lose.
+Begin reading in :mod:`course_pp.training.trainer`. :mod:`course_pp.training.data` turns text into
+batches, and :mod:`course_pp.training.checkpoint` keeps a run that would be lost with its ranks.
 """
 
 from importlib import import_module
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Fitted", "Peak", "Speed", "StepResult", "TrainConfig", "Trainer", "stages_of_rank"]
 
-# Imported when asked for: the command line looks in here for one line of help and must not wait for
-# torch.
+# Imported on first use, because the command line reads one line of help from here and must not wait
+# for torch.
 _MODULES = {
     "Fitted": "trainer",
     "Peak": "logs",

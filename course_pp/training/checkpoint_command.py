@@ -1,4 +1,4 @@
-"""``python -m course_pp checkpoint``: look into checkpoints, compare them, take them to Hugging Face and back."""
+"""``python -m course_pp checkpoint``: inspect, verify, compare, export and import."""
 
 import argparse
 import json
@@ -64,35 +64,30 @@ def _inspect(path: Path, as_json: bool) -> None:
     if as_json:
         tensors = {}
         for entry in entries:
-            pieces, dtype = (
-                [vars(piece) for piece in entry.pieces],
-                str(entry.dtype).removeprefix("torch."),
-            )
-            tensors[entry.key] = {"dtype": dtype, "shape": entry.shape, "pieces": pieces}
-        print(
-            json.dumps(
-                {"path": str(opened.path), "state": opened.state, "tensors": tensors}, indent=1
-            )
-        )
+            tensors[entry.key] = {
+                "dtype": str(entry.dtype).removeprefix("torch."),
+                "shape": entry.shape,
+                "pieces": [vars(piece) for piece in entry.pieces],
+            }
+        found = {"path": str(opened.path), "state": opened.state, "tensors": tensors}
+        print(json.dumps(found, indent=1))
         return
+
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "bytes", "files")]
+    n_bytes = 0
     for entry in entries:
-        files = ", ".join(sorted({piece.file for piece in entry.pieces}))
+        n_bytes += entry.n_bytes
         shape = " × ".join(map(str, entry.shape)) or "scalar"
-        rows.append(
-            (entry.key, shape, str(entry.dtype).removeprefix("torch."), f"{entry.n_bytes:,}", files)
-        )
+        dtype = str(entry.dtype).removeprefix("torch.")
+        files = sorted({piece.file for piece in entry.pieces})
+        rows.append((entry.key, shape, dtype, f"{entry.n_bytes:,}", ", ".join(files)))
     sizes = [f"{name}={size}" for name, size in opened.state["layout"].items() if size > 1]
-    print(
-        f"{opened.path}: step {opened.state['step']}, written at {' '.join(sizes) or 'one process'}"
-    )
+    layout = " ".join(sizes) or "one process"
+    print(f"{opened.path}: step {opened.state['step']}, written at {layout}")
     for name in ("config", "extra"):
         if opened.state[name]:
             print(f"{name}: {json.dumps(opened.state[name])}")
-    print(
-        f"\n{_table(rows)}\n\n{len(entries):,} tensors, {sum(entry.n_bytes for entry in entries):,}"
-        " bytes"
-    )
+    print(f"\n{_table(rows)}\n\n{len(entries):,} tensors, {n_bytes:,} bytes")
 
 
 def _verify(path: Path) -> None:
@@ -102,14 +97,15 @@ def _verify(path: Path) -> None:
     paths = [path] if is_checkpoint(path) else step_directories(path)
     if not paths:
         raise CheckpointError(f"{path} holds no checkpoint")
-    found = {path: problems for path in paths if (problems := verify(path))}
+    damaged = []
     for path in paths:
-        if path not in found:
+        problems = verify(path)
+        if problems:
+            damaged.append(spelled(path, problems))
+        else:
             print(f"{path}: whole")
-    if found:
-        raise CheckpointError(
-            "; ".join(spelled(path, problems) for path, problems in found.items())
-        )
+    if damaged:
+        raise CheckpointError("; ".join(damaged))
 
 
 def _diff(first: Path, second: Path) -> int:
@@ -120,14 +116,17 @@ def _diff(first: Path, second: Path) -> int:
         print("no difference")
         return 0
     rows: list[tuple[str, ...]] = [("what", "how", "largest difference")]
-    rows += [(d.key, d.what, "" if d.max_abs is None else f"{d.max_abs:.3e}") for d in differences]
+    for found in differences:
+        largest = "" if found.max_abs is None else f"{found.max_abs:.3e}"
+        rows.append((found.key, found.what, largest))
     print(_table(rows))
     return 1
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""When a trainer's run is saved, and from what it goes on."""
+"""When a trainer's run is saved, and which checkpoint it resumes from."""
 
 import os
 import warnings
@@ -27,21 +27,23 @@ from course_pp.training.trainer import NonFiniteGradient, Trainer
 
 
 class Checkpointer:
-    """Saves a run every few steps, after its last one, and when it is preempted. Make it on every
-    rank.
+    """Saves a run every few steps, after its last step, and when it is preempted.
+
+    Make it on every rank.
 
         with Checkpointer(trainer, "checkpoints", device_mesh=mesh, save_every=100) as checkpointer:
             checkpointer.resume()
             trainer.fit(checkpointer.after_step)
 
     Args:
-        root: the directory of the run's checkpoints, on a file system that all ranks share; None
-            saves nothing and asks for no signal.
-        device_mesh: the trainer's.
-        save_every: steps between checkpoints; None leaves the last, and that of a preemption.
-        asynchronous: write while training goes on.
-        keep_last, keep_every, attachments: as for :func:`course_pp.training.checkpoint.save`.
-        preemption: asked after each step; None leaves signals alone.
+        root: the directory of the run's checkpoints, on a file system that all ranks share. None
+            saves nothing and ignores `preemption`.
+        device_mesh: the trainer's mesh.
+        save_every: steps between checkpoints; None saves only after the last step and when
+            preempted.
+        asynchronous: True writes while training goes on.
+        keep_last, keep_every, attachments: see :func:`course_pp.training.checkpoint.save`.
+        preemption: listener for signals, asked after each step; None leaves signals alone.
     """
 
     def __init__(
@@ -58,12 +60,17 @@ class Checkpointer:
         preemption: Preemption | None = None,
     ) -> None:
         check_setting("save_every", save_every, Count | None)
-        # refuses now what would be refused after hours of training
+        # Refuse now, not after hours of training.
         Retention(keep_last, keep_every)
         self._keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every}
-        self._trainer, self._mesh = trainer, device_mesh
+        self._trainer = trainer
+        self._mesh = device_mesh
         self._root = None if root is None else named(root)
-        self._save_every, self._attachments, self._preemption = save_every, attachments, preemption
+        self._save_every = save_every
+        self._attachments = attachments
+        self._preemption = preemption
+
+        # Refuse now a directory that cannot be written, and remove what a killed save has left.
         writes = self._root is not None and is_rank_zero()
         Ranks().collectively(lambda: Draft(named(root or ""), 0).discard() if writes else None)
         self._saver: AsyncSaver | None = None
@@ -72,23 +79,34 @@ class Checkpointer:
         self._saved_step: int | None = None
 
     def resume(self, source: str | os.PathLike[str] = "auto") -> Loaded | None:
-        """Resume a run; return None if it starts anew. Call it on every rank, before training.
+        """Resume a run, or return None if it starts anew. Call it on every rank, before training.
 
         Args:
             source: ``"auto"`` takes the newest whole checkpoint in the directory, and starts anew
-                if there is none; ``"never"`` starts anew; anything else is a checkpoint, or the
-                directory of another run's checkpoints.
+                if there is none. ``"never"`` starts anew. Anything else is the path of a
+                checkpoint, or of a directory of another run's checkpoints.
 
-        A directory that already holds a step that this run would come to is refused; with
-        ``"auto"`` a damaged one makes way.
+        The run is refused if its directory already holds a later step. With ``"auto"`` a later step
+        that is damaged makes way.
         """
         Ranks().collectively(lambda: _check_source(source))
-        trainer, held, loaded = self._trainer, self._trainer.held, None
-        where = self._root if source == "auto" else source if source != "never" else None
-        if where is not None:
-            fill = resume if source == "auto" else load
-            loaded = fill(
-                where, held.saved, trainer.optimizer, device_mesh=self._mesh, tied=held.tied
+        trainer, held = self._trainer, self._trainer.held
+        loaded: Loaded | None = None
+        if source == "auto" and self._root is not None:
+            loaded = resume(
+                self._root,
+                held.saved,
+                optimizer=trainer.optimizer,
+                device_mesh=self._mesh,
+                tied=held.tied,
+            )
+        elif source not in ("auto", "never"):
+            loaded = load(
+                source,
+                held.saved,
+                optimizer=trainer.optimizer,
+                device_mesh=self._mesh,
+                tied=held.tied,
             )
         if loaded is not None:
             trainer.load_state(loaded.extra)
@@ -98,10 +116,14 @@ class Checkpointer:
         return loaded
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
-        """Save if it is time, for :meth:`Trainer.fit`; raise Preempted then if a signal asked any rank to end."""
+        """Save if it is time; pass this method to :meth:`Trainer.fit`.
+
+        If a signal asked any rank to end, save and raise Preempted.
+        """
         if self._root is None:
             return
         every, step = self._save_every, trainer.step
+
         asked = None if self._preemption is None else self._preemption.agreed()
         if asked is not None:
             self._finish_writing()
@@ -128,11 +150,11 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif issubclass(kind, NonFiniteGradient):
-            # every rank is here; after other failures nobody can be waited for
+            # All ranks raised this one. After other failures a rank may be missing.
             self._finish_writing()
 
     def _finish_writing(self) -> None:
-        """Wait for a save in the background; if it fails, go on: the run still has to be saved once more."""
+        """Wait for a save in the background. If it failed, warn only: the run is saved again."""
         if self._saver is None:
             return
         try:
@@ -142,17 +164,20 @@ class Checkpointer:
                 warnings.warn(
                     f"a checkpoint was not completed in the background: {error}", stacklevel=3
                 )
-        else:
-            self._saved_step = self._saved_step if saved is None else saved.step
+            return
+        if saved is not None:
+            self._saved_step = saved.step
 
     def _save(self, root: Path, saver: AsyncSaver | None) -> None:
-        trainer, held = self._trainer, self._trainer.held
+        trainer = self._trainer
         what: dict[str, Any] = {
             "step": trainer.step,
-            "modules": held.saved,
+            "modules": trainer.held.saved,
             "optimizer": trainer.optimizer,
+            "extra": trainer.state(),
+            "attachments": self._attachments,
+            "tied": trainer.held.tied,
         }
-        what |= {"extra": trainer.state(), "attachments": self._attachments, "tied": held.tied}
         if saver is not None:
             saver.save(**what)
         else:
@@ -160,13 +185,15 @@ class Checkpointer:
             self._saved_step = trainer.step
 
     def _check_room(self, take_up: bool) -> None:
+        """Refuse a directory that holds a later step; with `take_up`, only if it is whole."""
+        if self._root is None:
+            return
         step = self._trainer.step
-        there = [] if self._root is None else step_directories(self._root)
-        later = [path for path in there if step_of(path) > step]
+        later = [path for path in step_directories(self._root) if step_of(path) > step]
         if later and not take_up:
-            how = "resume with auto, or save to another directory"
             raise CheckpointError(
-                f"{later[0]} is there already, and this run goes on from step {step}: {how}"
+                f"{later[0]} is there already, and this run goes on from step {step}: resume with"
+                " auto, or save to another directory"
             )
         for path in later:
             check_free(path)

@@ -1,8 +1,7 @@
-"""What a training run is, checked when it is written down: its settings, and an order of your own
-in a file.
+"""The settings of a training run, checked when they are made, and a user's own order in a file.
 
-Each setting carries what it must be in its annotation. What settings must be to one another stands
-in the methods.
+The annotation of a setting holds the constraint on its value. The methods of :class:`TrainConfig`
+check settings against each other.
 """
 
 import math
@@ -19,32 +18,39 @@ from course_pp.schedule import Schedule, Versions, check, find, from_torch_csv
 
 
 class SettingError(ValueError):
-    """A setting that no run can have; the sentence has a field for its name, so a command line can name its flag."""
+    """A setting that no run can have.
+
+    Its name is a field of the sentence, so that a command line can put its flag there.
+
+    Attributes:
+        sentence: a format string with ``{name}`` where a setting is to be spelled.
+        settings: the settings in it, by name.
+    """
 
     def __init__(self, sentence: str, **settings: Any) -> None:
-        self.sentence, self.settings = sentence, settings
+        self.sentence = sentence
+        self.settings = settings
         super().__init__(self.spelled(lambda name, value: f"{name}={value!r}"))
 
     def spelled(self, spell: Callable[[str, Any], str]) -> str:
-        """Return the sentence with each setting as ``spell(name, value)`` has it."""
-        return self.sentence.format(
-            **{name: spell(name, value) for name, value in self.settings.items()}
-        )
+        """Return the sentence with ``spell(name, value)`` in place of each setting."""
+        spelled = {name: spell(name, value) for name, value in self.settings.items()}
+        return self.sentence.format(**spelled)
 
     def __reduce__(self) -> tuple[Callable[[], "SettingError"], tuple[()]]:
         return partial(SettingError, self.sentence, **self.settings), ()
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What a setting must be, for its annotation: a test, and the words that follow its name where it fails."""
+class Constraint:
+    """A test of one setting's value, for its annotation, and the words that refuse the value."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def whole(least: int) -> Rule:
-    return Rule(
+def whole(least: int) -> Constraint:
+    return Constraint(
         lambda value: type(value) is int and value >= least,
         f"must be a whole number of at least {least}",
     )
@@ -53,10 +59,11 @@ def whole(least: int) -> Rule:
 Count = Annotated[int, whole(1)]
 CountOrNone = Annotated[int, whole(0)]
 Positive = Annotated[
-    float, Rule(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")
+    float, Constraint(lambda value: 0 < value < math.inf, "must be a number above 0, and finite")
 ]
 NotNegative = Annotated[
-    float, Rule(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite")
+    float,
+    Constraint(lambda value: 0 <= value < math.inf, "must be a number of 0 or more, and finite"),
 ]
 
 Engine = Literal["parallel", "runtime"]
@@ -66,26 +73,28 @@ OnNan = Literal["refuse", "skip"]
 Optimizer = Literal[
     "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"
 ]  # fmt: skip
-"""Those of ``torch.optim`` that treat each number alone, and take FSDP2's sharded parameters."""
+"""Classes of ``torch.optim`` that treat each number alone and take FSDP2's sharded parameters."""
 
-_SCALE = Rule(
+_SCALE = Constraint(
     lambda value: 1 <= value <= 2**24 and math.frexp(value)[0] == 0.5,
     "must be a power of two from 1 to 2**24, such as 65536",
 )
-_SHARE = Rule(
+_SHARE = Constraint(
     lambda value: 0 <= value <= 1,
     "must lie between 0 and 1: it is a share of the peak, such as 0.1",
 )
-_FOLDER = Rule(bool, "must be a folder to write into, or None to write none")
-_NORM = Rule(
+_FOLDER = Constraint(bool, "must be a folder to write into, or None to write none")
+_NORM = Constraint(
     lambda value: value > 0, "must be a number above 0: use inf to measure without clipping"
 )
-_SECONDS = Rule(lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0")
+_SECONDS = Constraint(
+    lambda value: 0 < value < 365 * 24 * 3600, "must be a number of seconds above 0"
+)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train, the same on every rank. The layout of the ranks is not part of it: that is the mesh."""
+    """How to train, the same on every rank. The mesh, not this, says how the ranks are laid out."""
 
     steps: Count = 200
     """Optimizer steps of the whole run."""
@@ -94,9 +103,11 @@ class TrainConfig:
     batch: Count = 32
     """Sequences that an optimizer step learns from, over all ranks."""
     microbatches: Count = 8
-    """Microbatches of a pipeline step."""
+    """Microbatches in a pipeline step."""
     accumulation: Count = 1
-    """Pipeline steps whose gradients make one optimizer step; it changes memory and speed, not the result."""
+    """Pipeline steps whose gradients are summed for one optimizer step. More of them take less
+    memory and more time; the result stays the same.
+    """
     engine: Engine = "parallel"
     """`"parallel"` runs `course_pp.parallel`, `"runtime"` the pipeline of `course_pp.runtime`."""
     schedule: str = "1f1b"
@@ -104,42 +115,44 @@ class TrainConfig:
     `course_pp.schedule.to_torch_csv` writes it.
     """
     versions: Versions | None = None
-    """With schedule `"pipedream"`, which weights a microbatch uses: see
-    `course_pp.schedule.ledger`. Each is then an update of its own, all of a step at one learning
-    rate. The pipeline drains at the end of the step.
+    """With schedule `"pipedream"`, the weights that a microbatch uses: see
+    `course_pp.schedule.ledger`. Each microbatch is then an update of its own. All updates of a step
+    have one learning rate, and the pipeline drains at the end of the step.
     """
     group: Count | None = None
-    """Microbatches whose gradients make one update, with versions `"2bw"`; None is as many as pipeline ranks."""
+    """Microbatches whose gradients make one update, with versions `"2bw"`; None takes as many as
+    there are pipeline ranks.
+    """
     precision: Precision = "auto"
-    """What the stages compute in and send; parameters, gradients and the optimizer's state stay in
-    float32. `"fp8"` is bfloat16 with linear layers that multiply in eight bits (`apply_float8`).
-    `"auto"` is what `Trainer`'s stages compute in; `train.py` takes `"bf16"` on GPUs and `"fp32"`
-    on the CPU.
+    """The number format in which stages compute and send. Parameters, gradients and the optimizer's
+    state stay in float32. `"fp8"` is bfloat16 with linear layers that multiply in eight bits
+    (`apply_float8`). `"auto"` is the format of `Trainer`'s stages; `train.py` takes `"bf16"` on
+    GPUs and `"fp32"` on the CPU.
     """
     loss_scale: Annotated[float, _SCALE] = 2.0**16
-    """The first scale of `"fp16"`, a power of two; see `course_pp.parallel.MeshGradScaler`."""
+    """First loss scale of `"fp16"`, a power of two; see `course_pp.parallel.MeshGradScaler`."""
     on_nan: OnNan = "refuse"
-    """What becomes of a step whose gradient is infinite or not a number: it ends the run, or is skipped."""
+    """`"refuse"` ends the run at a gradient that is infinite or not a number; `"skip"` goes on."""
     lr: Positive = 3e-3
     """Peak learning rate, reached after the warm-up."""
     lr_schedule: LrSchedule = "cosine"
-    """How it falls then: see `course_pp.training.optim.lr_factor`."""
+    """Curve of the learning rate after the warm-up: see `course_pp.training.optim.lr_factor`."""
     min_lr: Annotated[float, _SHARE] = 0.1
     """Learning rate at the end, as a share of the peak."""
     warmup_steps: CountOrNone | None = None
     """Steps until the learning rate is at its peak; None: see `warmup`."""
     decay_steps: Count | None = None
-    """Last steps, in which `lr_schedule="wsd"` falls; None: a fifth of the run."""
+    """Last steps, in which the rate of `lr_schedule="wsd"` falls; None takes a fifth of the run."""
     optimizer: Optimizer = "AdamW"
     """A class of `torch.optim`."""
     betas: tuple[float, float] | None = None
-    """Of the Adam family; None is the optimizer's own."""
+    """Decay rates of the averages in the Adam family; None takes the optimizer's default."""
     eps: NotNegative | None = None
-    """Of most optimizers; None is the optimizer's own."""
+    """Term in the denominator of most optimizers; None takes the optimizer's default."""
     optimizer_options: dict[str, float | bool] = field(default_factory=dict)
-    """Whatever else the optimizer takes, by name, such as `dict(momentum=0.9)`."""
+    """Other options of the optimizer, by name, such as `dict(momentum=0.9)`."""
     weight_decay: NotNegative = 0.01
-    """Of matrices; norms, biases and embeddings do not decay."""
+    """Weight decay of matrices; norms, biases and embeddings do not decay."""
     clip_norm: Annotated[float, _NORM] = 1.0
     """Largest norm of the whole model's gradient; `math.inf` only measures it."""
     eval_every: Count | None = None
@@ -149,21 +162,23 @@ class TrainConfig:
     log_every: Count = 10
     """Steps between lines of the log."""
     log_folder: Annotated[str, _FOLDER] | None = None
-    """Where one rank writes `metrics.jsonl` and TensorBoard's files; None writes none."""
+    """Folder where one rank writes `metrics.jsonl` and TensorBoard's files; None writes none."""
     profile: CountOrNone = 0
     """Steps to trace on every rank into `log_folder`; 0 traces none."""
     peak_flops: Positive | None = None
-    """FLOPs a second that one device can do, from its data sheet; None measures it with a matrix product."""
+    """FLOPs a second of one device, from its data sheet; None measures a matrix product."""
     step_timeout: Annotated[float, _SECONDS] | None = None
-    """Seconds that a rank waits for the others once the first step is done, which also compiles and
-    connects; None leaves the time limit of the process group.
+    """Seconds that a rank waits for the others after the first step. The first step may take
+    longer, because it also compiles and connects. None leaves the process group's time limit.
     """
     gc_every: Count | None = None
-    """Steps between garbage collections, on all ranks at once; None leaves it to Python: the others wait for each."""
+    """Steps between garbage collections, on all ranks at once. None lets Python collect on each
+    rank when it likes, and the other ranks wait for each collection.
+    """
     workers: CountOrNone = 0
-    """Processes on each rank that read batches before they are needed; 0 reads each when it is."""
+    """Processes on each rank that read batches ahead; 0 reads a batch when it is needed."""
     seed: CountOrNone = 42
-    """Of the order of the data. Weights are drawn from `init_distributed`'s seed."""
+    """Seed of the data's order. The seed of the weights belongs to `init_distributed`."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
@@ -176,35 +191,36 @@ class TrainConfig:
         self.rows_of_a_microbatch(1)
 
     def _refuse_unless(self, allowed: bool, sentence: str) -> None:
+        """Refuse the settings that ``sentence`` has fields for, unless they are allowed."""
         if not allowed:
             names = [name for _, name, *_ in Formatter().parse(sentence) if name]
             raise SettingError(sentence, **{name: getattr(self, name) for name in names})
 
     def _check_course(self) -> None:
-        """Refuse two lengths of the run, and what is longer than the run."""
-        refuse_unless, steps, warmup, decay = (
-            self._refuse_unless,
-            self.steps,
-            self.warmup,
-            self.decay_steps,
+        """Refuse two lengths of the run, and parts of it that are longer than the run."""
+        self._refuse_unless(
+            self.epochs is None or self.steps == TrainConfig.steps,
+            "{epochs} and {steps} both say how long to train: leave one out",
         )
-        only_one = self.epochs is None or steps == TrainConfig.steps
-        refuse_unless(only_one, "{epochs} and {steps} both say how long to train: leave one out")
-        falls = decay is None or self.lr_schedule == "wsd"
-        refuse_unless(falls, "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}")
+        self._refuse_unless(
+            self.decay_steps is None or self.lr_schedule == "wsd",
+            "{decay_steps} belongs to lr_schedule='wsd', not to {lr_schedule}",
+        )
         if self.profile:
-            there = self.log_folder is not None
-            refuse_unless(there, "{profile} writes a trace, but {log_folder}: give a folder")
-            fits = self.profile + 2 <= steps
-            refuse_unless(
-                fits,
+            self._refuse_unless(
+                self.log_folder is not None,
+                "{profile} writes a trace, but {log_folder}: give a folder",
+            )
+            self._refuse_unless(
+                self.profile + 2 <= self.steps,
                 "{profile} steps are traced after 2 that warm up, but {steps}: train more, or trace"
                 " fewer",
             )
+        # With epochs, the number of steps is not known before the data.
         if self.epochs is None:
-            fits = warmup + (decay or 0) <= steps
-            refuse_unless(
-                fits, "{warmup_steps} and {decay_steps} are more than {steps}: shorten one of them"
+            self._refuse_unless(
+                self.warmup + (self.decay_steps or 0) <= self.steps,
+                "{warmup_steps} and {decay_steps} are more than {steps}: shorten one of them",
             )
 
     def _check_schedule(self) -> None:
@@ -212,6 +228,7 @@ class TrainConfig:
         try:
             order = self.order if is_file(self.schedule) else find(self.schedule)
         except ValueError as problem:
+            # The sentence is a format string, and the problem may quote braces.
             said = str(problem).replace("{", "{{").replace("}", "}}")
             more = "" if is_file(self.schedule) else ", or a file that ends in .csv"
             raise SettingError(f"{{schedule}}: {said}{more}", schedule=self.schedule) from None
@@ -226,53 +243,52 @@ class TrainConfig:
         return read_order(self.schedule) if is_file(self.schedule) else None
 
     def _check_versions(self) -> None:
-        """Refuse settings that stages with updates of their own cannot use, and settings that only these can use."""
-        refuse_unless = self._refuse_unless
-        updates, choice = (
-            self.order is None and find(self.schedule).updates,
-            ", ".join(get_args(Versions)),
-        )
+        """Refuse settings that cannot go together with stages that update their own weights."""
+        updates = self.order is None and find(self.schedule).updates
         if self.versions is None:
-            why = (
-                f"its stages update their own weights. Choose one of {choice}, or a schedule that"
-                " flushes"
+            choice = ", ".join(get_args(Versions))
+            self._refuse_unless(
+                not updates,
+                "{schedule} with {versions}: its stages update their own weights. Choose one of"
+                f" {choice}, or a schedule that flushes",
             )
-            refuse_unless(not updates, f"{{schedule}} with {{versions}}: {why}")
         else:
-            why = (
-                "it flushes, so there is one version of the weights. Leave versions out, or take"
-                " 'pipedream'"
+            self._refuse_unless(
+                updates,
+                "{versions} with {schedule}: it flushes, so there is one version of the weights."
+                " Leave versions out, or take 'pipedream'",
             )
-            refuse_unless(updates, f"{{versions}} with {{schedule}}: {why}")
-            for name, works, why in (
-                ("engine", self.engine == "runtime", "torch has no such schedule: take 'runtime'"),
-                (
-                    "clip_norm",
-                    self.clip_norm == math.inf,
-                    "no stage knows the norm of the whole model's gradient: inf",
-                ),
-                (
-                    "precision",
-                    self.precision != "fp16",
-                    "no stage sees that another's gradient overflows: take 'bf16'",
-                ),
-                (
-                    "accumulation",
-                    self.accumulation == 1,
-                    "each microbatch is an update. Take 1, or 2bw and a group",
-                ),
-                (
-                    "on_nan",
-                    self.on_nan == "refuse",
-                    "by then other updates of the step were done: take 'refuse'",
-                ),
-            ):
-                refuse_unless(works, f"{{{name}}} with {{versions}}: {why}")
+            self._refuse_unless(
+                self.engine == "runtime",
+                "{engine} with {versions}: torch has no such schedule: take 'runtime'",
+            )
+            self._refuse_unless(
+                self.clip_norm == math.inf,
+                "{clip_norm} with {versions}: no stage knows the norm of the whole model's"
+                " gradient: inf",
+            )
+            self._refuse_unless(
+                self.precision != "fp16",
+                "{precision} with {versions}: no stage sees that another's gradient overflows: take"
+                " 'bf16'",
+            )
+            self._refuse_unless(
+                self.accumulation == 1,
+                "{accumulation} with {versions}: each microbatch is an update. Take 1, or 2bw and a"
+                " group",
+            )
+            self._refuse_unless(
+                self.on_nan == "refuse",
+                "{on_nan} with {versions}: by then other updates of the step were done: take"
+                " 'refuse'",
+            )
         if self.group is not None:
-            refuse_unless(
+            self._refuse_unless(
                 self.versions == "2bw", "{group} belongs to versions '2bw', not to {versions}"
             )
-            refuse_unless(self.microbatches % self.group == 0, "{group} must divide {microbatches}")
+            self._refuse_unless(
+                self.microbatches % self.group == 0, "{group} must divide {microbatches}"
+            )
 
     def on_rows(self, n_rows: int) -> "TrainConfig":
         """Return this run on `n_rows` training sequences: `epochs` are turned into steps."""
@@ -282,16 +298,22 @@ class TrainConfig:
 
     @property
     def decay(self) -> int:
-        """Steps in which `"wsd"` falls, resolved: by default a fifth of the run (Hägele et al. 2024, section 3.2)."""
+        """Steps in which `"wsd"` falls: by default a fifth of the run.
+
+        Hägele et al. 2024, section 3.2.
+        """
         return max(1, self.steps // 5) if self.decay_steps is None else self.decay_steps
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up, resolved: by default a tenth of the run, at most 100."""
+        """Steps of the warm-up: by default a tenth of the run, at most 100."""
         return min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def rows_of_a_microbatch(self, n_data: int) -> int:
-        """Sequences in a microbatch where `n_data` data-parallel ranks share the batch; refuse a remainder."""
+        """Return the sequences in a microbatch where `n_data` data-parallel ranks share the batch.
+
+        Refuse a batch that does not divide.
+        """
         factors = {
             "accumulation": self.accumulation,
             "microbatches": self.microbatches,
@@ -300,43 +322,52 @@ class TrainConfig:
         parts = math.prod(factors.values())
         if self.batch % parts:
             spelled = " × ".join(f"{size} {name}" for name, size in factors.items() if size > 1)
-            more = f"use a multiple, such as {-(-self.batch // parts) * parts}"
+            multiple = -(-self.batch // parts) * parts
             raise SettingError(
-                f"{{batch}} does not divide into {spelled} = {parts} parts: {more}",
+                f"{{batch}} does not divide into {spelled} = {parts} parts: use a multiple, such as"
+                f" {multiple}",
                 batch=self.batch,
             )
         return self.batch // parts
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, as JSON can hold them: tuples as lists, and infinity in words."""
-        found = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-        return {name: str(value) if value == math.inf else value for name, value in found.items()}
+        found = asdict(self)
+        for name, value in found.items():
+            if isinstance(value, tuple):
+                found[name] = list(value)
+            elif value == math.inf:
+                found[name] = str(value)
+        return found
 
 
 def check_setting(name: str, value: object, hint: Any) -> None:
-    """Refuse what the annotation rules out: a choice that is none, or what breaks its rule."""
+    """Refuse a value that its annotation rules out.
+
+    Args:
+        hint: the annotation: a Literal with the choices, or an Annotated with constraints; either
+            may also allow None.
+    """
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     if value is None and len(kinds) > 1:
         return
-    rules = list(getattr(kinds[0], "__metadata__", ()))
+    constraints = list(getattr(kinds[0], "__metadata__", ()))
     if get_origin(kinds[0]) is Literal:
         choices = get_args(kinds[0])
-        rules = [Rule(lambda value: value in choices, must_be_one_of(value, choices))]
-    for rule in rules:
-        if not rule.holds(value):
-            raise SettingError(f"{{{name}}} {rule.words}", **{name: value})
+        constraints = [Constraint(lambda value: value in choices, must_be_one_of(value, choices))]
+    for constraint in constraints:
+        if not constraint.holds(value):
+            raise SettingError(f"{{{name}}} {constraint.words}", **{name: value})
 
 
 def must_be_one_of(value: object, choices: Iterable[str]) -> str:
-    """Return the words for a value that is none of the choices, with the one that is spelled like it."""
+    """Return the words that refuse an unknown choice, with the choice most like it."""
     by_folded = {each.casefold(): each for each in choices}
     near = get_close_matches(str(value).casefold(), by_folded, 1)
-    return f"must be one of {', '.join(choices)}" + (
-        f": did you mean {by_folded[near[0]]!r}?" if near else ""
-    )
+    words = f"must be one of {', '.join(choices)}"
+    if near:
+        words += f": did you mean {by_folded[near[0]]!r}?"
+    return words
 
 
 ORDER_FILE = "schedule.csv"
@@ -349,7 +380,7 @@ _HOW = (
 
 
 def is_file(schedule: str) -> bool:
-    """Return whether ``schedule`` names a file with an order of your own, and no schedule of the catalogue."""
+    """Return True if ``schedule`` names a file with an order, not a schedule of the catalogue."""
     return schedule.casefold().endswith(".csv")
 
 
@@ -362,7 +393,7 @@ def read_order(path: str) -> Schedule:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"it cannot be read ({error}): {_HOW}") from None
-    # An editor or a spreadsheet may have left blank lines at the end, which are no ranks.
+    # An editor or a spreadsheet may have left blank lines at the end. They are not idle ranks.
     order = from_torch_csv(content.rstrip(" \t\r\n,;"), name=Path(path).stem)
     kinds = {part.kind for part in order.parts}
     if "U" in kinds:
@@ -386,22 +417,26 @@ def read_order(path: str) -> Schedule:
 
 
 def write_order(order: Schedule) -> str:
-    """Return the text from which :func:`read_order` reads ``order``; unlike torch's format, also with replicas."""
+    """Return the text from which :func:`read_order` reads ``order``.
+
+    Unlike torch's own writer, it also takes schedules with replicas.
+    """
     return "".join(",".join(map(str, row)) + "\n" for row in order.actions)
 
 
 def what_changed(
     saved: Mapping[str, Any], checkpoint: Path, schedule: str, order: Schedule | None
 ) -> str | None:
-    """Return a warning if a run goes on in another order than its checkpoint's; None if it is the
-    same.
+    """Return a warning if a run goes on in another order than its checkpoint's, or None.
 
-    A step gives the same result in both, so it is no error. But leaving a flag out must not lose an
-    order unnoticed.
+    A step gives the same result in both orders, so it is no error. But a user who forgets the flag
+    should notice that the order is another.
 
     Args:
-        saved: the configuration in the checkpoint's state; one without a schedule says nothing.
-        order: that of this run's ``schedule``, if it is a file.
+        saved: the configuration in the checkpoint's state. Without a schedule in it there is no
+            warning.
+        checkpoint: the directory of the checkpoint.
+        order: the order of this run's ``schedule``, if that is a file.
     """
     before, kept = saved.get("schedule"), checkpoint / ORDER_FILE
     if before is None:
@@ -412,20 +447,21 @@ def what_changed(
     else:
         there = kept.read_text(encoding="utf-8") if kept.is_file() else None
         alike = order is not None and there == write_order(order)
-        flags = (
-            f"--schedule {before if there is None else kept} --microbatches"
-            f" {saved.get('microbatches')}"
-        )
+        file = before if there is None else kept
+        flags = f"--schedule {file} --microbatches {saved.get('microbatches')}"
     if alike:
         return None
-    same = "a step gives the same, in other time and memory"
     return (
-        f"schedule {schedule!r} now, {before!r} before: {same}. To keep to the one before: {flags}"
+        f"schedule {schedule!r} now, {before!r} before: a step gives the same, in other time and"
+        f" memory. To keep to the one before: {flags}"
     )
 
 
 def _known(name: str) -> str:
-    """Return the catalogue's own name; or ``name`` as it is, if it comes from another version of the course."""
+    """Return the catalogue's own name for ``name``.
+
+    A name of another version of the course may be unknown here; it is returned as it is.
+    """
     with suppress(ValueError):
         return find(name).name
     return name

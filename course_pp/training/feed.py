@@ -12,23 +12,28 @@ from course_pp.training.data.sequences import read_ahead
 
 
 class Feed:
-    """The batches of a run, the same on every rank; made on every rank.
+    """The batches of a run, the same on every rank. Make it on every rank.
 
-    A step's batch of rows follows from its number; a stream has a position. In ``config`` epochs
-    are steps.
+    The batch of a step follows from the step's number. Only a stream has a position of its own.
+
+    Attributes:
+        source: the training data.
+        config: the given configuration, with epochs turned into steps.
     """
 
     def __init__(self, config: TrainConfig, train: Rows | Stream) -> None:
         self.source = train
         if isinstance(train, Stream):
-            for name, why in (
-                ("epochs", "has no end"),
-                ("workers", "is read in order by each rank itself"),
-            ):
-                if value := getattr(config, name):
-                    raise SettingError(
-                        f"{{{name}}} cannot be used with a stream, which {why}", **{name: value}
-                    )
+            if config.epochs:
+                raise SettingError(
+                    "{epochs} cannot be used with a stream, which has no end", epochs=config.epochs
+                )
+            if config.workers:
+                raise SettingError(
+                    "{workers} cannot be used with a stream, which is read in order by each rank"
+                    " itself",
+                    workers=config.workers,
+                )
             self.config = config
             self._batches: Batches | StreamedBatches = StreamedBatches(train, config.batch)
         else:
@@ -37,34 +42,45 @@ class Feed:
         self._ahead: Iterator[Sequences] | None = None
 
     def batch(self, step: int) -> Sequences:
-        """Return the rows of ``step``, over all ranks; a collective, where the ranks read a stream each."""
+        """Return the rows of ``step`` over all ranks. With a stream it is a collective."""
         if isinstance(self._batches, Batches):
             return self._batches[step] if self._ahead is None else next(self._ahead)
-        stream, everyone = self._batches, Ranks()
+
+        # Each rank reads the stream by itself, and its source may have changed in between.
+        stream = self._batches
+        everyone = Ranks()
         batch = everyone.collectively(lambda: stream[step])
-        everyone.require_equal(
-            {"batch": hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()}
-        )
+        digest = hashlib.sha256(batch.inputs.numpy().tobytes()).hexdigest()
+        everyone.require_equal({"batch": digest})
         return batch
 
     def epoch(self, step: int) -> int:
-        """Return which pass over the data ``step`` is in, from 1; of a stream, the pass of what is read next."""
+        """Return the pass over the data that ``step`` is in, from 1.
+
+        For a stream, ``step`` must be the step that is read next.
+        """
         if isinstance(self._batches, Batches):
             return 1 + step // self._batches.steps_per_epoch
         return self._batches.epoch
 
     def read_ahead(self, first: int, stack: ExitStack) -> None:
-        """Let the configuration's workers read what steps from ``first`` on need, until ``stack`` is closed."""
-        if self.config.workers and first < self.config.steps and isinstance(self._batches, Batches):
-            self._ahead = read_ahead(self._batches, first, self.config.steps, self.config.workers)
+        """Let workers read the batches of ``first`` and later steps, until ``stack`` is closed.
+
+        Without workers in the configuration, or with a stream, do nothing.
+        """
+        last = self.config.steps
+        if self.config.workers and first < last and isinstance(self._batches, Batches):
+            self._ahead = read_ahead(self._batches, first, last, workers=self.config.workers)
             stack.callback(setattr, self, "_ahead", None)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on with ``step``."""
-        position = self._batches.state() if isinstance(self._batches, StreamedBatches) else None
-        return {"next_batch": step, "digest": self.source.digest} | (
-            {"position": position} if position else {}
-        )
+        """Return the position before ``step``, for a checkpoint."""
+        state: dict[str, Any] = {"next_batch": step, "digest": self.source.digest}
+        if isinstance(self._batches, StreamedBatches):
+            position = self._batches.state()
+            if position:
+                state["position"] = position
+        return state
 
     def seek(self, step: int, state: Mapping[str, Any]) -> None:
         """Go on with ``step`` from the position that :meth:`state` returned; a collective."""

@@ -1,17 +1,17 @@
-"""What ``train.py`` can be asked for: a flag for each field of :class:`Options`, the text below a
-field is its help.
+"""The command line of ``train.py``: a flag for each field of :class:`RunOptions`.
+
+The text below a field is the flag's help. Values override each other in this order:
 
     defaults  <  --model's preset  <  --config's file  <  flags
 
 A file is TOML and has a key for each flag, ``global_batch_size = 64``. cyclopts makes the flags
-from the dataclasses and parses them; every refusal is one sentence.
+from the dataclasses and parses them. Every refusal is one sentence.
 """
 
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from math import prod
 from typing import Annotated, Any, Literal, get_args
 
 from course_pp.base.imports import imports_of_extra
@@ -41,48 +41,63 @@ with imports_of_extra("train"):
     from cyclopts import App, ArgumentCollection, Parameter
 
 STREAM_BEGINNING_BYTES = 20_000_000
-"""Of a stream, what a tokenizer is trained on."""
+"""Bytes at the beginning of a stream on which a tokenizer is trained."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"dim": 32, "layers": 2, "heads": 4, "seq_len": 32, "tokenizer_size": 300},
     "small": {"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "tokenizer_size": 1024},
     "small-moe": {
-        **{"dim": 128, "layers": 4, "heads": 4, "seq_len": 128, "tokenizer_size": 1024},
-        **{"experts": 8, "top_k": 2, "expert_dim": 176},
+        "dim": 128,
+        "layers": 4,
+        "heads": 4,
+        "experts": 8,
+        "top_k": 2,
+        "expert_dim": 176,
+        "seq_len": 128,
+        "tokenizer_size": 1024,
     },
     "article-179m": {
-        **{"dim": 768, "layers": 12, "heads": 12, "kv_heads": 3, "ffn_dim": 3072},
-        **{"vocab_size": 50_000, "tokenizer_size": 50_000, "seq_len": 512},
+        "dim": 768,
+        "layers": 12,
+        "heads": 12,
+        "kv_heads": 3,
+        "ffn_dim": 3072,
+        "seq_len": 512,
+        "vocab_size": 50_000,
+        "tokenizer_size": 50_000,
     },
     "gpt2": {
-        **{"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 2048, "tie_embeddings": True},
-        **{"vocab_size": 50_257, "tokenizer_size": 50_257, "seq_len": 1024},
+        "dim": 768,
+        "layers": 12,
+        "heads": 12,
+        "ffn_dim": 2048,
+        "tie_embeddings": True,
+        "seq_len": 1024,
+        "vocab_size": 50_257,
+        "tokenizer_size": 50_257,
     },
     "llama-1b": {
-        **{
-            "dim": 2048,
-            "layers": 16,
-            "heads": 32,
-            "kv_heads": 8,
-            "ffn_dim": 8192,
-            "tie_embeddings": True,
-        },
-        **{
-            "rope_theta": 500_000.0,
-            "vocab_size": 128_256,
-            "tokenizer_size": 128_256,
-            "seq_len": 2048,
-        },
+        "dim": 2048,
+        "layers": 16,
+        "heads": 32,
+        "kv_heads": 8,
+        "ffn_dim": 8192,
+        "tie_embeddings": True,
+        "rope_theta": 500_000.0,
+        "seq_len": 2048,
+        "vocab_size": 128_256,
+        "tokenizer_size": 128_256,
     },
 }
-"""Sizes that go by a name, each the values of several flags. All are this package's decoder.
+"""Models that go by a name, each with the values of several flags. All are this package's decoder.
 
     tiny          for trying things out: seconds
-    small-moe     8 experts a layer, of which each token uses two that are half as wide as small's feed-forward block
-    article-179m  179,448,576 parameters: those of the article that the course began with
-    gpt2          123,551,232, the sizes of GPT-2 (Radford et al. 2019) with SwiGLU of 2,048, which has as many
-                  parameters as its feed-forward of 3,072
-    llama-1b      1,235,814,400, the sizes of Llama 3.2 1B
+    small-moe     8 experts a layer, of which each token uses two. An expert is half as wide as
+                  small's feed-forward block
+    article-179m  179,448,576 parameters, as in the article that the course began with
+    gpt2          123,551,232 parameters, the sizes of GPT-2 (Radford et al. 2019). Its SwiGLU of
+                  2,048 has as many parameters as GPT-2's feed-forward block of 3,072
+    llama-1b      1,235,814,400 parameters, the sizes of Llama 3.2 1B
 """
 
 
@@ -112,18 +127,26 @@ class LayoutOptions:
     """seconds that a rank waits for the others"""
 
     def distributed(self, world_size: int) -> DistributedConfig:
-        """Return the layout that was asked for; its sizes are compared with the world's when the ranks join."""
-        others = (self.dp_replicate, self.dp_shard, self.tp)
-        taken = prod(others)
-        left = world_size // taken if taken > 0 and world_size % taken == 0 else 1
-        pp = left if self.pp is None else self.pp
+        """Return the layout of the flags. Its size is compared with the world's when ranks join."""
+        taken = self.dp_replicate * self.dp_shard * self.tp
+        pp = self.pp
+        if pp is None:
+            # What does not divide, or dp_shard=-1, is refused or resolved when the ranks join.
+            divides = taken > 0 and world_size % taken == 0
+            pp = world_size // taken if divides else 1
         return DistributedConfig(
-            pp, *others, ep=self.ep, share_gpus=self.share_gpus, timeout_s=self.timeout
+            pp=pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            tp=self.tp,
+            ep=self.ep,
+            share_gpus=self.share_gpus,
+            timeout_s=self.timeout,
         )
 
     @property
     def reshard_policy(self) -> ReshardPolicy:
-        """What ``--reshard`` says."""
+        """The policy that ``--reshard`` names."""
         words: dict[str, ReshardPolicy] = {"auto": "auto", "true": True, "false": False}
         if self.reshard.lower() in words:
             return words[self.reshard.lower()]
@@ -137,7 +160,7 @@ class ModelOptions:
     """The sizes of the model."""
 
     model: str = "small"
-    """sizes that go by a name, which the flags below change: tiny, small, small-moe, article-179m, gpt2 or llama-1b"""
+    """preset, which the flags below change: tiny, small, small-moe, article-179m, gpt2, llama-1b"""
     dim: int = 128
     """model width"""
     layers: int = 4
@@ -157,35 +180,33 @@ class ModelOptions:
     vocab_size: int | None = None
     """rows of the model's embedding (default: the tokenizer's size)"""
     experts: int = 0
-    """experts in place of a feed-forward block; 0 for none. What follows needs some, and course_pp.model explains it"""
+    """experts in place of a feed-forward block; 0 for none. The flags that follow need some"""
     top_k: int = 2
     """experts that each token goes to"""
     shared_experts: int = 0
-    """experts that every token goes to besides"""
+    """experts that every token goes to as well"""
     expert_dim: int | None = None
     """inner width of an expert (default: as the feed-forward block's)"""
     moe_every: int = 1
-    """every how many layers one has experts"""
+    """layers from one with experts to the next"""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """how the router makes scores"""
     capacity_factor: float | None = None
-    """an expert takes at most this many times the mean load of a microbatch (default: all tokens)"""
+    """largest load of an expert, as a multiple of a microbatch's mean load (default: no limit)"""
     balance: Literal["loss", "sequence", "bias", "none"] = "loss"
     """what keeps the experts' load even"""
     balance_coef: float = 0.01
-    """the factor of its loss, or a bias's step"""
+    """the factor of the balance loss, or the step of a bias"""
     z_coef: float = 0.0
     """the factor of the router's z-loss"""
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """Return the model of these sizes, with ``vocab_size`` rows where none was asked for."""
+        """Return the model of these sizes. Without ``--vocab-size`` it has ``vocab_size`` rows."""
         return ModelConfig(
-            *(
-                self.dim,
-                self.layers,
-                self.heads,
-                vocab_size if self.vocab_size is None else self.vocab_size,
-            ),
+            dim=self.dim,
+            n_layers=self.layers,
+            n_heads=self.heads,
+            vocab_size=vocab_size if self.vocab_size is None else self.vocab_size,
             n_kv_heads=self.kv_heads,
             ffn_dim=self.ffn_dim,
             max_seq_len=self.seq_len,
@@ -211,7 +232,7 @@ _SAME_IN_CONFIG = (
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the model learns from."""
+    """The text that the model learns from."""
 
     text: tuple[str, ...] | None = None
     """text files or folders to train on (default: the source code of Python's standard library)"""
@@ -235,22 +256,23 @@ class DataOptions:
     """a file of python -m course_pp tokens to train on, which is read as it is needed"""
 
     def load(self, seq_len: int, held_out: int) -> tuple[Rows | Stream, Rows, Tokenizer]:
-        """Training and validation sequences, the same on every rank, and the tokenizer that made
-        them.
+        """Return training and validation sequences, and the tokenizer that made them.
 
-        Of a stream, ``held_out`` sequences are for validation.
+        They are the same on every rank. Of a stream, ``held_out`` sequences are for validation.
         """
         if self.tokens is not None:
             return self._load_tokens(self.tokens, seq_len)
         given = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if self.streaming:
             return self._load_stream(seq_len, held_out, given)
+
         corpus = load_corpus(
             self.text, self.dataset, subset=self.subset, split=self.split, text_column=self.column
         )
         train, validation = corpus.split()
         tokenizer = given or train_tokenizer(train, self.tokenizer_size)
-        rows, others = (encode(part, tokenizer) for part in (train, validation))
+        rows = encode(train, tokenizer)
+        others = encode(validation, tokenizer)
         if self.padded:
             pad, *_ = tokenizer.special_ids
             return padded(rows, seq_len, pad), padded(others, seq_len, pad), tokenizer
@@ -264,17 +286,16 @@ class DataOptions:
         name, documents = load_stream(
             self.dataset, subset=self.subset, split=self.split, text_column=self.column
         )
-        tokenizer = given or train_tokenizer(
-            Corpus(name, tuple(beginning(documents(0), STREAM_BEGINNING_BYTES))),
-            self.tokenizer_size,
-        )
+        tokenizer = given
+        if tokenizer is None:
+            start = beginning(documents(0), STREAM_BEGINNING_BYTES)
+            tokenizer = train_tokenizer(Corpus(name, tuple(start)), self.tokenizer_size)
         stream = Stream(name, documents, tokenizer, seq_len, is_padded=self.padded)
         return *stream.split(held_out), tokenizer
 
     def _load_tokens(self, path: str, seq_len: int) -> tuple[Rows, Rows, Tokenizer]:
-        others = [
-            name for name in ("text", "dataset", "streaming", "tokenizer") if getattr(self, name)
-        ]
+        sources = ("text", "dataset", "streaming", "tokenizer")
+        others = [name for name in sources if getattr(self, name)]
         if others:
             raise ValueError(
                 f"--tokens {path} is the data, and knows its tokenizer: leave --{others[0]} out"
@@ -286,7 +307,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """When the run is saved, and from what it goes on."""
+    """When the run is saved, and which checkpoint it resumes from."""
 
     checkpoint_dir: str | None = None
     """keep the run's checkpoints here, and save when SIGTERM or SIGUSR1 asks to end"""
@@ -297,36 +318,32 @@ class CheckpointOptions:
     keep_last: int | None = None
     """delete all but this many of the newest checkpoints (default: keep all)"""
     keep_every: int | None = None
-    """with --keep-last, also keep those of every so many steps"""
+    """with --keep-last, also keep the steps that are a multiple of this"""
     resume: str = "auto"
-    """auto: from the newest whole checkpoint in --checkpoint-dir, if there is one; never; or a checkpoint's path"""
+    """auto: the newest whole checkpoint in --checkpoint-dir, if any; never; or a checkpoint"""
 
     @property
     def checkpointer(self) -> dict[str, Any]:
-        """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer` that were asked for."""
+        """The arguments of :class:`~course_pp.training.checkpointer.Checkpointer`."""
         if self.checkpoint_dir == "":
             raise ValueError(
                 "--checkpoint-dir '' names no directory: give one, or leave the flag out to save"
                 " nothing"
             )
-        given = [
-            name
-            for name in ("save_every", "async_save", "keep_last", "keep_every")
-            if getattr(self, name)
-        ]
+        saving = ("save_every", "async_save", "keep_last", "keep_every")
+        given = [name for name in saving if getattr(self, name)]
         if self.resume not in ("auto", "never"):
             given.append("resume")
         if given and self.checkpoint_dir is None:
-            flag = given[0].replace("_", "-")
             raise ValueError(
-                f"--{flag} needs --checkpoint-dir, where the run's checkpoints are kept"
+                f"--{_flag(given[0])} needs --checkpoint-dir, where the run's checkpoints are kept"
             )
-        keep = {"keep_last": self.keep_last, "keep_every": self.keep_every}
         return {
             "root": self.checkpoint_dir,
             "save_every": self.save_every,
             "asynchronous": self.async_save,
-            **keep,
+            "keep_last": self.keep_last,
+            "keep_every": self.keep_every,
         }
 
 
@@ -337,14 +354,14 @@ class SampleOptions:
     sample: int = 0
     """tokens to write with the trained model"""
     prompt: str = ""
-    """what they continue (default: the beginning of a text)"""
+    """text that the model continues (default: the beginning of a text)"""
 
 
 _FLAT = Parameter(name="*")  # a field's flag is --steps and not --train.steps
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """A run on the command line."""
 
     train: Annotated[TrainConfig, _FLAT] = field(default_factory=TrainConfig)
@@ -356,29 +373,24 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.train.versions == "none" and self.layout.ac != "none":
-            why = (
-                "the forward would be computed again with other weights. Leave --ac out, or take"
-                " other versions"
+            raise ValueError(
+                f"--ac {self.layout.ac} with --versions none: the forward would be computed again"
+                " with other weights. Leave --ac out, or take other versions"
             )
-            raise ValueError(f"--ac {self.layout.ac} with --versions none: {why}")
         if self.writing.sample and self.layout.share_gpus:
-            why = "torch's pipeline writes text, and cannot share GPUs. Leave --sample out"
-            raise ValueError(f"--sample {self.writing.sample} with --share-gpus: {why}")
+            raise ValueError(
+                f"--sample {self.writing.sample} with --share-gpus: torch's pipeline writes text,"
+                " and cannot share GPUs. Leave --sample out"
+            )
         if not self.model.experts:
             usual = ModelOptions()
-            lost = [
-                n
-                for n in ("shared_experts", *_SAME_IN_CONFIG)
-                if getattr(self.model, n) != getattr(usual, n)
-            ]
-            if lost:
-                raise ValueError(
-                    f"--{_flag(lost[0])} {getattr(self.model, lost[0])} is of experts: give"
-                    " --experts, too"
-                )
+            for name in ("shared_experts", *_SAME_IN_CONFIG):
+                value = getattr(self.model, name)
+                if value != getattr(usual, name):
+                    raise ValueError(f"--{_flag(name)} {value} is of experts: give --experts, too")
 
 
-# Where the flag is not the field's name.
+# Flags that are named otherwise than their field.
 _RENAMED = {"batch": "global-batch-size", "warmup_steps": "warmup", "clip_norm": "max-norm"}
 
 
@@ -386,11 +398,11 @@ def _flag(field: str) -> str:
     return _RENAMED.get(field, field.replace("_", "-"))
 
 
-def parse(arguments: Sequence[str], description: str = "") -> Options | None:
-    """Return the run that the arguments ask for; print help and return None if they ask for that.
+def parse(arguments: Sequence[str], description: str = "") -> RunOptions | None:
+    """Return the run that the arguments ask for; if they ask for help, print it and return None.
 
-    A flag given twice counts the last time, as with most programs. Every refusal is a ValueError of
-    one sentence.
+    If a flag is given twice, the last one counts, as with most programs. Every refusal is a
+    ValueError of one sentence.
     """
     rules = Parameter(
         name_transform=_flag,
@@ -410,8 +422,8 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
 
     @app.default
     def run(
-        *, config: str | None = None, options: Annotated[Options | None, _FLAT] = None
-    ) -> Options:
+        *, config: str | None = None, options: Annotated[RunOptions | None, _FLAT] = None
+    ) -> RunOptions:
         """Build the options.
 
         Parameters
@@ -419,10 +431,10 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
         config
             a TOML file with a key for each of the other flags, which override it
         """
-        return options or Options()
+        return options or RunOptions()
 
     try:
-        found: Options | None = app(
+        found: RunOptions | None = app(
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
     except cyclopts.CycloptsError as error:
@@ -431,19 +443,21 @@ def parse(arguments: Sequence[str], description: str = "") -> Options | None:
 
 
 def _fill_in(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give what no flag has given the value of --config's file, or else of --model's preset."""
-    flags = {
-        argument.name.lstrip("-"): argument.tokens[-1].value
-        for argument in arguments
-        if argument.tokens
-    }
+    """Fill in flags that were not given, from --config's file, or else from --model's preset."""
+    flags = {}
+    for argument in arguments:
+        if argument.tokens:
+            flags[argument.name.lstrip("-")] = argument.tokens[-1].value
     path = flags.get("config")
     file = {} if path is None else _read(path)
+
     length = {"steps", "epochs"}
-    if any(length <= level.keys() for level in (flags, file)):
+    if length <= flags.keys() or length <= file.keys():
         raise ValueError("--steps and --epochs both say how long to train: leave one out")
+    # A length on the command line overrides the other kind of length in the file, too.
     if length & flags.keys():
         file = {name: value for name, value in file.items() if name not in length}
+
     model = flags.get("model", file.get("model", ModelOptions.model))
     if str(model) not in PRESETS:
         raise ValueError(f"--model {model!r} {must_be_one_of(model, PRESETS)}")
@@ -476,9 +490,11 @@ def _check_whole_numbers(
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Rephrase a refusal from inside for the command line: ``--global-batch-size 9`` instead of ``batch=9``."""
-    parts: Any = [part.default_factory for part in fields(Options)]
-    names = {each.name for part in parts for each in fields(part)}
+    """Name flags in a refusal from inside: ``--global-batch-size 9`` in place of ``batch=9``."""
+    names: set[str] = set()
+    for part in fields(RunOptions):
+        options: Any = part.default_factory
+        names.update(each.name for each in fields(options))
 
     def spell(name: str, value: Any) -> str:
         return f"--{_flag(name)} {value!r}" if name in names else f"{name}={value!r}"

@@ -1,11 +1,10 @@
-"""What a run says of itself: how fast it is, records on disk, progress in a terminal, and traces of
-every rank.
+"""Reports of a run: speed, records on disk, progress in a terminal, and a trace of every rank.
 
     model FLOPs utilisation = tokens/s · FLOPs a token / (peak FLOPs/s of all devices)
 
-Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are those the model needs,
-forward and backward; recomputation, as in activation checkpointing, does not count, so wasted
-arithmetic cannot raise the figure.
+Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, appendix B. The FLOPs are the ones that the model
+needs, forward and backward. Recomputation, as in activation checkpointing, does not count, so
+wasted arithmetic cannot raise the figure.
 """
 
 import json
@@ -44,14 +43,15 @@ class StepResult:
 
     Attributes:
         step: number of finished steps, this one included.
-        loss: mean over the step's tokens, in nats, before the update; where stages update their own
-            weights, each token's with the weights of its microbatch.
-        grad_norm: of the whole model, before clipping; None where stages update their own weights.
-        lr: of the update.
+        loss: mean over the step's tokens, in nats, before the update. Where stages update their own
+            weights, each token is measured with the weights of its microbatch.
+        grad_norm: norm of the whole model's gradient before clipping; None where stages update
+            their own weights.
+        lr: learning rate of the update.
         seconds: wall time.
-        skipped: the gradient was not finite, and nothing was updated.
-        loss_scale: by what the loss was multiplied.
-        loads: how each layer with experts used them, by names such as ``layers.3``.
+        skipped: True if the gradient was not finite and nothing was updated.
+        loss_scale: factor on the loss.
+        loads: load of the experts by layer, with names such as ``layers.3``.
     """
 
     step: int
@@ -66,7 +66,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOPs a second of all ranks at most, given from a data sheet or measured with a matrix product on all at once."""
+    """The most FLOPs a second that all ranks can do together.
+
+    Attributes:
+        source: ``"given"`` from a data sheet, or ``"measured"`` with a matrix product on all ranks
+            at once.
+    """
 
     flops: float
     source: Literal["given", "measured"]
@@ -74,12 +79,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast steps of one size went.
+    """The speed of steps of one size.
 
     Attributes:
         tokens_of_a_step: positions of its batch; padding counts, as it costs the same.
-        flops_of_a_step: what the model needs for it.
-        steps, seconds: how many, and the wall time spent in them.
+        flops_of_a_step: FLOPs that the model needs for a step.
+        steps: number of steps so far.
+        seconds: wall time of these steps together.
     """
 
     tokens_of_a_step: int
@@ -94,24 +100,25 @@ class Speed:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 before the first step."""
-        return self.steps * self.tokens_of_a_step / self.seconds if self.steps else 0.0
+        """Tokens a second of all ranks; 0 before the first step."""
+        if not self.steps:
+            return 0.0
+        return self.steps * self.tokens_of_a_step / self.seconds
 
     @property
     def utilisation(self) -> float:
         """Model FLOPs utilisation, 1 at the peak; 0 before the first step."""
-        return (
-            self.steps * self.flops_of_a_step / self.seconds / self.peak.flops
-            if self.steps
-            else 0.0
-        )
+        if not self.steps:
+            return 0.0
+        return self.steps * self.flops_of_a_step / self.seconds / self.peak.flops
 
 
 def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> Peak:
     """Return the peak of all ranks together; a collective.
 
-    Without the FLOPs a second of one rank's device it measures, on all ranks at the same time, so
-    that ranks that share a processor are not promised all of it each.
+    Args:
+        given: FLOPs a second of one rank's device. None measures on all ranks at the same time, so
+            that ranks that share a processor share its peak, too.
     """
     if given is not None:
         return Peak(given * dist.get_world_size(), "given")
@@ -120,12 +127,15 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOPs a second of the fastest of five products of two square matrices: 2 · size³ each."""
-    on_cpu = 768 if dtype.itemsize >= 4 else 256  # half precision is slow there
-    size = 8192 if device.type == "cuda" else on_cpu
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    """Return the FLOPs a second of a matrix product: the fastest of five, 2 · size³ FLOPs each."""
+    on_gpu = device.type == "cuda"
+    # Half precision is slow on a CPU.
+    size = 768 if dtype.itemsize >= 4 else 256
+    if on_gpu:
+        size = 8192
+    wait = torch.cuda.synchronize if on_gpu else lambda device: None
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
-    product = a @ b  # the first also loads the library
+    product = a @ b  # not measured: the first product also loads the library
     seconds = []
     for _ in range(5):
         wait(device)
@@ -139,18 +149,19 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 class Logs:
     """Records of a run: JSON lines, each on disk before the next step, and TensorBoard's files.
 
-    What an interrupted run wrote about steps after ``step`` is dropped, as they are done again; so
-    is a last line that a killed process left half.
+    An interrupted run may have written about steps after ``step``. These lines are dropped, because
+    the steps are done again. A last line that a killed process left half is dropped, too.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int = 0) -> None:
         path = Path(folder) / METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A run from the beginning keeps nothing, not even the heading that another wrote before its
-        # first step.
-        there = path.read_text().splitlines() if path.exists() and step > 0 else []
+
+        # A run from step 0 keeps nothing. Even a "start" record of step 0 is another run's.
+        lines = path.read_text().splitlines() if path.exists() and step > 0 else []
+        kept = [line for line in lines if _is_of_past(line, step)]
         beside = path.with_suffix(".tmp")
-        beside.write_text("".join(f"{line}\n" for line in there if _is_of_past(line, step)))
+        beside.write_text("".join(f"{line}\n" for line in kept))
         os.replace(beside, path)
         self._file = path.open("a")
         self._board = _tensorboard(folder, path, step)
@@ -191,21 +202,20 @@ def _is_of_past(line: str, step: int) -> bool:
         return False
 
 
-class Progress:
-    """A bar in a terminal; where output is kept, a line now and then reads better."""
+class ProgressBar:
+    """A bar in a terminal. Anywhere else it prints a line now and then, which reads better."""
 
     def __init__(self, step: int, steps: int, every: int, is_logging_rank: bool) -> None:
-        self._step, self._steps, self._every = step, steps, every
-        self._shown, self._in_terminal = is_logging_rank, sys.stderr.isatty()
-        self._bar = tqdm(
-            total=steps,
-            initial=step,
-            unit="step",
-            disable=not (is_logging_rank and self._in_terminal),
-        )
+        self._step = step
+        self._steps = steps
+        self._every = every
+        self._shown = is_logging_rank
+        self._in_terminal = sys.stderr.isatty()
+        is_drawn = is_logging_rank and self._in_terminal
+        self._bar = tqdm(total=steps, initial=step, unit="step", disable=not is_drawn)
 
     def advance(self, loss: float, epoch: int, more: str = "") -> None:
-        """Show one more step: its loss, the pass over the data that it is in, and what more a line has to say."""
+        """Show one more step: its loss, its pass over the data, and ``more`` words in a line."""
         self._step += 1
         self._bar.set_description(f"epoch {epoch}", refresh=False)
         self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
@@ -224,18 +234,29 @@ class Progress:
 
 
 class Reporter:
-    """Tells logs, progress and profiler about each step. Make it on every rank; one of them writes.
+    """Tells logs, progress bar and profiler about each step.
 
-    Its ``speed`` is that of all steps since it was made; ``stack`` closes everything in the end.
+    Make it on every rank; only the logging rank writes.
+
+    Args:
+        step: number of steps that are finished already.
+        stack: stack that closes everything in the end.
+
+    Attributes:
+        speed: the speed of all steps since this was made.
     """
 
     def __init__(
         self, config: TrainConfig, speed: Speed, step: int, is_logging_rank: bool, stack: ExitStack
     ) -> None:
-        self._config, self._nothing_yet = config, speed
+        self._config = config
+        self._nothing_yet = speed
         self.speed = self._window = speed
-        self._progress = Progress(step, config.steps, config.log_every, is_logging_rank)
+        self._progress = ProgressBar(
+            step, config.steps, every=config.log_every, is_logging_rank=is_logging_rank
+        )
         stack.callback(self._progress.close)
+
         writes = is_logging_rank and config.log_folder is not None
         self._logs = Ranks().collectively(
             lambda: _open(config.log_folder, step) if writes else None
@@ -243,15 +264,17 @@ class Reporter:
         if self._logs is not None:
             stack.enter_context(_tensorboard_raises_in_its_caller_only())
         stack.callback(self._close_logs)
-        peak = speed.peak
-        self._write(
-            "start",
-            step,
-            {"config": config.as_dict(), "peak_flops": peak.flops, "peak_source": peak.source},
-        )
+        start = {
+            "config": config.as_dict(),
+            "peak_flops": speed.peak.flops,
+            "peak_source": speed.peak.source,
+        }
+        self._write("start", step, start)
+
         self._profiler: torch.profiler.profile | None = None
         if config.profile and config.log_folder is not None:
-            # To open in Perfetto or chrome://tracing. The first two steps open connections.
+            # Perfetto and chrome://tracing open the file. The first two steps open connections and
+            # are not in it.
             path = str(Path(config.log_folder) / f"trace_rank{dist.get_rank()}.json")
             steps = torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1)
             profile = torch.profiler.profile(
@@ -261,55 +284,56 @@ class Reporter:
 
     def step(self, result: StepResult, epoch: int) -> None:
         """Report a step, and the pass over the data that it was in."""
-        self.speed, self._window = (
-            self.speed.after(result.seconds),
-            self._window.after(result.seconds),
-        )
+        self.speed = self.speed.after(result.seconds)
+        self._window = self._window.after(result.seconds)
         if self._profiler is not None:
             self._profiler.step()
         self._progress.advance(result.loss, epoch, _load_in_words(result.loads))
+        last = self._config.steps
         if result.skipped:
             why = f"the norm of its gradient is {result.grad_norm}"
-            scaled = (
-                f", at a loss scale of {result.loss_scale:.0f}" if result.loss_scale > 1 else ""
-            )
-            self._progress.say(f"step {result.step}/{self._config.steps}  skipped: {why}{scaled}")
-        if result.step % self._config.log_every == 0 or result.step == self._config.steps:
-            values: dict[str, Any] = {
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.lr,
-                "epoch": epoch,
-                "tokens": result.step * self.speed.tokens_of_a_step,
-                "tokens_per_s": self._window.tokens_per_s,
-                "mfu": self._window.utilisation,
-                "loss_scale": result.loss_scale if self._config.precision == "fp16" else None,
-            }
-            if result.loads:
-                values["imbalance"] = max(load.imbalance for load in result.loads.values())
-                values["dropped"] = sum(load.dropped for load in result.loads.values())
-                values["tokens_by_expert"] = {
-                    name: load.tokens for name, load in result.loads.items()
-                }
-            self._write(
-                "train",
-                result.step,
-                {name: value for name, value in values.items() if value is not None},
-            )
+            if result.loss_scale > 1:
+                why += f", at a loss scale of {result.loss_scale:.0f}"
+            self._progress.say(f"step {result.step}/{last}  skipped: {why}")
+        if result.step % self._config.log_every == 0 or result.step == last:
+            self._write_metrics(result, epoch)
             self._window = self._nothing_yet
+
+    def _write_metrics(self, result: StepResult, epoch: int) -> None:
+        values: dict[str, Any] = {"loss": result.loss}
+        if result.grad_norm is not None:
+            values["grad_norm"] = result.grad_norm
+        values |= {
+            "lr": result.lr,
+            "epoch": epoch,
+            "tokens": result.step * self.speed.tokens_of_a_step,
+            "tokens_per_s": self._window.tokens_per_s,
+            "mfu": self._window.utilisation,
+        }
+        if self._config.precision == "fp16":
+            values["loss_scale"] = result.loss_scale
+        if result.loads:
+            loads = result.loads.values()
+            values["imbalance"] = max(load.imbalance for load in loads)
+            values["dropped"] = sum(load.dropped for load in loads)
+            values["tokens_by_expert"] = {name: load.tokens for name, load in result.loads.items()}
+        self._write("train", result.step, values)
 
     def validation(self, step: int, loss: float) -> None:
         """Report an evaluation."""
         self._write("validation", step, {"loss": loss})
-        if step < self._config.steps:  # the last is the result, which whoever called fit reports
+        # The last evaluation is the result; the caller of fit reports it.
+        if step < self._config.steps:
             self._progress.say(f"step {step}/{self._config.steps}  validation loss {loss:.3f}")
 
     def _write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if self._logs is None:
             return
-        # JSON has neither infinity nor NaN; in words they survive every parser.
-        is_odd = {name: isinstance(v, float) and not math.isfinite(v) for name, v in values.items()}
-        record = {name: str(v) if is_odd[name] else v for name, v in values.items()}
+        record = dict(values)
+        for name, value in values.items():
+            # JSON has neither infinity nor NaN; in words they survive every parser.
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = str(value)
         try:
             self._logs.write(event, step, record)
         except OSError as error:
@@ -324,7 +348,7 @@ class Reporter:
             self._go_on_without_logs(error)
 
     def _go_on_without_logs(self, error: OSError) -> None:
-        """Stop writing metrics, as to a full disk: they are not worth the end of a run."""
+        """Stop writing metrics, as to a full disk. They are not worth the end of a run."""
         logs, self._logs = self._logs, None
         warnings.warn(
             f"log_folder {self._config.log_folder} can no longer be written"
@@ -339,7 +363,7 @@ class Reporter:
 
 @contextmanager
 def _tensorboard_raises_in_its_caller_only() -> Iterator[None]:
-    """Keep the traceback of TensorBoard's own thread away: the next call raises what failed there."""
+    """Hide the traceback of TensorBoard's own thread. Its error is raised by the next call, too."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -367,7 +391,8 @@ def _open(folder: Any, step: int) -> Logs:
     try:
         return Logs(folder, step)
     except OSError as error:
-        problem = f"cannot be written ({error.strerror or 'no folder'})"
+        problem = error.strerror or "no folder"
         raise SettingError(
-            f"{{log_folder}} {problem}: give another folder, or None", log_folder=folder
+            f"{{log_folder}} cannot be written ({problem}): give another folder, or None",
+            log_folder=folder,
         ) from error

@@ -1,9 +1,9 @@
-"""Text from the model as it is trained, without gathering it: every token is one forward through
-the pipeline.
+"""Text from the model as it is trained: every token is one forward through the pipeline.
 
-Each stage keeps the keys and values of the text so far, so a token costs one position. It costs a
-whole window, padded behind the text, where the text outgrows that, under tensor parallelism, which
-divides the window, and with compiled blocks, which would be compiled again for each length.
+The model is not gathered. Each stage keeps the keys and values of the text so far, so a token costs
+one position. In three cases it costs a whole window, padded behind the text: where the text is
+longer than the window, under tensor parallelism, which divides the window, and with compiled
+blocks, which would be compiled again for each length.
 """
 
 from collections.abc import Sequence
@@ -35,19 +35,18 @@ def sample(
     seed: int = 0,
     special_ids: tuple[int, int, int] = (PAD_ID, BOT_ID, EOT_ID),
 ) -> list[int]:
-    """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``; the same at every
-    layout.
+    """Continue ``[BOT] prompt`` by up to ``n_tokens`` tokens, until ``[EOT]``.
 
     Call it on every rank of the mesh, between steps. The text is a function of weights, prompt and
-    seed; layouts whose logits differ in their last bits still draw the same token, unless two
-    tokens are that close.
+    seed, whatever the layout. Logits of two layouts may differ in their last bits; the drawn token
+    is still the same, unless two tokens are that close.
 
     Args:
         modules: this rank's stages, as they are trained.
-        vocab_size: ids from here on are never drawn: those that the tokenizer does not have.
-        special_ids: the tokenizer's, of ``[PAD]``, ``[BOT]`` and ``[EOT]``; the first two are never
-            drawn.
-        temperature: logits are divided by it; 0 takes the most likely token.
+        vocab_size: number of ids that the tokenizer has. Larger ids of the model are never drawn.
+        special_ids: the tokenizer's ids of ``[PAD]``, ``[BOT]`` and ``[EOT]``. The first two are
+            never drawn.
+        temperature: divisor of the logits; 0 takes the most likely token.
 
     Returns:
         The new tokens, on every rank.
@@ -57,44 +56,52 @@ def sample(
     weight = next(modules[0].parameters())
     window = modules[0].config.max_seq_len
 
+    is_compiled = any(has_replaced(module, Compiled) for module in modules)
+    can_cache = get_tp_mesh(device_mesh) is None and not is_compiled
+    pp_mesh = get_pp_mesh(device_mesh)
+    group = None if pp_mesh is None else pp_mesh.get_group()
+    indices = [module.stage_id for module in modules]
+    held = Ranks(group, alone=pp_mesh is None).gather((indices, can_cache))
+    owner = rank_by_stage([theirs for theirs, _ in held])
+    keys_and_values = KVCache() if all(theirs for _, theirs in held) else None
+
     @cache
     def stages_for(length: int) -> list[ModelStage]:
-        built = [
-            build_pipeline_stage(module, device_mesh, weight.device, 1, length)
-            for module in modules
-        ]
-        for stage in built:
+        built = []
+        for module in modules:
+            stage = build_pipeline_stage(
+                module, device_mesh, device=weight.device, batch_size=1, seq_len=length
+            )
             stage.stage_index_to_group_rank = owner
+            built.append(stage)
         return built
 
-    can_cache = get_tp_mesh(device_mesh) is None and not any(
-        has_replaced(module, Compiled) for module in modules
-    )
-    pp_mesh = get_pp_mesh(device_mesh)
-    held = Ranks(None if pp_mesh is None else pp_mesh.get_group(), alone=pp_mesh is None).gather(
-        ([module.stage_id for module in modules], can_cache)
-    )
-    owner = rank_by_stage([indices for indices, _ in held])
-    # One rank draws for all, so that none can be of another mind about where the text ends.
-    speaker = owner[modules[0].num_stages - 1] * (dist.get_world_size() // get_pp_size(device_mesh))
+    # One rank draws for all, so that all agree where the text ends.
+    ranks_of_a_stage = dist.get_world_size() // get_pp_size(device_mesh)
+    speaker = owner[modules[0].num_stages - 1] * ranks_of_a_stage
     generator = torch.Generator().manual_seed(seed)
+
     pad, bot, eot = special_ids
-    tokens, n_prompt = [bot, *prompt], 1 + len(prompt)
-    keys_and_values = KVCache() if all(theirs for _, theirs in held) else None
+    tokens = [bot, *prompt]
+    n_prompt = len(tokens)
     while len(tokens) < n_prompt + n_tokens and tokens[-1] != eot:
         if len(tokens) > window:
-            keys_and_values = None  # of positions that are no longer where they were
+            # The window has moved, so the kept keys are of other positions.
+            keys_and_values = None
         if keys_and_values is None:
             visible, kwargs = tokens[-window:], {}
             row = visible + [pad] * (window - len(visible))
         else:
+            # The cache holds all tokens but the last, once it has seen the prompt.
             visible = row = tokens if len(tokens) == n_prompt else tokens[-1:]
             kwargs = {"cache": keys_and_values}
         inputs = torch.tensor([row], device=weight.device)
         drawn = torch.zeros((), dtype=torch.int64, device=weight.device)
 
+        # Only the last stage calls this.
         def draw(_: int, logits: Tensor, at: int = len(visible) - 1, drawn: Tensor = drawn) -> None:
-            drawn.fill_(_draw(logits[0, at, :vocab_size], [pad, bot], temperature, generator))
+            token = _draw(logits[0, at, :vocab_size], [pad, bot], temperature, generator)
+            drawn.fill_(token)
 
         forward_only(stages_for(len(row)), [(inputs,)], [kwargs], draw)
         dist.broadcast(drawn, src=speaker)

@@ -1,13 +1,15 @@
 """The training loop: batch, gradient, clip, step, and now and then a look at the validation data.
 
-    mesh = init_distributed(DistributedConfig(pp=2)) config = TrainConfig(steps=200, batch=32,
-    microbatches=8) indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
-    stages = [build_stage_module(model_config, i, n_stages) for i in indices]  # then TP,
-    recomputation, FSDP2 trainer = Trainer(config, stages, train, validation, device_mesh=mesh)
+    mesh = init_distributed(DistributedConfig(pp=2))
+    config = TrainConfig(steps=200, batch=32, microbatches=8)
+    indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
+    stages = [build_stage_module(model_config, i, n_stages) for i in indices]
+    ...  # tensor parallelism, recomputation, FSDP2
+    trainer = Trainer(config, stages, train, validation, device_mesh=mesh)
     fitted = trainer.fit()
 
-A step depends on the configuration, the data and the number of the step alone, so a run goes on
-from any step.
+A step depends only on the configuration, the data and its own number, so a run can go on from any
+step.
 """
 
 import gc
@@ -54,31 +56,35 @@ from course_pp.training.optim import (
     precision_of,
 )
 
-# What a checkpoint's run and the one that takes it up must share, or the second would not continue
-# the first.
+# Settings that a resumed run must share with its checkpoint. Any other value would train another
+# model from here on.
 _FIXED = (
-    *("batch", "seed", "lr", "lr_schedule", "min_lr", "warmup_steps", "decay_steps"),
-    *(
-        "optimizer",
-        "betas",
-        "eps",
-        "optimizer_options",
-        "weight_decay",
-        "clip_norm",
-        "precision",
-        "versions",
-        "group",
-    ),
+    "batch",
+    "seed",
+    "lr",
+    "lr_schedule",
+    "min_lr",
+    "warmup_steps",
+    "decay_steps",
+    "optimizer",
+    "betas",
+    "eps",
+    "optimizer_options",
+    "weight_decay",
+    "clip_norm",
+    "precision",
+    "versions",
+    "group",
 )
 
 
 class NonFiniteGradient(RuntimeError):
-    """A step whose gradient is infinite or not a number; raised on every rank, with nothing updated."""
+    """The gradient of a step is infinite or not a number. All ranks raise it and update nothing."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a call of :meth:`Trainer.fit` did, the same on every rank but for the times; losses in nats a token."""
+    """The result of :meth:`Trainer.fit`. Losses are in nats a token; only times differ by rank."""
 
     steps: int
     loss: float | None
@@ -90,26 +96,26 @@ class Trainer:
     """Trains this rank's stages. Make it on every rank, with the same arguments but the stages.
 
     Args:
-        modules: this rank's stages, those that :func:`stages_of_rank` lists, as they are trained
-            (after FSDP2), on their device, in a list or by stage. They take token ids or what the
-            stage before returned, and ``attention_mask=`` if sequences are padded. In a list,
-            parameters have the names of the full model, and a checkpoint fits any other cut of it;
-            by stage, it fits the same cut alone.
-        train, validation: all sequences, the same on every rank, in memory or on disk, or a stream
-            to train on; without validation data nothing is evaluated.
-        device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
+        modules: this rank's stages, the ones that :func:`stages_of_rank` lists. They are ready to
+            train: sharded by FSDP2 and on their device. A stage takes token ids or the output of
+            the stage before, and ``attention_mask=`` if sequences are padded. In a list, parameters
+            have the names of the full model, and a checkpoint fits any other cut of the model. In a
+            dict by stage, a checkpoint fits the same cut only.
+        train: all training sequences, in memory or on disk, or a stream; the same on every rank.
+        validation: all validation sequences; None evaluates nothing.
+        device_mesh: the mesh of :func:`course_pp.parallel.init_distributed`.
         loss_fn: ``loss_fn(output, target)``, the mean over the sequences, or a loss that can tell
             how many tokens it averages over; :class:`CrossEntropy` by default.
-        tied: weights that several of the stages share: for each the parameter's name by stage. Our
-            own model knows its ties. For others, None refuses weights that look tied, and ``[]``
-            says that nothing is tied.
-        tokenizer_digest: of the tokenizer that made the sequences; kept in :meth:`state`.
+        tied: weights that several stages share, each as ``{stage: parameter name}``. Our own model
+            knows its ties. For other models, None refuses weights that look tied, and ``[]`` says
+            that nothing is tied.
+        tokenizer_digest: digest of the tokenizer that made the sequences; kept in :meth:`state`.
 
     Attributes:
-        config: as given, with epochs as steps and the stages' precision.
+        config: the given configuration, with epochs turned into steps and ``precision`` resolved.
         step: number of finished steps.
         held: the modules by stage, for a checkpoint.
-        is_logging_rank: True on the one rank that writes logs and shows progress; it holds the last
+        is_logging_rank: True on the one rank that writes logs and shows progress. It holds the last
             stage.
     """
 
@@ -147,7 +153,7 @@ class Trainer:
             }
         )
 
-        # The data only now: batches of different configurations would be refused with other words.
+        # Only now: batches of unequal configurations would be refused in other words.
         self._held_out: Sequence[Sequences] = ()
         with everyone.refusing_together():
             self._feed = Feed(config, train)
@@ -167,59 +173,83 @@ class Trainer:
         self._scaler = MeshGradScaler(
             init_scale=config.loss_scale, enabled=config.precision == "fp16"
         )
-        what, where = (config, self.held, loss_fn, self._scaler), (device_mesh, self.device)
+
         self._engine: PipelineEngine
         if config.engine == "parallel":
-            self._engine = ParallelEngine(*what, train.seq_len, *where)
+            self._engine = ParallelEngine(
+                config,
+                self.held,
+                loss_fn=loss_fn,
+                scaler=self._scaler,
+                seq_len=train.seq_len,
+                device_mesh=device_mesh,
+                device=self.device,
+            )
         else:
-            self._engine = RuntimeEngine(*what, train.is_padded, *where, self.optimizer)
+            self._engine = RuntimeEngine(
+                config,
+                self.held,
+                loss_fn=loss_fn,
+                scaler=self._scaler,
+                masked=train.is_padded,
+                device_mesh=device_mesh,
+                device=self.device,
+                optimizer=self.optimizer,
+            )
         self.scheduler = build_scheduler(self.optimizer, config)
-        is_first_of_its_stage = (
-            dist.get_rank() % (dist.get_world_size() // get_pp_size(device_mesh)) == 0
-        )
+
+        # Several ranks may hold the last stage: tensor and data ranks, and copies of the pipeline.
+        ranks_of_a_stage = dist.get_world_size() // get_pp_size(device_mesh)
+        has_last_stage = self.held.n_stages - 1 in self.held.modules
+        is_first_of_its_stage = dist.get_rank() % ranks_of_a_stage == 0
         is_first_copy = self._engine.copies == 1 or dist.get_rank() == 0
-        self.is_logging_rank = (
-            self.held.n_stages - 1 in self.held.modules and is_first_of_its_stage and is_first_copy
-        )
+        self.is_logging_rank = has_last_stage and is_first_of_its_stage and is_first_copy
 
     def train_step(self) -> StepResult:
         """Take one optimizer step.
 
-        Hooks of ``register_post_accumulate_grad_hook`` are called once, before it, with the clipped
-        gradient of the whole batch; not if the step is skipped.
+        Hooks of ``register_post_accumulate_grad_hook`` are called once, before the update, with the
+        clipped gradient of the whole batch. If the step is skipped, they are not called.
 
         Raises:
             NonFiniteGradient: on every rank, if a gradient is not finite and such steps are not
                 skipped.
-            StepFailed: on every rank, if a stage failed; where stages update their own weights,
-                also for what is not finite. Some have been updated then.
+            StepFailed: on every rank, if a stage failed. Stages that update their own weights also
+                raise it for a gradient that is not finite; by then some stages have been updated.
         """
         begin = time.perf_counter()
         batch = self._feed.batch(self.step)
         self.optimizer.zero_grad()
         if self.config.versions is not None:
             return self._asynchronous_step(batch, begin)
+
         with called_once(self.modules) as reached:
             loss, norm = self._gradient(batch)
-            is_good, scale = math.isfinite(norm), self._scaler.get_scale()
-            # the scale is not what did it
+            is_good = math.isfinite(norm)
+            scale = self._scaler.get_scale()
+            # A scale above 1 may itself have caused the overflow; the scaler then lowers it.
             if not is_good and scale <= 1 and self.config.on_nan == "refuse":
-                how = (
-                    "go on from a checkpoint with a lower learning rate, or look for the batch that"
-                    " does it"
-                )
                 raise NonFiniteGradient(
-                    f"step {self.step + 1}: the norm of the gradient is {norm}: {how}"
+                    f"step {self.step + 1}: the norm of the gradient is {norm}: go on from a"
+                    " checkpoint with a lower learning rate, or look for the batch that does it"
                 )
             if not is_good:
                 reached.clear()
+
         if is_good:
             self._scaler.step(self.optimizer)
         self._scaler.update()
         loads = self._use_loads(is_good)
         lr = self._end_step()
         return StepResult(
-            self.step, loss, norm, lr, time.perf_counter() - begin, not is_good, scale, loads
+            self.step,
+            loss,
+            grad_norm=norm,
+            lr=lr,
+            seconds=time.perf_counter() - begin,
+            skipped=not is_good,
+            loss_scale=scale,
+            loads=loads,
         )
 
     def _asynchronous_step(self, batch: Sequences, begin: float) -> StepResult:
@@ -234,11 +264,22 @@ class Trainer:
             raise
         loads = self._use_loads(True)
         lr = self._end_step()
-        return StepResult(self.step, loss, None, lr, time.perf_counter() - begin, loads=loads)
+        return StepResult(
+            self.step,
+            loss,
+            grad_norm=None,
+            lr=lr,
+            seconds=time.perf_counter() - begin,
+            loads=loads,
+        )
 
     def _use_loads(self, updated: bool) -> Mapping[str, ExpertLoad]:
-        """Return how the step used the experts, if there are any; move the routers' biases unless it was skipped."""
-        if not (ours := self.held.ours) or not ours[0].config.n_experts:
+        """Return each expert layer's load in this step; after an update, move the routers' biases.
+
+        Without experts there are no loads.
+        """
+        ours = self.held.ours
+        if not ours or not ours[0].config.n_experts:
             return {}
         loads = expert_loads(ours, self._mesh)
         if updated:
@@ -249,29 +290,35 @@ class Trainer:
         """Count the step, set the next learning rate, and return this one."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         with warnings.catch_warnings():
-            # It counts the optimizer's steps, and a first one that is skipped is none.
+            # The scheduler warns if it steps before the optimizer, as it does when the first step
+            # is skipped.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         self.step += 1
         return lr
 
     def _gradient(self, batch: Sequences) -> tuple[float, float]:
-        """Return loss and norm of the gradient, which is clipped; the norm is not finite on every rank, or on none."""
+        """Compute and clip the gradient; return the loss and the norm before clipping.
+
+        All ranks return the same norm, so that all update or none does.
+        """
         divisor = max(1, self._count(batch))
         try:
             loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch))
         except LossNotFinite:
             return math.nan, math.nan
         self._scaler.unscale_(self.optimizer)
-        stages, tied = self.held.ours or self.held.modules, self.held.declared
-        limit, copies = self.config.clip_norm, self._engine.copies
-        return (
-            loss,
-            clip_grad_norm_(stages, limit, device_mesh=self._mesh, tied=tied, copies=copies).item(),
+        norm = clip_grad_norm_(
+            self.held.ours or self.held.modules,
+            self.config.clip_norm,
+            device_mesh=self._mesh,
+            tied=self.held.declared,
+            copies=self._engine.copies,
         )
+        return loss, norm.item()
 
     def _count(self, batch: Sequences) -> int:
-        """Return the tokens over which the loss is a mean, or sequences if it does not count tokens."""
+        """Return the tokens that the loss averages over, or sequences if it counts no tokens."""
         return int(self._loss.count(batch.targets))
 
     def evaluate(self) -> float:
@@ -283,11 +330,18 @@ class Trainer:
         modes = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
-        parts = [part for batch in self._held_out for part in self._parts(batch)]
-        total = sum(self._count(part) * self._engine.evaluate(part) for part in parts)
+
+        total = 0.0
+        count = 0
+        for batch in self._held_out:
+            for part in self._parts(batch):
+                n_tokens = self._count(part)
+                total += n_tokens * self._engine.evaluate(part)
+                count += n_tokens
+
         for module, mode in zip(self.modules, modes, strict=True):
             module.train(mode)
-        return total / max(1, sum(map(self._count, parts)))
+        return total / max(1, count)
 
     def fit(self, after_step: Callable[["Trainer", StepResult], None] | None = None) -> Fitted:
         """Train from the current step to ``config.steps``, with logs, progress and evaluation.
@@ -296,38 +350,52 @@ class Trainer:
             after_step: called after each step on every rank; the place to save a checkpoint. Its
                 time does not count as training. If it raises, the run ends and the logs are closed.
         """
-        config, first, seq_len = self.config, self.step, self._feed.source.seq_len
-        peak = find_peak(config.peak_flops, self.device, self._dtype)
+        config = self.config
+        first = self.step
+        seq_len = self._feed.source.seq_len
         speed = Speed(
-            config.batch * seq_len, config.batch * flops_of_a_sequence(self.held, seq_len), peak
+            tokens_of_a_step=config.batch * seq_len,
+            flops_of_a_step=config.batch * flops_of_a_sequence(self.held, seq_len),
+            peak=find_peak(config.peak_flops, self.device, self._dtype),
         )
-        result, validation_loss = None, None
+        result = None
+        validation_loss = None
         with ExitStack() as stack:
             self._feed.read_ahead(first, stack)
             reporter = Reporter(config, speed, first, self.is_logging_rank, stack)
-            if collects := config.gc_every is not None and gc.isenabled():
+            collects = config.gc_every is not None and gc.isenabled()
+            if collects:
                 gc.disable()
                 stack.callback(gc.enable)
+
             while self.step < config.steps:
                 result = self.train_step()
                 reporter.step(result, self._feed.epoch(result.step - 1))
                 if collects and self.step % (config.gc_every or 1) == 0:
                     gc.collect()
+                # The first step also compiles and connects, which may take longer.
                 if config.step_timeout is not None and self.step == first + 1:
                     limit_waiting(self._mesh, config.step_timeout)
+
                 is_due = config.eval_every is not None and self.step % config.eval_every == 0
                 if self._held_out and (is_due or self.step == config.steps):
                     validation_loss = self.evaluate()
                     reporter.validation(self.step, validation_loss)
                 if after_step is not None:
                     after_step(self, result)
+
+            # A run that was already finished has taken no step.
             if self._held_out and validation_loss is None:
                 validation_loss = self.evaluate()
+
         loss = None if result is None else result.loss
         return Fitted(self.step - first, loss, validation_loss, reporter.speed)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides weights, optimizer and random numbers, as JSON can hold it."""
+        """Return the trainer's part of a checkpoint, as JSON can hold it.
+
+        It lacks weights, the optimizer's state and random numbers, which are saved beside it.
+        """
         return {
             "step": self.step,
             "scheduler": self.scheduler.state_dict(),
@@ -339,26 +407,28 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken; call it on every rank, after the checkpoint filled
-        the optimizer.
+        """Go on where :meth:`state` was taken.
 
-        Layout, engine, schedule, microbatches, accumulation and logging may differ; but if stages
-        update their own weights, stages and microbatches must be those of the state. With other
-        ``steps`` the learning rate follows the new curve from here on.
+        Call it on every rank, after the checkpoint has filled the optimizer.
+        Layout, engine, schedule, microbatches, accumulation and logging may differ from the saved
+        run. But if stages update their own weights, the number of stages and of microbatches must
+        be the same. With other ``steps`` the learning rate follows the new curve from here on.
 
         A state of other data, another tokenizer or other hyperparameters is refused on every rank.
         """
         Ranks().collectively(lambda: self._check_state(state))
         self._feed.seek(state["step"], state["data"])
         self.step = state["step"]
+
         if self._scaler.is_enabled():
             kept = state.get("scaler")
-            if kept is None:  # of a version that kept two numbers
+            if kept is None:  # an older version kept two numbers of the scaler
                 two = state["loss_scale"]
                 kept = with_good_steps(self._scaler.state_dict(), two["good_steps"])
                 kept["scale"] = two["value"]
             self._scaler.load_state_dict(kept)
-        # A rate for each parameter group: the state of a version 1 has one group.
+
+        # The state of a version 1 has one rate for all parameter groups; compute a rate for each.
         base_lrs = self.scheduler.base_lrs
         rates = [base * lr_factor(self.step, self.config) for base in base_lrs]
         of_scheduler = {**state["scheduler"], "base_lrs": base_lrs}
@@ -367,32 +437,39 @@ class Trainer:
             group["lr"] = rate
 
     def _parts(self, batch: Sequences) -> Iterator[Sequences]:
-        """Return the batch as the pipeline steps that are accumulated."""
+        """Yield the parts of a batch whose gradients are accumulated, one pipeline step each."""
         rows = len(batch) // self.config.accumulation
-        return (batch[first : first + rows] for first in range(0, len(batch), rows))
+        for first in range(0, len(batch), rows):
+            yield batch[first : first + rows]
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that this run cannot continue."""
         missing = sorted({"step", "scheduler", "data", "config", "tokenizer"} - set(state))
         if missing:
             raise ValueError(
                 f"the state has no {', '.join(missing)}: pass what Trainer.state() returned"
             )
-        # Older states lack what was not there to set.
-        mine, usual = self.config.as_dict(), TrainConfig(precision="fp32").as_dict()
-        pairs = [
+
+        theirs = state["config"]
+        mine = self.config.as_dict()
+        pairs: list[tuple[str, Any, Any]] = [
             ("the digest of the training data", state["data"]["digest"], self._data_digest),
             ("the tokenizer", state["tokenizer"], self._tokenizer_digest),
-            *((name, state["config"].get(name, usual[name]), mine[name]) for name in _FIXED),
         ]
+        # A setting that is newer than the state had its default value then.
+        usual = TrainConfig(precision="fp32").as_dict()
+        for name in _FIXED:
+            pairs.append((name, theirs.get(name, usual[name]), mine[name]))
         if self.config.versions is not None:
-            pairs.append(
-                ("microbatches", state["config"].get("microbatches"), mine["microbatches"])
-            )
+            pairs.append(("microbatches", theirs.get("microbatches"), mine["microbatches"]))
             pairs.append(("the number of stages", state.get("n_stages"), self.held.n_stages))
         for name, saved, here in pairs:
             if saved != here:
-                how = "resume with what the run began with, or begin another in a new folder"
-                raise ValueError(f"{name} is {here!r} here and {saved!r} in the state: {how}")
+                raise ValueError(
+                    f"{name} is {here!r} here and {saved!r} in the state: resume with what the run"
+                    " began with, or begin another in a new folder"
+                )
+
         step, steps = state["step"], self.config.steps
         if step > steps:
             raise SettingError(

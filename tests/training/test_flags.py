@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from course_pp.training.flags import PRESETS, ModelOptions, Options, parse
+from course_pp.training.flags import PRESETS, ModelOptions, RunOptions, parse
 
 SCRIPTS = (Path(__file__).parents[2] / "docs" / "scripts.md").read_text()
 
 
-def parsed(*arguments: str) -> Options:
+def parsed(*arguments: str) -> RunOptions:
     options = parse(arguments)
     assert options is not None
     return options
