@@ -14,7 +14,7 @@ from course_pp.launch import on_ranks
 from course_pp.model import CrossEntropy, Transformer, build_stage_module
 from course_pp.training.engines import HeldStages, flops_of_a_sequence
 from course_pp.training.feed import Feed
-from course_pp.training.logs import METRICS, Logs, Peak, Progress, Speed, find_peak, matmul_flops
+from course_pp.training.logs import METRICS, Logs, Peak, ProgressBar, Speed, find_peak, matmul_flops
 from tests.training.small import MODEL, RUN, SEQ_LEN, rows
 
 
@@ -44,7 +44,7 @@ def test_the_bar_says_which_pass_over_the_data_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    feed, bar = Feed(RUN, rows(24)), Progress(0, 4, 10, True)  # 3 steps an epoch
+    feed, bar = Feed(RUN, rows(24)), ProgressBar(0, 4, 10, True)  # 3 steps an epoch
     for step in range(4):
         bar.advance(1.0, feed.epoch(step))
     bar.close()
