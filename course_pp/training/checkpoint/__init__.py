@@ -1,20 +1,22 @@
-"""Checkpoints that any layout can write and any other can load, on
-``torch.distributed.checkpoint``.
+"""Checkpoints that any layout writes and any other loads, on ``torch.distributed.checkpoint``.
 
-    saved = save("checkpoints", step, modules, optimizer, device_mesh=mesh, extra={"scheduler":
-    scheduler.state_dict()}) loaded = load("checkpoints", modules, optimizer, device_mesh=mesh)  #
-    the newest whole one scheduler.load_state_dict(loaded.extra["scheduler"])
+    extra = {"scheduler": scheduler.state_dict()}
+    saved = save("checkpoints", step, modules, optimizer, device_mesh=mesh, extra=extra)
+
+    loaded = load("checkpoints", modules, optimizer, device_mesh=mesh)  # the newest whole one
+    scheduler.load_state_dict(loaded.extra["scheduler"])
 
 A checkpoint is one directory::
 
     step_00000100/
-        __0_0.distcp …   tensors, one file a rank          .metadata   which piece of which tensor is where
+        __0_0.distcp …   tensors, one file a rank
+        .metadata        place of each piece of each tensor
         state.json       step, sizes of the model, layout, options of the optimizer, extra
         manifest.json    size and checksum of every file, written last
 
 It is written under another name and renamed when complete, so it is there whole or not at all.
-Loading runs nothing that a checkpoint holds: ``.metadata`` may name the classes that describe
-tensors and no others, tensors are read with ``weights_only=True``, and the rest is JSON.
+Loading runs no code from a checkpoint: ``.metadata`` may name only the classes that describe
+tensors, tensors are read with ``weights_only=True``, and the rest is JSON.
 """
 
 from course_pp.training.checkpoint.huggingface import export_hf, import_hf, load_stage

@@ -1,12 +1,13 @@
-"""To and from a Hugging Face model directory, and stages filled from one: safetensors,
-``config.json``, the tokenizer.
+"""Hugging Face model directories: export to one, import from one, and fill stages from one.
+
+A directory holds safetensors, ``config.json`` and the tokenizer.
 
     with weights_on_meta():
         model = LlamaForCausalLM(config)               # takes no memory
     stages = auto_split(model, example, n_stages=4)
     load_stage(stages[rank], folder, device=device)    # reads this stage's part of the files
 
-Only JSON and safetensors are read: never pickled weights, nor code that a directory holds or names.
+Only JSON and safetensors are read. Pickled weights are not read, and no code of a directory runs.
 """
 
 import json
@@ -44,7 +45,7 @@ from course_pp.model.hf import (
 )
 from course_pp.training.checkpoint.manifest import (
     CheckpointError,
-    Ranks,
+    CheckpointRanks,
     opened,
     read_json,
     read_manifest,
@@ -59,10 +60,13 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.jso
 _GENERATION = "generation_config.json"
 _ROLES = ("pad", "bos", "eos")
 _IDS = [f"{role}_token_id" for role in _ROLES]
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _ANEW = "get the directory anew, whole"
+# Filling a stage of a large model over a slow file system may take hours.
 _LIMIT_S = 24 * 3600.0
+# The part of a file that was read takes memory until the file is closed.
 _OPEN_BYTES = 2**24
 
 States = Sequence[tuple[nn.Module, dict[str, Any]]]
@@ -75,8 +79,7 @@ def export_hf(
     directory: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write the model of a checkpoint so that ``from_pretrained(directory)`` of transformers loads
-    it.
+    """Write a checkpoint's model so that ``from_pretrained(directory)`` of transformers loads it.
 
     Attached tokenizer files are exported too, and ``config.json`` gets their ids that begin, end
     and pad a text.
@@ -85,16 +88,19 @@ def export_hf(
     with its own ``config.json``. It must have the names of that class: merge adapters into the
     weights before saving.
 
-    ``path`` is a checkpoint, or the directory of a run's; ``directory``, new or empty, appears when
-    it is complete; without a ``dtype`` it is the checkpoint's.
+    Args:
+        path: a checkpoint, or the directory of a run's checkpoints.
+        directory: a directory that is new or empty. It appears when it is complete.
+        dtype: dtype of the exported weights; None keeps the checkpoint's.
     """
-    checkpoint, target = open_checkpoint(path), Path(os.path.abspath(directory))
+    checkpoint = open_checkpoint(path)
+    target = Path(os.path.abspath(directory))
     _, files = read_manifest(checkpoint.path)
-    attached = {
-        name: _json_in(checkpoint.path / name)
-        for name in (*_TOKENIZER, _GENERATION)
-        if name in files
-    }
+    attached = {}
+    for name in (*_TOKENIZER, _GENERATION):
+        if name in files:
+            attached[name] = _json_in(checkpoint.path / name)
+    write: Callable[[Path], None]
     if checkpoint.state["config"] is None and HF_CONFIG in files:
         model = _model_of_transformers(checkpoint, dtype)
         write = partial(_write_transformers, model, attached)
@@ -110,9 +116,9 @@ def export_hf(
     except CheckpointError:
         raise
     except Exception as error:  # safetensors has an error of its own for a full disk
-        how = "make room there, or export to another directory"
         raise CheckpointError(
-            f"{directory} cannot be written ({sentence(error)}): {how}"
+            f"{directory} cannot be written ({sentence(error)}): make room there, or export to"
+            " another directory"
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -147,7 +153,8 @@ def _write_attached(
 ) -> None:
     for name, content in attached.items():
         (directory / name).write_bytes(content)
-    if special:  # other tokenizers bring their description along
+    # Only our own tokenizer has special ids here; any other comes with its description.
+    if special:
         roles = {f"{role}_token": token for role, (token, _) in special.items()}
         text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **roles}, indent=1)
         (directory / _TOKENIZER[1]).write_text(text, encoding="utf-8")
@@ -159,7 +166,7 @@ def _write_transformers(model: Any, attached: Mapping[str, bytes], directory: Pa
 
 
 def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any:
-    """Return the model of transformers whose ``config.json`` a checkpoint holds, filled from it."""
+    """Return the model that a checkpoint's ``config.json`` describes, filled with its weights."""
     model = _built_by_transformers(checkpoint)
     weights = _weights_of_transformers(checkpoint, dtype)
     expected = set(model.state_dict())
@@ -167,39 +174,49 @@ def _model_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> Any
     model.tie_weights()
     state = model.state_dict(keep_vars=True)
 
-    kind, where = type(model).__name__, checkpoint.path
+    kind = type(model).__name__
+    where = checkpoint.path
     how = "merge adapters into the weights and save anew, or load it and call its save_pretrained"
-    if others := sorted(weights.keys() - expected):
+    others = sorted(weights.keys() - expected)
+    if others:
         raise CheckpointError(f"{where} has {_first_of(others)}, which {kind} does not have: {how}")
-    if missing := sorted(name for name, tensor in state.items() if tensor.is_meta):
+    missing = sorted(name for name, tensor in state.items() if tensor.is_meta)
+    if missing:
         raise CheckpointError(f"{where} has no {_first_of(missing)}, which {kind} has: {how}")
+
+    # config.json says which weights are tied. A tie there replaces one weight by another.
     for name, tensor in weights.items():
         is_same = state[name].data_ptr() == tensor.data_ptr()
         if not is_same and not torch.equal(state[name], tensor):
-            what = f"{name} is tied by {HF_CONFIG}, and was saved with values of its own"
-            raise CheckpointError(f"{where}: {what}: save it with config.tie_word_embeddings=False")
+            raise CheckpointError(
+                f"{where}: {name} is tied by {HF_CONFIG}, and was saved with values of its own:"
+                " save it with config.tie_word_embeddings=False"
+            )
     for name, first in _ties_of_transformers(checkpoint).items():
         if state[name] is not state[first]:
-            what = f"{name} and {first} were saved as one weight, and are two by {HF_CONFIG}"
-            raise CheckpointError(f"{where}: {what}: save it with config.tie_word_embeddings=True")
+            raise CheckpointError(
+                f"{where}: {name} and {first} were saved as one weight, and are two by"
+                f" {HF_CONFIG}: save it with config.tie_word_embeddings=True"
+            )
     return model
 
 
 def _built_by_transformers(checkpoint: Opened) -> Any:
-    """Return a model without weights, as ``config.json`` says; only transformers' own code runs."""
+    """Return a model without weights, as ``config.json`` says. Only transformers' own code runs."""
     with imports_of_extra("hf"):
         import transformers
 
     described = json.loads(_json_in(checkpoint.path / HF_CONFIG))
+    # Another implementation of attention may be code that transformers would fetch.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     kind = next(iter(described.get("architectures") or ()), None)
     architecture: Any = getattr(transformers, str(kind), None)
-    known = isinstance(architecture, type) and issubclass(
-        architecture, transformers.PreTrainedModel
-    )
-    if not known:
-        problem = f"{checkpoint.path} is of {kind or 'a class'}, which transformers does not have"
-        raise CheckpointError(f"{problem}: load it into your model, and call its save_pretrained")
+    how = "load it into your model, and call its save_pretrained"
+    is_class = isinstance(architecture, type)
+    if not is_class or not issubclass(architecture, transformers.PreTrainedModel):
+        raise CheckpointError(
+            f"{checkpoint.path} is of {kind or 'a class'}, which transformers does not have: {how}"
+        )
     try:
         kind_of_config: Any = architecture.config_class
         config = kind_of_config.from_dict(kept)
@@ -207,16 +224,14 @@ def _built_by_transformers(checkpoint: Opened) -> Any:
             return architecture(config)
     except Exception as error:
         what = " ".join(str(error).split())
-        problem = (
-            f"{checkpoint.path}: {HF_CONFIG} makes no {kind} ({type(error).__name__}: {what:.300})"
-        )
         raise CheckpointError(
-            f"{problem}: load it into your model, and call its save_pretrained"
+            f"{checkpoint.path}: {HF_CONFIG} makes no {kind} ({type(error).__name__}: {what:.300}):"
+            f" {how}"
         ) from error
 
 
 def _weights_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return a checkpoint's weights by the model's own names, tied ones under each of theirs."""
+    """Return a checkpoint's weights by the model's own names, a tied one under all its names."""
     weights = {}
     read = checkpoint.read(f"model.{name}" for name in sorted(checkpoint.weights))
     for key, tensor in read.items():
@@ -228,7 +243,7 @@ def _weights_of_transformers(checkpoint: Opened, dtype: torch.dtype | None) -> d
 
 
 def _ties_of_transformers(checkpoint: Opened) -> dict[str, str]:
-    """Return for each other name of a tied weight the name it was saved under."""
+    """Return the name under which a tied weight was saved, for each of its other names."""
     names = checkpoint.state.get("tied", {})
     return {_without_stage(name): _without_stage(checkpoint.first_name(name)) for name in names}
 
@@ -249,50 +264,52 @@ def _json_in(path: Path) -> bytes:
 
 
 def _config_of(checkpoint: Opened) -> ModelConfig:
-    """Return the sizes of the model, if it is one of ours and all of it is there."""
+    """Return the sizes of the model. Refuse a model that is not ours, or not whole."""
     try:
         config = ModelConfig(**checkpoint.state["config"])
         with torch.device("meta"):
             expected = set(Transformer(config).state_dict())
     except (TypeError, ValueError) as error:
-        problem = f"{checkpoint.path} does not say which model it is of"
-        how = "load it into your model, and call its save_pretrained"
         raise CheckpointError(
-            f"{problem}: only course_pp's and transformers' can be exported; {how}"
+            f"{checkpoint.path} does not say which model it is of: only course_pp's and"
+            " transformers' can be exported; load it into your model, and call its save_pretrained"
         ) from error
     if config.tie_embeddings:
         expected.discard(HEAD)
-    if differ := sorted(expected ^ checkpoint.weights):
-        has = f"{'no' if differ[0] in expected else 'a'} {differ[0]}"
+    differ = sorted(expected ^ checkpoint.weights)
+    if differ:
+        article = "no" if differ[0] in expected else "a"
         raise CheckpointError(
-            f"{checkpoint.path} is not of course_pp's Transformer, as an export needs: it has {has}"
+            f"{checkpoint.path} is not of course_pp's Transformer, as an export needs: it has"
+            f" {article} {differ[0]}"
         )
     return config
 
 
 def _special_ids(attached: Mapping[str, bytes]) -> dict[str, tuple[str, int]]:
-    """Return role, token and id of the special tokens, if the tokenizer is ours."""
+    """Return token and id of our tokenizer's special tokens, by role; {} for another tokenizer."""
     definition, description = _TOKENIZER[:2]
     if definition not in attached or description in attached:
         return {}
     # Loading a checkpoint must not need the package tokenizers.
     from course_pp.training.data import SPECIAL_TOKENS
 
-    ids = {
-        token["content"]: token["id"]
-        for token in json.loads(attached[definition]).get("added_tokens", ())
-    }
-    return {
-        role: (token, ids[token])
-        for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)
-        if token in ids
-    }
+    added = json.loads(attached[definition]).get("added_tokens", ())
+    ids = {token["content"]: token["id"] for token in added}
+    found = {}
+    for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True):
+        if token in ids:
+            found[role] = (token, ids[token])
+    return found
 
 
 def _token_ids(
     attached: Mapping[str, bytes], special: Mapping[str, tuple[str, int]]
 ) -> dict[str, Any]:
-    """Return ``eos_token_id`` and the like for ``config.json``, as the model came with or our tokenizer has them."""
+    """Return ``eos_token_id`` and the like for ``config.json``.
+
+    They are the ids that the model came with, or our tokenizer's.
+    """
     if _GENERATION in attached:
         known = json.loads(attached[_GENERATION])
         return {name: known.get(name) for name in _IDS}
@@ -301,7 +318,7 @@ def _token_ids(
 
 @checked
 def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> Saved:
-    """Make a checkpoint, step 0 without an optimizer, of a Hugging Face model directory.
+    """Make a checkpoint of a Hugging Face model directory: step 0, without an optimizer.
 
     Attention is always the built-in one. No link is followed. Load the checkpoint with
     ``optimizer=None``, at any layout, in the dtype it has. If the directory does not hold exactly
@@ -312,72 +329,81 @@ def import_hf(source: str | os.PathLike[str], root: str | os.PathLike[str]) -> S
         raise CheckpointError(
             f"{folder} is not a model directory: it needs config.json and .safetensors files"
         )
-    if links := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
+    links = sorted(path.name for path in folder.iterdir() if path.is_symlink())
+    if links:
         raise CheckpointError(f"{folder}: {links[0]} is a link: put the file itself in its place")
     described = json.loads(_json_in(folder / "config.json"))
     hf_config, config = _config_in(folder, described)
     model = _model_of(folder, config, _dtype_of(described))
-    names = (*_TOKENIZER, _GENERATION)
-    attachments = {
-        name: _json_in(folder / name) for name in names if os.path.lexists(folder / name)
-    }
+    attachments = {}
+    for name in (*_TOKENIZER, _GENERATION):
+        if os.path.lexists(folder / name):
+            attachments[name] = _json_in(folder / name)
     if _GENERATION not in attachments:
         ids = {name: getattr(hf_config, name, None) for name in _IDS}
-        attachments[_GENERATION] = json.dumps(
-            {"_from_model_config": True, **ids}, indent=1
-        ).encode()
+        generation = {"_from_model_config": True, **ids}
+        attachments[_GENERATION] = json.dumps(generation, indent=1).encode()
     return save(root, 0, model, device_mesh=None, attachments=attachments)
 
 
 def _model_of(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> Transformer:
-    """Return the model whose weights ``folder`` holds, on the CPU; its rotary tables stay on the meta device."""
-    found = {
-        name: tensor
-        for name, tensor in _found_in(folder).items()
-        if not name.endswith("rotary_emb.inv_freq")
-    }
-    # An enormous number of layers would take as long to build as to look for.
+    """Return the model whose weights ``folder`` holds, on the CPU.
+
+    Its rotary tables stay on the meta device.
+    """
+    found = {}
+    for name, tensor in _found_in(folder).items():
+        # Older releases of transformers saved these tables, which are computed anew.
+        if not name.endswith("rotary_emb.inv_freq"):
+            found[name] = tensor
+    # Building an enormous number of layers would take long, only to find weights missing.
     if config.n_layers > len(found):
-        layers = f"the {config.n_layers:,} layers of its config.json"
-        raise CheckpointError(f"{folder} has {len(found)} weights, too few for {layers}: {_ANEW}")
+        raise CheckpointError(
+            f"{folder} has {len(found)} weights, too few for the {config.n_layers:,} layers of its"
+            f" config.json: {_ANEW}"
+        )
     with torch.device("meta"):
         model = Transformer(config).to(dtype or _DTYPES.get(next(iter(found.values())).kind))
     state = model.state_dict(keep_vars=True)
+
     form = form_of(found)
-    if others := sorted(
-        found.keys() - {each.name for name in state for each in sources_in_hf(name, config, form)}
-    ):
+    asked: set[str] = set()
+    for name in state:
+        asked.update(source.name for source in sources_in_hf(name, config, form))
+    others = sorted(found.keys() - asked)
+    if others:
         raise CheckpointError(
             f"{folder} has, beside what config.json asks for, {_first_of(others)}: {_ANEW}"
         )
+
     cpu = torch.device("cpu")
     planned = _plan([(model, state)], folder)
     ends = [found[name] for name in map(name_to_hf, (EMBEDDING, HEAD)) if name in found]
     if config.tie_embeddings and len(ends) == 2:
         own = state[EMBEDDING]
-        both = (_read([(own, Source(end.name), end)], cpu)[id(own)] for end in ends)
-        same = ends[0].shape == ends[1].shape and torch.equal(*both)
-        if not same:
+        both = [_read([(own, Source(end.name), end)], cpu)[id(own)] for end in ends]
+        if ends[0].shape != ends[1].shape or not torch.equal(*both):
             raise CheckpointError(
                 f"{folder} has different {ends[0].name} and {ends[1].name}, which are tied: {_ANEW}"
             )
+
     read = _read(planned, cpu)
     model.load_state_dict({name: read[id(own)] for name, own in state.items()}, assign=True)
     return model
 
 
 def _config_in(folder: Path, described: Mapping[str, Any]) -> tuple[Any, ModelConfig]:
-    """Return what ``config.json`` says, as the class of its model reads it, and as our sizes."""
+    """Return the configuration in ``config.json``, in the class of its model and as our sizes."""
     kind = described.get("model_type")
     refuse_other_kinds(kind)
-    # How transformers computes attention, and whose code it fetches for that, is not a matter of
-    # the model.
+    # Another implementation of attention may be code that transformers would fetch.
     kept = {name: value for name, value in described.items() if "attn_implementation" not in name}
     try:
         hf_config = config_class(str(kind)).from_dict(kept)
         return hf_config, config_from_hf(hf_config)
     except Exception as error:
-        if type(error) is ValueError:  # the model has something that ours has not
+        # A ValueError says that the model has a part that ours does not have.
+        if type(error) is ValueError:
             raise
         what = " ".join(str(error).split())
         raise CheckpointError(
@@ -398,35 +424,35 @@ def load_stage(
     device: torch.device | str = "cpu",
     names: Callable[[str], str] | None = None,
 ) -> int:
-    """Fill a stage that was built without weights from a directory of safetensors files; call it on
-    every rank.
+    """Fill a stage that was built without weights from a directory of safetensors files.
 
-    Files are read in pieces, so a rank needs memory for its stage and little more.
+    Call it on every rank. Files are read in pieces, so a rank needs memory for its stage and little
+    more.
 
     Weights are cast to the stage's dtype. Tied weights may be in the files under any of their
     names, with or without the ``base_model_prefix`` of transformers' models. Persistent buffers are
-    read like weights; the others stay as they were built. What other stages need is neither read
-    nor missed. The stage's own ``load_state_dict`` and its hooks see what was read.
+    read like weights; the others stay as they were built. Weights of other stages are neither read
+    nor missed. The stage's own ``load_state_dict`` and its hooks see the weights.
 
     Args:
-        stage: of :func:`~course_pp.parallel.auto_split` or
-            :func:`~course_pp.model.build_stage_module`; or all of a rank's, in a list. Shard it and
-            cast it afterwards.
+        stage: a stage of :func:`~course_pp.parallel.auto_split` or
+            :func:`~course_pp.model.build_stage_module`, or a list of all stages of this rank. Shard
+            it and cast it afterwards.
         folder: a directory with ``model.safetensors``, or an index and its files, or any
             ``.safetensors`` files.
         device: where to put the stage.
-        names: for a weight's name in the stage its name in the files, where transformers renames
-            what it reads.
+        names: function from a weight's name in the stage to its name in the files, for models whose
+            weights transformers renames when it reads them.
 
     Returns:
-        Bytes that were read of the files.
+        Number of bytes that were read from the files.
 
     Raises:
         CheckpointError: on every rank, with nothing filled on any: if a tensor is missing or does
-            not fit, a file is damaged, or what files do not hold has lost its values, as under
-            ``torch.device("meta")``.
+            not fit, if a file is damaged, or if a tensor that files do not hold has lost its
+            values, as under ``torch.device("meta")``.
     """
-    ranks = Ranks(limit_s=_LIMIT_S)
+    ranks = CheckpointRanks(limit_s=_LIMIT_S)
     with ranks.refusing_together():
         check_arguments(load_stage, locals())
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
@@ -452,41 +478,41 @@ class _InFile:
 
 
 Planned = Sequence[tuple[Tensor, Source, _InFile]]
-"""Weights, each with what it is, or a part of it, and where."""
+"""Weights: the stage's tensor, the part of it that a file holds, and the tensor in that file."""
 
 
 def _plan(states: States, folder: Path, in_files: Callable[[str], str] = str) -> Planned:
-    """Return each weight of the modules, and where it is."""
+    """Return each weight of the modules and its place in the files. Refuse if one is missing."""
     found = _found_in(folder)
     planned: list[tuple[Tensor, Source, _InFile]] = []
     missing: list[str] = []
     for choices, own in _sources_of(states, form_of(found)):
         for names, source in choices:
-            there = [
-                found[name]
-                for name in dict.fromkeys([*map(in_files, names), *names])
-                if name in found
-            ]
+            found_names = [*map(in_files, names), *names]
+            there = [found[name] for name in found_names if name in found]
             if not there:
                 missing.append(names[0])
                 continue
-            tensor, needs = there[0], source.place(torch.empty(own.shape, device="meta")).shape
-            if source.take(torch.empty(tensor.shape, device="meta")).shape != needs:
-                needed = (
-                    f"and the model needs {tuple(needs)}: build it with the sizes of its"
-                    " config.json"
+            tensor = there[0]
+            # On the meta device, to compare shapes without any numbers.
+            needs = source.place(torch.empty(own.shape, device="meta")).shape
+            has = source.take(torch.empty(tensor.shape, device="meta")).shape
+            if has != needs:
+                raise CheckpointError(
+                    f"{folder} has {tensor.name} as {tensor.shape}, and the model needs"
+                    f" {tuple(needs)}: build it with the sizes of its config.json"
                 )
-                raise CheckpointError(f"{folder} has {tensor.name} as {tensor.shape}, {needed}")
             if (tensor.kind in _DTYPES) != own.is_floating_point():
-                needed = f"and the model as {own.dtype}: get it in one of {', '.join(_DTYPES)}"
-                raise CheckpointError(f"{folder} has {tensor.name} as {tensor.kind}, {needed}")
+                raise CheckpointError(
+                    f"{folder} has {tensor.name} as {tensor.kind}, and the model as {own.dtype}:"
+                    f" get it in one of {', '.join(_DTYPES)}"
+                )
             planned.append((own, source, tensor))
     if missing:
-        how = (
-            "get the directory of this model, whole, or give load_stage names= if they are others"
-            " there"
+        raise CheckpointError(
+            f"{folder} has no {_first_of(missing)}, which the model needs: get the directory of"
+            " this model, whole, or give load_stage names= if they are others there"
         )
-        raise CheckpointError(f"{folder} has no {_first_of(missing)}, which the model needs: {how}")
     _refuse_lost(states)
     return planned
 
@@ -496,17 +522,20 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _found_in(folder: Path) -> dict[str, _InFile]:
-    """Return every tensor in the files that make up a model. Links are followed: downloaded models consist of them."""
+    """Return every tensor in the files of a model, by name.
+
+    Links are followed, because downloaded models consist of them.
+    """
     found = {}
     for path in _files_of(folder):
         with _safetensors(path) as file:
             for name in list(file.keys()):
                 part = file.get_slice(name)
                 kind, shape = part.get_dtype(), tuple(part.get_shape())
+                # The number in a name such as F32 or F8_E4M3; BOOL has none.
                 bits = int("".join(filter(str.isdigit, kind))[:2] or 8)
-                found[name] = _InFile(
-                    path, name, kind, shape, torch.Size(shape).numel() * bits // 8
-                )
+                n_bytes = torch.Size(shape).numel() * bits // 8
+                found[name] = _InFile(path, name, kind=kind, shape=shape, n_bytes=n_bytes)
     if not found:
         raise CheckpointError(
             f"{folder} holds no .safetensors files: give the directory of a model"
@@ -515,6 +544,7 @@ def _found_in(folder: Path) -> dict[str, _InFile]:
 
 
 def _files_of(folder: Path) -> list[Path]:
+    """Return the files of a model: the one file, or those in its index, or all there are."""
     if (folder / _ONE).exists():
         return [folder / _ONE]
     if not (folder / _INDEX).exists():
@@ -524,10 +554,9 @@ def _files_of(folder: Path) -> list[Path]:
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights.values()):
         raise CheckpointError(f"{folder}: {_INDEX} is damaged: it has no weight_map")
     names = sorted(set(weights.values()))
-    if strange := [
-        name for name in names if name != Path(name).name or not name.endswith(".safetensors")
-    ]:
-        raise CheckpointError(f"{folder}: {_INDEX} is refused: it names {strange[0]!r}")
+    for name in names:
+        if name != Path(name).name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{folder}: {_INDEX} is refused: it names {name!r}")
     return [folder / name for name in names]
 
 
@@ -550,7 +579,10 @@ def _safetensors(path: Path) -> Iterator[Any]:
 def _sources_of(
     states: States, form: Form
 ) -> Iterator[tuple[list[tuple[list[str], Source]], Tensor]]:
-    """Return each weight that files hold, and its parts there, each with the names it may have, its own first."""
+    """Yield each weight that files hold, with its parts there.
+
+    A part has several names that it may have in the files. The weight's own name is the first.
+    """
     parts: dict[int, dict[int, tuple[dict[str, None], Source]]] = {}
     own: dict[int, Tensor] = {}
     for stage, state in states:
@@ -562,10 +594,8 @@ def _sources_of(
                     f"{name} is no tensor, and safetensors hold nothing else: set it after filling"
                 )
             own[id(tensor)] = tensor
-            known = [
-                name,
-                *sorted({other for tie in ties if name in tie for other in tie} - {name}),
-            ]
+            tied_to: set[str] = set().union(*(tie for tie in ties if name in tie))
+            known = [name, *sorted(tied_to - {name})]
             if isinstance(stage, Transformer):
                 sources = [sources_in_hf(each, stage.config, form) for each in known]
             else:
@@ -575,78 +605,78 @@ def _sources_of(
                 names = [each.name for each in same]
                 if form == "mixtral":
                     names += [each.replace(".mlp.", ".block_sparse_moe.") for each in names]
-                names += [
-                    each.removeprefix(prefix) if each.startswith(prefix) else prefix + each
-                    for each in names
-                ]
+                for each in list(names):
+                    has_prefix = each.startswith(prefix)
+                    names.append(each.removeprefix(prefix) if has_prefix else prefix + each)
                 kept, _ = parts.setdefault(id(tensor), {}).setdefault(part, ({}, same[0]))
                 kept.update(dict.fromkeys(names))
-    return (
-        ([(list(names), part) for names, part in parts[key].values()], tensor)
-        for key, tensor in own.items()
-    )
+    for key, tensor in own.items():
+        yield [(list(names), part) for names, part in parts[key].values()], tensor
 
 
 def _refuse_lost(states: States) -> None:
+    """Refuse a tensor on the meta device that no file fills."""
     for stage, state in states:
+        # Our own model makes its tables anew.
+        if isinstance(stage, Transformer):
+            continue
         given = {id(tensor) for tensor in state.values()}
         for name, own in (*stage.named_parameters(), *stage.named_buffers()):
             stands_for_another = getattr(own, "of_another_stage", False)
-            if (
-                isinstance(stage, Transformer)
-                or not own.is_meta
-                or id(own) in given
-                or stands_for_another
-            ):
-                continue
-            how = "in memory, or buffers under weights_on_meta(), which leaves them as they are"
-            raise ValueError(
-                f"{name} is on the meta device, and no file holds it: build the model {how}"
-            )
+            if own.is_meta and id(own) not in given and not stands_for_another:
+                raise ValueError(
+                    f"{name} is on the meta device, and no file holds it: build the model in"
+                    " memory, or buffers under weights_on_meta(), which leaves them as they are"
+                )
 
 
 def _read(planned: Planned, device: torch.device) -> dict[int, Tensor]:
-    """Return what is in the files, by the ``id`` of the weight, read in pieces.
+    """Return full tensors from the files by the ``id`` of the weight, read in pieces.
 
-    A file is closed and opened anew after some: the part of it that was read takes this process's
-    memory too.
+    A file is closed and opened anew after some pieces, because the part of it that was read takes
+    this process's memory, too.
     """
     full = {id(own): torch.empty(own.shape, dtype=own.dtype, device=device) for own, *_ in planned}
     by_file = sorted(planned, key=lambda each: (each[2].path, each[2].name))
     for path, group in groupby(by_file, key=lambda each: each[2].path):
-        pieces = [
-            (tensor.name, source, full[id(own)], rows)
-            for own, source, tensor in group
-            for rows in _rows(tensor)
-        ]
+        pieces = []
+        for own, source, tensor in group:
+            for rows in _rows(tensor):
+                pieces.append((tensor.name, source, full[id(own)], rows))
         while pieces:
             n_bytes = 0
             with _safetensors(path) as file:
                 while pieces and n_bytes < _OPEN_BYTES:
                     name, source, own, rows = pieces.pop(0)
                     to = source.place(own)
-                    part = source.take(
-                        file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
-                    )
-                    (to if rows is None else to[rows]).copy_(part)
+                    if rows is None:
+                        part = source.take(file.get_tensor(name))
+                    else:
+                        to = to[rows]
+                        part = source.take(file.get_slice(name)[rows])
+                    to.copy_(part)
                     n_bytes += part.nbytes
     return full
 
 
 def _rows(tensor: _InFile) -> Iterator[slice | None]:
-    """Yield as many rows at a time as may be open at once; None for a tensor without rows."""
+    """Yield slices of as many rows as may be open at once, or None for a tensor without rows."""
     n_rows = tensor.shape[0] if tensor.shape else 0
+    if n_rows == 0:
+        yield None
+        return
     step = max(1, _OPEN_BYTES * n_rows // max(1, tensor.n_bytes))
-    return (
-        (slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step))
-        if n_rows
-        else iter([None])
-    )
+    for start in range(0, n_rows, step):
+        yield slice(start, min(start + step, n_rows))
 
 
 def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> None:
-    """Put what was read in the place of parameters and buffers, move the others, and let the stages load it."""
-    # with the tensor of that id, which must not be used again
+    """Put the read tensors in the place of parameters and buffers, and move all others.
+
+    Then each stage loads its state, so that its hooks see it.
+    """
+    # The new tensor by the id of the old one. The old one is kept, too: the id of a tensor that is
+    # gone may be given to another.
     moved: dict[int, tuple[Tensor, Any]] = {}
 
     def on_device(own: Tensor) -> Any:
@@ -655,14 +685,17 @@ def _put(states: States, read: Mapping[int, Tensor], device: torch.device) -> No
             if isinstance(own, nn.Parameter):
                 tensor = own if tensor is None else nn.Parameter(tensor, own.requires_grad)
             elif tensor is None and getattr(own, "of_another_stage", False):
-                # only its shape counts
+                # Only its shape counts.
                 tensor = torch.zeros((), dtype=own.dtype, device=device).expand(own.shape)
             elif tensor is None:
                 tensor = torch.empty_like(own, device=device) if own.is_meta else own.to(device)
-            moved[id(own)], moved[id(tensor)] = (own, tensor), (tensor, tensor)
+            moved[id(own)] = (own, tensor)
+            # One tensor may be met again, in its new place.
+            moved[id(tensor)] = (tensor, tensor)
         return moved[id(own)][1]
 
-    for part in (part for stage, _ in states for part in stage.modules()):
+    parts = [part for stage, _ in states for part in stage.modules()]
+    for part in parts:
         for held in (own_parameters(part), own_buffers(part)):
             held.update({name: on_device(own) for name, own in held.items() if own is not None})
     for stage, state in states:

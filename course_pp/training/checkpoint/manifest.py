@@ -1,9 +1,8 @@
-"""What a whole checkpoint consists of: size and checksum of every file, written when all of them
-are there.
+"""The files of a whole checkpoint: size and checksum of each, written when all of them are there.
 
-Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read; version 1 had
-SHA-256, and is read. Both detect damage, and neither detects tampering: whoever can change a file
-can change the manifest.
+Version 2 has XXH3 of 128 bits, which is computed about as fast as memory is read. Version 1 had
+SHA-256, and can still be read. Both detect damage. Neither detects tampering: a person who can
+change a file can change the manifest.
 """
 
 import errno
@@ -21,12 +20,14 @@ from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
-from course_pp.base import ranks as base_ranks
 from course_pp.base.arguments import WrongArgument, checked
+from course_pp.base.ranks import Ranks
 
 T = TypeVar("T")
 
-MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+METADATA = ".metadata"
 _FORMAT = "course_pp checkpoint, version 2"
 _READABLE = (_FORMAT, "course_pp checkpoint, version 1")
 _CHUNK = 1 << 20
@@ -35,15 +36,15 @@ _CHECKSUMS: dict[str, tuple[Callable[[], Any], int]] = {
     _KIND: (xxhash.xxh3_128, 32),
     "sha256": (hashlib.sha256, 64),
 }
-"""For each kind of checksum what computes it, and its number of hexadecimal digits."""
+"""Kinds of checksum: the function that computes it, and its number of hexadecimal digits."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or must not be loaded; one sentence, the same on every rank."""
+    """A checkpoint cannot be written or must not be loaded. All ranks raise the same sentence."""
 
 
-class Ranks(base_ranks.Ranks):
-    """The ranks that save or load together. Whatever fails on one of them, all raise a :class:`CheckpointError`."""
+class CheckpointRanks(Ranks):
+    """The ranks that save or load together. If one fails, all raise a :class:`CheckpointError`."""
 
     refusal = CheckpointError
 
@@ -53,16 +54,16 @@ class Ranks(base_ranks.Ranks):
 
     @staticmethod
     def sentence(error: Exception) -> str:
-        """Return what went wrong, for a person."""
+        """Return the words for an error, for a person."""
         return sentence(error)
 
 
 def sentence(error: BaseException) -> str:
-    """Return what went wrong, for a person."""
+    """Return the words for an error, for a person."""
     if isinstance(error, CheckpointError | WrongArgument):
         return str(error)
     if isinstance(error, pickle.UnpicklingError):
-        # torch would suggest to load it nevertheless
+        # torch's own sentence suggests to load the file nevertheless.
         return "a record in it holds something other than a tensor"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
@@ -71,7 +72,7 @@ def sentence(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Digest:
-    """Of a file when it was written."""
+    """Size and checksum of a file when it was written."""
 
     bytes: int
     checksum: str
@@ -94,20 +95,21 @@ def write_file(path: Path, content: bytes) -> Digest:
 
 
 def write_manifest(directory: Path, step: int, files: Mapping[str, Digest]) -> None:
-    """Declare the directory complete: the last file written to it."""
-    listed = {
-        name: {"bytes": files[name].bytes, files[name].kind: files[name].checksum}
-        for name in sorted(files)
-    }
-    write_file(
-        directory / MANIFEST,
-        json.dumps({"format": _FORMAT, "step": step, "files": listed}, indent=1).encode(),
-    )
+    """Declare the directory complete. The manifest is the last file written to it."""
+    listed = {}
+    for name in sorted(files):
+        digest = files[name]
+        listed[name] = {"bytes": digest.bytes, digest.kind: digest.checksum}
+    manifest = {"format": _FORMAT, "step": step, "files": listed}
+    write_file(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_directory(directory)
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the names in ``directory`` are on the disk: renaming alone promises an order only."""
+    """Wait until the names in ``directory`` are on the disk.
+
+    Renaming alone promises only that names change in order.
+    """
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,10 +119,9 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file opened for reading: no link is followed, and no pipe or device waited for."""
+    """Open a regular file for reading. Follow no link, and wait for no pipe or device."""
     try:
-        # Without O_NONBLOCK a named pipe would be waited for before anybody could see that it is
-        # one.
+        # Without O_NONBLOCK, opening a named pipe would wait, and its kind could not be checked.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -164,77 +165,77 @@ def read_manifest(directory: Path) -> tuple[int, dict[str, Digest]]:
             f"{MANIFEST} says format {said!r}, this package reads {' and '.join(_READABLE)}"
         )
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        step, files = (
-            manifest["step"],
-            {name: _listed(name, entry) for name, entry in manifest["files"].items()},
-        )
+        step = manifest["step"]
+        files = {name: _listed(name, entry) for name, entry in manifest["files"].items()}
         if said in _READABLE and type(step) is int and {STATE, METADATA} <= files.keys():
             return step, files
     raise CheckpointError(f"{MANIFEST} is damaged: entries are missing or make no sense")
 
 
 def _listed(name: str, entry: Mapping[str, Any]) -> Digest:
-    """Return the digest in a manifest's entry; a ValueError or the like if there is none, or the file is elsewhere."""
+    """Return the digest in a manifest's entry.
+
+    An entry without one, or the name of a file elsewhere, raises a ValueError, KeyError or the
+    like.
+    """
     [kind] = entry.keys() - {"bytes"}
     digest = Digest(entry["bytes"], entry[kind], kind)
-    sound = is_plain_name(name) and name != MANIFEST and type(digest.bytes) is int
-    if not sound or not re.fullmatch(f"[0-9a-f]{{{_CHECKSUMS[kind][1]}}}", digest.checksum):
-        raise ValueError
+    if not is_plain_name(name) or name == MANIFEST or type(digest.bytes) is not int:
+        raise ValueError(name)
+    if not re.fullmatch(f"[0-9a-f]{{{_CHECKSUMS[kind][1]}}}", digest.checksum):
+        raise ValueError(digest.checksum)
     return digest
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` can be that of a file in a checkpoint's directory."""
+    """Return True if ``name`` can be the name of a file in a checkpoint's directory."""
     return name.isprintable() and name == os.path.basename(name) and name not in ("", ".", "..")
 
 
 def is_ours(directory: Path) -> bool:
-    """Return whether this version wrote the checkpoint, even if it is damaged now, by its manifest or description."""
-    for name in (MANIFEST, STATE):
-        try:
-            found = read_json(directory / name)
-        except CheckpointError:
-            continue
-        if not isinstance(found, dict):
-            return False
-        return (
-            found.get("format") in _READABLE
-            if name == MANIFEST
-            else {"step", "layout", "config"} <= set(found)
-        )
+    """Return True if this version wrote the checkpoint, even if it is damaged now.
+
+    The manifest says so, or if it cannot be read, the description.
+    """
+    with suppress(CheckpointError):
+        manifest = read_json(directory / MANIFEST)
+        return isinstance(manifest, dict) and manifest.get("format") in _READABLE
+    with suppress(CheckpointError):
+        state = read_json(directory / STATE)
+        return isinstance(state, dict) and {"step", "layout", "config"} <= set(state)
     return False
 
 
 @checked
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with one checkpoint, a sentence for each file; empty if every byte is as it was written."""
+    """Return the problems of one checkpoint, a sentence for each file.
+
+    There are none if every byte is as it was written.
+    """
     return problems(Path(path))
 
 
 def problems(directory: Path, part: int = 0, n_parts: int = 1, checksums: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint; empty if it is whole.
+    """Return the problems of a checkpoint; none if it is whole.
 
     Args:
-        part, n_parts: check the manifest and every ``n_parts``-th file from ``part`` on, so that
-            ranks share the work.
-        checksums: False compares sizes only.
+        part, n_parts: share of the work. Files ``part``, ``part + n_parts`` and so on are checked,
+            and always the manifest.
+        checksums: False compares only sizes.
     """
     try:
         step, files = read_manifest(directory)
     except CheckpointError as error:
         return [str(error)]
-    named = re.fullmatch(r"step_(\d+)", directory.name)
-    found = (
-        [f"the directory was renamed: it holds step {step}"]
-        if named and int(named[1]) != step
-        else []
-    )
-    mine = sorted(files)[part::n_parts]
-    return found + [
-        problem
-        for name in mine
-        if (problem := _problem_of(directory / name, files[name], checksums))
-    ]
+    found = []
+    numbered = re.fullmatch(r"step_(\d+)", directory.name)
+    if numbered and int(numbered[1]) != step:
+        found.append(f"the directory was renamed: it holds step {step}")
+    for name in sorted(files)[part::n_parts]:
+        problem = _problem_of(directory / name, files[name], checksums)
+        if problem is not None:
+            found.append(problem)
+    return found
 
 
 def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
@@ -253,9 +254,10 @@ def _problem_of(path: Path, expected: Digest, checksums: bool) -> str | None:
 
 
 def _checksum(file: BinaryIO, kind: str) -> str:
-    # Into one buffer, which stays in the processor's cache; a file that is mapped to memory could
-    # vanish under us.
-    checksum, buffer = new_checksum(kind), memoryview(bytearray(_CHUNK))
+    # One small buffer stays in the processor's cache. If the file were mapped into memory and then
+    # truncated, reading it would kill the process.
+    checksum = new_checksum(kind)
+    buffer = memoryview(bytearray(_CHUNK))
     while n := file.readinto(buffer):  # type: ignore[attr-defined]
         checksum.update(buffer[:n])
     return checksum.hexdigest()

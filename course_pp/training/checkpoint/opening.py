@@ -1,4 +1,4 @@
-"""Find a whole checkpoint and read what it holds; compare two."""
+"""Find a whole checkpoint, read its descriptions, and compare two checkpoints."""
 
 import os
 import warnings
@@ -16,7 +16,7 @@ from course_pp.training.checkpoint.directory import is_checkpoint, step_director
 from course_pp.training.checkpoint.manifest import (
     STATE,
     CheckpointError,
-    Ranks,
+    CheckpointRanks,
     problems,
     read_json,
     read_manifest,
@@ -27,7 +27,13 @@ from course_pp.training.checkpoint.tensors import TensorEntry, read_description,
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose descriptions have been read; ``metadata`` says to DCP what ``tensors`` say."""
+    """A checkpoint whose descriptions have been read.
+
+    Attributes:
+        state: the content of ``state.json``.
+        tensors: descriptions of the tensors, by key.
+        metadata: the same descriptions, as DCP takes them.
+    """
 
     path: Path
     state: dict[str, Any]
@@ -35,7 +41,7 @@ class Opened:
     metadata: Metadata
 
     def first_name(self, name: str) -> str:
-        """Return the name under which a weight was saved; its own, unless that is another name of a tied weight."""
+        """Return the name under which a weight was saved. A tied weight has several names."""
         aliases = self.state.get("tied", {})
         for _ in aliases:
             name = aliases.get(name, name)
@@ -48,27 +54,31 @@ class Opened:
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors on the CPU."""
-        tensors = {
-            key: torch.empty(self.tensors[key].shape, dtype=self.tensors[key].dtype) for key in keys
-        }
+        tensors = {}
+        for key in keys:
+            entry = self.tensors[key]
+            tensors[key] = torch.empty(entry.shape, dtype=entry.dtype)
         read_tensors(self.path, self.metadata, tensors)
         return tensors
 
 
 @checked
 def find_latest(root: str | os.PathLike[str]) -> Path | None:
-    """Return the newest whole checkpoint in ``root``, found by reading every byte of it; None if
-    there is none at all.
+    """Return the newest whole checkpoint in ``root``; None if there is no checkpoint at all.
 
-    Newer ones that are damaged are named in a warning. If none is whole, it raises a
-    CheckpointError: starting anew is then for a person to decide.
+    It reads every byte of a checkpoint to know that it is whole. A warning names newer ones that
+    are damaged. If none is whole, it raises a CheckpointError, because only a person can decide to
+    start anew.
     """
-    return _newest(Path(root), Ranks(alone=True))
+    return _newest(Path(root), CheckpointRanks(alone=True))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
-    """Read the descriptions in a checkpoint, or in the newest whole one of a run, in this process alone."""
-    opened = open_together(Path(path), Ranks(alone=True))
+    """Read the descriptions in a checkpoint, or in the newest whole one of a run.
+
+    This process works alone.
+    """
+    opened = open_together(Path(path), CheckpointRanks(alone=True))
     if opened is None:
         raise CheckpointError(
             f"{path} holds no checkpoint: give a directory that save has written to"
@@ -76,42 +86,54 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     return opened
 
 
-def open_together(path: Path, ranks: Ranks) -> Opened | None:
+def open_together(path: Path, ranks: CheckpointRanks) -> Opened | None:
     """Find, check and describe a checkpoint, if there is one."""
-    # Listed on one rank: a save that is going on must not show itself to some ranks only.
-    if not ranks.first(lambda: is_checkpoint(path)):
+    # Listed on one rank: a save that is going on might be visible on some ranks only.
+    if ranks.first(lambda: is_checkpoint(path)):
+        found = _problems_of(path, ranks)
+        if found is None:
+            found = ["there is no such directory"]
+        if found:
+            raise CheckpointError(spelled(path, found))
+    else:
         newest = _newest(path, ranks)
         if newest is None:
             return None
         path = newest
-    elif (found := _problems_of(path, ranks)) is None or found:
-        raise CheckpointError(spelled(path, found or ["there is no such directory"]))
     return ranks.collectively(lambda: _describe(path))
 
 
-def _problems_of(path: Path, ranks: Ranks) -> list[str] | None:
-    """Return what is wrong, the ranks sharing the reading; None if a run has deleted the checkpoint since."""
+def _problems_of(path: Path, ranks: CheckpointRanks) -> list[str] | None:
+    """Return a checkpoint's problems, with the reading shared among the ranks.
+
+    Return None if a run has deleted the checkpoint in the meantime.
+    """
 
     def look() -> list[str] | None:
-        found = problems(path, ranks.rank, ranks.size)
+        found = problems(path, part=ranks.rank, n_parts=ranks.size)
         return found if not found or os.path.lexists(path) else None
 
-    everyone = ranks.each(look)
-    return (
-        None
-        if None in everyone
-        else sorted({problem for mine in everyone for problem in mine or ()})
-    )
+    together: set[str] = set()
+    for mine in ranks.each(look):
+        if mine is None:
+            return None
+        together.update(mine)
+    return sorted(together)
 
 
-def _newest(root: Path, ranks: Ranks) -> Path | None:
-    """Return the newest that is whole; list again if one has vanished: a newer one has come then."""
+def _newest(root: Path, ranks: CheckpointRanks) -> Path | None:
+    """Return the newest whole checkpoint in a directory.
+
+    If one vanishes, the run has deleted it because there is a newer one: list again.
+    """
     damaged: list[str] = []
-    candidates = iter(ranks.first(lambda: step_directories(root)))
-    while (path := next(candidates, None)) is not None:
+    candidates = ranks.first(lambda: step_directories(root))
+    while candidates:
+        path = candidates.pop(0)
         found = _problems_of(path, ranks)
         if found is None:
-            damaged, candidates = [], iter(ranks.first(lambda: step_directories(root)))
+            damaged = []
+            candidates = ranks.first(lambda: step_directories(root))
         elif found:
             damaged.append(spelled(path, found))
         else:
@@ -122,39 +144,50 @@ def _newest(root: Path, ranks: Ranks) -> Path | None:
                 )
             return path
     if damaged:
-        how = "restore one from a copy, or start anew in another directory"
         raise CheckpointError(
-            f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): {how}"
+            f"none of the checkpoints in {root} is whole ({'; '.join(damaged)}): restore one from a"
+            " copy, or start anew in another directory"
         )
     return None
 
 
 def _describe(path: Path) -> Opened:
+    """Read the descriptions in a checkpoint that is whole."""
     _, files = read_manifest(path)
     tensors, metadata = read_description(path, files)
     try:
         state = read_json(path / STATE)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    kinds: dict[str, Any] = {"step": int, "seed": int, "extra": dict, "layout": dict}
-    kinds |= {"config": dict | None, "optimizer": dict | None}
-    if not isinstance(state, dict) or not all(
+    kinds: dict[str, Any] = {
+        "step": int,
+        "seed": int,
+        "extra": dict,
+        "layout": dict,
+        "config": dict | None,
+        "optimizer": dict | None,
+    }
+    is_sound = isinstance(state, dict) and all(
         isinstance(state.get(key), kind) for key, kind in kinds.items()
-    ):
+    )
+    if not is_sound:
         raise CheckpointError(f"{path}: {STATE} is damaged: entries are missing or make no sense")
     return Opened(path, state, tensors, metadata)
 
 
 @checked
 def contents(path: str | os.PathLike[str]) -> list[TensorEntry]:
-    """Return every tensor in a checkpoint, or in the newest whole one of a run, in the order of their keys."""
+    """Return the tensors in a checkpoint, or in the newest whole one of a run, sorted by key."""
     tensors = open_checkpoint(path).tensors
     return [tensors[key] for key in sorted(tensors, key=_natural)]
 
 
 def _natural(key: str) -> list[tuple[int, str]]:
-    """Sort layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in key.split(".")]
+    """Return a key for sorting that puts layer 2 before layer 10."""
+    parts = []
+    for part in key.split("."):
+        parts.append((int(part), "") if part.isdigit() else (0, part))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -162,9 +195,9 @@ class Difference:
     """One difference between two checkpoints.
 
     Attributes:
-        key: of a tensor, or a dotted path into ``state.json``.
-        what: how it differs.
-        max_abs: largest absolute difference of a number, for tensors of numbers of one shape.
+        key: key of a tensor, or a dotted path into ``state.json``.
+        what: the difference in words.
+        max_abs: largest absolute difference of two numbers, if the tensors have one shape.
     """
 
     key: str
@@ -174,20 +207,22 @@ class Difference:
 
 @checked
 def diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> list[Difference]:
-    """Return the differences between two checkpoints, however they are laid out; none if they hold
-    the same.
+    """Return the differences between two checkpoints; none if they hold the same.
 
-    One tensor of each is in memory at a time. Another layout alone is no difference. But each rank
-    has random number generators of its own, and those of ranks that only one checkpoint has are
-    named. NaN equals NaN.
+    Another layout alone is no difference. But each rank has random number generators of its own,
+    and generators of ranks that only one checkpoint has are named. NaN equals NaN. One tensor of
+    each checkpoint is in memory at a time.
     """
-    one, other = open_checkpoint(first), open_checkpoint(second)
-    a, b = dict(_flat(one.state)), dict(_flat(other.state))
-    keys = [key for key in sorted({*a, *b}) if not key.startswith(("layout.", "tied", "writer"))]
-    pairs = [(key, a.get(key, "absent"), b.get(key, "absent")) for key in keys]
-    found = [
-        Difference(key, f"{here!r} and {there!r}") for key, here, there in pairs if here != there
-    ]
+    one = open_checkpoint(first)
+    other = open_checkpoint(second)
+    a = dict(_flat(one.state))
+    b = dict(_flat(other.state))
+    found = []
+    for key in sorted({*a, *b}):
+        here, there = a.get(key, "absent"), b.get(key, "absent")
+        # The layout may differ, and with it the ties that several ranks hold.
+        if here != there and not key.startswith(("layout.", "tied", "writer")):
+            found.append(Difference(key, f"{here!r} and {there!r}"))
     for key in sorted({*one.tensors, *other.tensors}, key=_natural):
         found += _tensor_differences(one, other, key)
     return found
@@ -197,34 +232,34 @@ def _tensor_differences(one: Opened, other: Opened, key: str) -> Iterator[Differ
     a, b = one.tensors.get(key), other.tensors.get(key)
     if a is None or b is None:
         yield Difference(key, "only in the second" if a is None else "only in the first")
-    elif a.shape != b.shape:
+        return
+    if a.shape != b.shape:
         yield Difference(key, f"{a.shape} and {b.shape}")
-    else:
-        x, y = one.read([key])[key], other.read([key])[key]
-        dtypes = "" if x.dtype == y.dtype else f"{x.dtype} and {y.dtype}, "
-        if key.startswith("rng."):
-            if not torch.equal(x, y):
-                yield Difference(key, "another state")
-        else:
-            x, y = x.double(), y.double()
-            differ = (x != y) & ~(x.isnan() & y.isnan())
-            if dtypes or differ.any():
-                gaps = (x - y).abs()[differ]
-                largest = gaps.max().item() if gaps.numel() else 0.0
-                yield Difference(
-                    key, f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers", largest
-                )
+        return
+
+    x, y = one.read([key])[key], other.read([key])[key]
+    if key.startswith("rng."):
+        if not torch.equal(x, y):
+            yield Difference(key, "another state")
+        return
+    dtypes = "" if x.dtype == y.dtype else f"{x.dtype} and {y.dtype}, "
+    x, y = x.double(), y.double()
+    differ = (x != y) & ~(x.isnan() & y.isnan())
+    if dtypes or differ.any():
+        gaps = (x - y).abs()[differ]
+        largest = gaps.max().item() if gaps.numel() else 0.0
+        what = f"{dtypes}{gaps.numel():,} of {differ.numel():,} numbers"
+        yield Difference(key, what, largest)
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else None
-    )
-    if not children:
+    """Yield the leaves of a JSON value, each with its dotted path."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict) and value:
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value)
+    else:
         yield path, value
         return
     for key, child in children:

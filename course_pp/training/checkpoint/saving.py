@@ -1,8 +1,8 @@
-"""Save: take what a rank holds, write it under another name, declare it complete, and rename it.
+"""Save: write this rank's tensors under another name, declare them complete, and rename.
 
-What several ranks hold under one name are parts of one sharded tensor, equal copies, which are
-compared by digest, or buffers, such as the statistics of BatchNorm, of which the lowest
-data-parallel rank's are saved. Else it is refused.
+Several ranks may hold tensors under one name in three cases: as parts of one sharded tensor; as
+equal copies, which are compared by digest; or as buffers, such as the statistics of BatchNorm. Of a
+buffer, the lowest data-parallel rank's is saved. Everything else is refused.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +31,8 @@ from course_pp.training.checkpoint.manifest import (
     METADATA,
     STATE,
     CheckpointError,
+    CheckpointRanks,
     Digest,
-    Ranks,
     is_plain_name,
     write_file,
     write_manifest,
@@ -41,8 +41,8 @@ from course_pp.training.checkpoint.state import (
     DIMENSIONS,
     HF_CONFIG,
     STAGES,
-    Group,
     Modules,
+    OptimizerGroup,
     RankState,
     Ties,
     check_ties_are_declared_alike,
@@ -69,7 +69,7 @@ class Saved:
         n_bytes: size of all its files.
         stall_s: seconds for which training stood still on this rank.
         write_s: seconds from the first byte to the directory's name.
-        staged_bytes: CPU memory that this rank copied its part to; 0 for a synchronous save.
+        staged_bytes: size of this rank's copy in CPU memory; 0 for a synchronous save.
     """
 
     path: Path
@@ -82,7 +82,12 @@ class Saved:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank saves: its tensors by key, referred to and not copied; and on rank 0 the small files by name."""
+    """The part of a checkpoint that one rank saves.
+
+    Attributes:
+        tensors: this rank's tensors by key, referred to and not copied.
+        files: small files by name, on rank 0; none on other ranks.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -102,38 +107,57 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
 ) -> Saved:
-    """Write ``root/step_…``. Call it on every rank, between two steps, with the same arguments but
-    the modules.
+    """Write ``root/step_…``.
+
+    Call it on every rank, between two steps, with the same arguments but the modules.
 
     Args:
         root: the directory of the run's checkpoints, on a file system that all ranks share.
         step: number of finished steps.
         modules: this rank's stages, or the whole model, as they are trained (after FSDP2). If the
             names in a stage are not the full model's, as in a plain ``nn.Sequential``, pass
-            ``{index: stage}``: names then begin with the stage, and the checkpoint fits any
+            ``{index: stage}``. Names then begin with the stage, and the checkpoint fits any
             placement of the same stages.
-        optimizer: made from their parameters; None saves weights alone.
-        device_mesh: that of :func:`init_distributed`; None for one process, or for a bare pipeline
-            of ranks.
-        extra: whatever else the run needs to go on, as JSON: scheduler, position in the data,
-            tokenizer's digest. Rank 0's counts. Tuples come back as lists, keys as text.
-        attachments: small files to travel with the checkpoint, such as ``{"tokenizer.json":
-            definition}``; rank 0's. The ``config.json`` of a model of transformers goes along by
-            itself.
-        tied: tied weights that lie on several ranks: for each its names, ``["embed.weight",
-            "head.weight"]``, or with ``{index: stage}`` those by stage, ``{0: "embed.weight", 3:
-            "head.weight"}``, as for :class:`course_pp.runtime.Pipeline`. Such a weight is saved
-            once, and loads under each of its names. Ties within a rank are found, as are those of
-            our own model; None takes those that stages of ``auto_split`` know.
+        optimizer: optimizer of their parameters; None saves only weights.
+        device_mesh: the mesh of :func:`init_distributed`; None for one process, or for a pipeline
+            of ranks without a mesh.
+        extra: JSON that the run needs to go on: scheduler, position in the data, digest of the
+            tokenizer. Rank 0's is saved. Tuples come back as lists, keys as text.
+        attachments: small files to keep with the checkpoint, such as ``{"tokenizer.json":
+            definition}``. Rank 0's are saved. The ``config.json`` of a model of transformers is
+            added.
+        tied: tied weights that lie on several ranks, each with its names: ``["embed.weight",
+            "head.weight"]``. With ``{index: stage}`` the names stand by stage, ``{0:
+            "embed.weight", 3: "head.weight"}``, as for :class:`course_pp.runtime.Pipeline`. Such a
+            weight is saved once, and loads under each of its names. Ties within a rank are found,
+            and ties of our own model. None takes the ties that stages of ``auto_split`` know.
         keep_last, keep_every: which older checkpoints stay; see :class:`Retention`.
 
     Raises:
-        CheckpointError: on every rank with the same sentence, if the ranks do not hold one whole
+        CheckpointError: on every rank with the same sentence: if the ranks do not hold one whole
             model, if two of them hold different tensors under one name or were given different
-            ties, if another rank is in another call, or if it cannot be written; nothing new is
-            left in ``root`` then.
+            ties, if another rank is in another call, or if the checkpoint cannot be written.
+            Nothing new is left in ``root`` then.
     """
-    begin, ranks = time.perf_counter(), Ranks()
+    begin = time.perf_counter()
+    ranks = CheckpointRanks()
+    with ranks.refusing_together():
+        check_arguments(save, locals())
+    retention = Retention(keep_last, keep_every)
+    snapshot = take(
+        step,
+        modules,
+        optimizer=optimizer,
+        device_mesh=device_mesh,
+        extra=extra,
+        attachments=attachments,
+        tied=tied,
+        ranks=ranks,
+    )
+    path, n_bytes, write_s = _write(named(root), snapshot, retention=retention, ranks=ranks)
+    stall_s = time.perf_counter() - begin
+    return Saved(path, step, n_bytes=n_bytes, stall_s=stall_s, write_s=write_s)
+    begin, ranks = time.perf_counter(), CheckpointRanks()
     with ranks.refusing_together():
         check_arguments(save, locals())
     retention = Retention(keep_last, keep_every)
@@ -143,9 +167,9 @@ def save(
 
 
 def _write(
-    root: Path, snapshot: Snapshot, retention: Retention, ranks: Ranks
+    root: Path, snapshot: Snapshot, retention: Retention, ranks: CheckpointRanks
 ) -> tuple[Path, int, float]:
-    """Return the checkpoint's directory, its bytes, and the seconds it took."""
+    """Write a checkpoint; return its directory, its bytes, and the seconds it took."""
     begin = time.perf_counter()
     draft: Draft | None = None
 
@@ -158,12 +182,12 @@ def _write(
     def finish() -> tuple[Path, int]:
         assert draft is not None  # rank 0 began it
         _check_shared(directory, everyone)
-        files = {name: digest for mine in everyone for name, digest in mine.items()}
+        files: dict[str, Digest] = {}
+        for theirs in everyone:
+            files |= theirs
         with writing_to(root):
-            files |= {
-                name: write_file(directory / name, content)
-                for name, content in snapshot.files.items()
-            }
+            for name, content in snapshot.files.items():
+                files[name] = write_file(directory / name, content)
             write_manifest(directory, snapshot.step, files)
             draft.publish()
         retention.apply(newest=draft.final)
@@ -181,13 +205,14 @@ def _write(
 
 
 def _check_shared(directory: Path, written: Sequence[Mapping[str, Digest]]) -> None:
+    """Refuse a directory in which rank 0 does not see the files of other ranks."""
     for rank, files in enumerate(written):
         for name, digest in files.items():
             path = directory / name
             if not path.exists() or path.stat().st_size != digest.bytes:
-                here = f"is not in {directory.parent} as rank 0 sees it"
                 raise CheckpointError(
-                    f"{name}, written by rank {rank}, {here}: save where all ranks see the same"
+                    f"{name}, written by rank {rank}, is not in {directory.parent} as rank 0 sees"
+                    " it: save where all ranks see the same"
                 )
 
 
@@ -201,24 +226,31 @@ class Saving:
         self._future: Future[tuple[Path, int, float]] = Future()
 
     def done(self) -> bool:
-        """Return whether it is complete, or has failed."""
+        """Return True if it is complete or has failed."""
         return self._future.done()
 
     def result(self) -> Saved:
-        """Wait for the checkpoint; raises as :func:`save` does."""
+        """Wait for the checkpoint and return it; raise as :func:`save` does."""
         path, n_bytes, write_s = self._future.result()
-        return Saved(path, self.step, n_bytes, self.stall_s, write_s, self.staged_bytes)
+        return Saved(
+            path,
+            self.step,
+            n_bytes=n_bytes,
+            stall_s=self.stall_s,
+            write_s=write_s,
+            staged_bytes=self.staged_bytes,
+        )
 
 
 class AsyncSaver:
-    """Saves while training goes on: a copy in CPU memory at once, the writing in a thread.
+    """Saves while training goes on: copies to CPU memory at once, and writes in a thread.
 
-    The copy is made to the same memory each time. One save is written at a time: the next waits for
-    it. If it failed, the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a
-    context manager, or call :meth:`close` before the process group is destroyed.
+    Each save copies to the same memory. One save is written at a time: the next waits for it. If it
+    failed, the next :meth:`save`, :meth:`wait` or :meth:`close` says so. Use it as a context
+    manager, or call :meth:`close` before the process group is destroyed.
 
-    Ranks have a process group of their own for it, so that messages of the background never meet
-    those of training. The arguments are those of :func:`save`.
+    It has a process group of its own, so that messages of the background never meet messages of
+    training. For the arguments see :func:`save`.
     """
 
     def __init__(
@@ -229,14 +261,15 @@ class AsyncSaver:
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
-        with Ranks().refusing_together():
+        with CheckpointRanks().refusing_together():
             check_arguments(AsyncSaver, locals())
-        self._root, self._device_mesh = named(root), device_mesh
+        self._root = named(root)
+        self._device_mesh = device_mesh
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
-        group: Any = None if Ranks().size == 1 else dist.new_group(backend="gloo")
-        self._background = Ranks(group)
+        group: Any = None if CheckpointRanks().size == 1 else dist.new_group(backend="gloo")
+        self._background = CheckpointRanks(group)
 
     def save(
         self,
@@ -250,33 +283,44 @@ class AsyncSaver:
     ) -> Saving:
         """Begin to write ``root/step_…``; return as soon as training may change the tensors.
 
-        Arguments and refusals are those of :func:`save`; also refuse if the save before failed.
+        Arguments and refusals are those of :func:`save`. It also refuses if the last save failed.
         """
         begin = time.perf_counter()
         self.wait()
-        with Ranks().refusing_together():
+        with CheckpointRanks().refusing_together():
             check_arguments(AsyncSaver.save, locals())
         snapshot = take(
-            step, modules, optimizer, self._device_mesh, extra, attachments, tied, Ranks()
+            step,
+            modules,
+            optimizer=optimizer,
+            device_mesh=self._device_mesh,
+            extra=extra,
+            attachments=attachments,
+            tied=tied,
+            ranks=CheckpointRanks(),
         )
         staged = Snapshot(step, self._stage(snapshot.tensors), snapshot.files)
         saving = Saving(step, sum(local_part(tensor).nbytes for tensor in staged.tensors.values()))
-        # A daemon: a training loop that has failed must not wait at its end for ranks that are
+        # A daemon: if training failed, the process must not wait at its end for ranks that are
         # gone.
-        threading.Thread(
+        work = threading.Thread(
             target=self._work, args=(saving, staged), name="checkpoint", daemon=True
-        ).start()
+        )
+        work.start()
         self._saving = saving
         saving.stall_s = time.perf_counter() - begin
         return saving
 
     def wait(self) -> Saved | None:
-        """Wait until the last save is complete; None if there was none since the last call."""
+        """Wait until the last save is complete, and return it.
+
+        Return None if there was no save since the last call.
+        """
         saving, self._saving = self._saving, None
         return None if saving is None else saving.result()
 
     def close(self) -> None:
-        """Wait for the last save and let go of the memory; safe to call repeatedly."""
+        """Wait for the last save and free the memory. It is safe to call repeatedly."""
         try:
             self.wait()
         finally:
@@ -296,15 +340,16 @@ class AsyncSaver:
 
     def _work(self, saving: Saving, snapshot: Snapshot) -> None:
         try:
-            saving._future.set_result(
-                _write(self._root, snapshot, self._retention, self._background)
+            written = _write(
+                self._root, snapshot, retention=self._retention, ranks=self._background
             )
+            saving._future.set_result(written)
         except BaseException as error:
             saving._future.set_exception(error)
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of ``tensors`` on the CPU, laid out over the ranks as they are."""
+        """Copy tensors to the CPU, laid out over the ranks as they are."""
         staged = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
@@ -319,10 +364,11 @@ class AsyncSaver:
 @dataclass(frozen=True)
 class _RankModel:
     """The part of the model that a rank holds, as the other ranks get to know it.
-
     Attributes:
-        names, met, declared, aliases, indices: as in :class:`RankState`.
-        expected: the names that all ranks together must hold, if the model is ours.
+        names: names of the tensors that it saves; the next fields are as in :class:`RankState`.
+        config: sizes of our own model; None for any other.
+        expected: names of the whole model, if it is ours.
+        groups: parameter groups of its optimizer.
     """
 
     names: set[str]
@@ -332,7 +378,7 @@ class _RankModel:
     indices: set[tuple[int, int | None]]
     config: dict[str, Any] | None
     expected: set[str]
-    groups: list[Group]
+    groups: list[OptimizerGroup]
 
 
 def take(
@@ -343,9 +389,9 @@ def take(
     extra: Mapping[str, Any] | None,
     attachments: Attachments | None,
     tied: Ties | None,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
 ) -> Snapshot:
-    """Check that the ranks together hold one whole model, each tensor once, and describe the run."""
+    """Check that the ranks together hold one whole model, each tensor once; describe the run."""
     state = RankState()
 
     def look() -> _RankModel:
@@ -353,7 +399,6 @@ def take(
         if step < 0:
             raise CheckpointError(f"step={step} must be at least 0")
         state = state_of(modules, tied)
-        groups = [] if optimizer is None else optimizer_groups(optimizer, state.ends)
         return _RankModel(
             names=set(state.owned),
             met=state.met,
@@ -362,13 +407,13 @@ def take(
             indices=state.indices,
             config=config_of(state),
             expected=_whole_model(state),
-            groups=groups,
+            groups=[] if optimizer is None else optimizer_groups(optimizer, state.ends),
         )
 
     everyone = ranks.each(look)
     config = _check_whole(everyone)
     coordinates = mesh_coordinates(device_mesh, ranks.rank)
-    left_to_others = check_copies(state, optimizer, coordinates["pp"], ranks)
+    left_to_others = check_copies(state, optimizer, place=coordinates["pp"], ranks=ranks)
     tensors = keyed(list(state.owned.items()), optimizer)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in left_to_others}
 
@@ -377,42 +422,47 @@ def take(
         if device_mesh is not None:
             sizes = dict(zip(device_mesh.mesh_dim_names or (), device_mesh.shape, strict=True))
             layout = {name: sizes.get(name, 1) for name in DIMENSIONS}
-        groups = [
-            asdict(group) for group in merged(group for told in everyone for group in told.groups)
-        ]
-        described = {
+        groups: list[OptimizerGroup] = []
+        aliases: dict[str, str] = {}
+        for told in everyone:
+            groups += told.groups
+            aliases |= told.aliases
+        described: dict[str, Any] = {
             "step": step,
             "config": config,
             "layout": layout,
             "seed": torch.initial_seed(),
-            "optimizer": (
-                None if optimizer is None else {"kind": type(optimizer).__name__, "groups": groups}
-            ),
+            "optimizer": None,
             "extra": dict(extra or {}),
-            "tied": {alias: first for told in everyone for alias, first in told.aliases.items()},
+            "tied": aliases,
         }
+        if optimizer is not None:
+            described["optimizer"] = {
+                "kind": type(optimizer).__name__,
+                "groups": [asdict(group) for group in merged(groups)],
+            }
         try:
-            # Infinity and NaN are not in JSON, though it would write them.
+            # allow_nan=False: infinity and NaN are not JSON, but Python would write them.
             files = {STATE: json.dumps(described, indent=1, allow_nan=False).encode()}
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"extra must be JSON (finite numbers, text, lists, dictionaries): {error}"
             ) from error
+
+        # An export of transformers' models needs their configuration.
         of_transformers = hf_config_of(state)
-        if of_transformers is not None:  # an export needs it
+        if of_transformers is not None:
             files[HF_CONFIG] = of_transformers.encode()
         for name, content in (attachments or {}).items():
-            if (
-                not is_plain_name(name)
-                or name in (MANIFEST, STATE, METADATA)
-                or name.endswith(".distcp")
-            ):
+            is_taken = name in (MANIFEST, STATE, METADATA) or name.endswith(".distcp")
+            if is_taken or not is_plain_name(name):
                 raise CheckpointError(f"{name!r} cannot be attached: choose another, plain name")
             files[name] = content.encode() if isinstance(content, str) else content
         return files
 
     files = ranks.first(describe)
-    return Snapshot(step, tensors | rng_tensors(coordinates), files if ranks.rank == 0 else {})
+    tensors |= rng_tensors(coordinates)
+    return Snapshot(step, tensors, files if ranks.rank == 0 else {})
 
 
 def _whole_model(state: RankState) -> set[str]:
@@ -420,40 +470,49 @@ def _whole_model(state: RankState) -> set[str]:
     configs = [module.config for module in state.modules if isinstance(module, Transformer)]
     if not configs:
         return set()
-    with torch.device("meta"):
+    with torch.device("meta"):  # which takes no memory
         return {name for name, _ in Transformer(configs[0]).named_parameters()}
 
 
 def _check_whole(everyone: list[_RankModel]) -> dict[str, Any] | None:
-    """Check that the ranks together passed all of one model; return its sizes, None if its modules have none."""
+    """Check that the ranks together passed all of one model.
+
+    Return its sizes, or None if its modules have none.
+    """
     found = set().union(*(told.names for told in everyone))
     for told in everyone:
-        if missing := sorted(told.expected - found):
-            more = f"{len(missing)} parameters of the model are missing"
+        missing = sorted(told.expected - found)
+        if missing:
             raise CheckpointError(
-                f"no rank passed a module with {missing[0]} ({more}): pass all stages of every rank"
+                f"no rank passed a module with {missing[0]} ({len(missing)} parameters of the model"
+                " are missing): pass all stages of every rank"
             )
+
     stages = set().union(*(told.indices for told in everyone))
     n_stages = max((n or index + 1 for index, n in stages), default=0)
-    if stages and (missing_stages := sorted(set(range(n_stages)) - {index for index, _ in stages})):
+    missing_stages = set(range(n_stages)) - {index for index, _ in stages}
+    if missing_stages:
         raise CheckpointError(
-            f"no rank passed stage {missing_stages[0]} of {n_stages}: pass all stages of every rank"
+            f"no rank passed stage {min(missing_stages)} of {n_stages}: pass all stages of every"
+            " rank"
         )
+
     check_ties_are_declared_alike([(told.declared, told.met) for told in everyone])
     return next((told.config for told in everyone if told.config), None)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What other ranks are told of a tensor that one rank holds under a key of the checkpoint.
+    """Facts about a tensor that one rank holds under a key of the checkpoint, for other ranks.
 
     Attributes:
-        number: among those of this rank under this key; more than one where it holds several ends
-            of a tied weight.
-        name: what the rank itself calls it; another end of a tied weight has another name.
-        place: where the rank is along the pipeline; ranks at one place hold the same stages.
+        rank: rank that holds it.
+        number: its number among the rank's tensors under this key. A rank that holds several ends
+            of a tied weight has several.
+        name: name of the tensor on that rank; another end of a tied weight has another name.
+        place: position of the rank along the pipeline. Ranks at one place hold the same stages.
         is_buffer: True if no optimizer trains it.
-        shape, dtype: of all of it.
+        shape: shape of the whole tensor, where it is sharded.
         mesh: ranks and placements of a sharded tensor; None for any other.
     """
 
@@ -468,23 +527,34 @@ class Copy:
 
 
 def check_copies(
-    state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: Ranks
+    state: RankState, optimizer: torch.optim.Optimizer | None, place: int, ranks: CheckpointRanks
 ) -> set[str]:
-    """Check that every name means one tensor; a collective. ``place`` is where this rank is along
-    the pipeline.
+    """Check that every name means one tensor; a collective.
 
-    Return the keys of buffers that this rank must not write: a lower rank at the same place does.
+    Return the keys of buffers that this rank must not write, because a lower rank at the same place
+    writes them.
+
+    Args:
+        place: position of this rank along the pipeline.
     """
     tensors: dict[str, list[Tensor]] = {}
     mine: dict[str, list[Copy]] = {}
 
     def tell() -> dict[str, list[Copy]]:
         for name, end in state.ends:
-            own, is_buffer = state.own_names.get(id(end), name), name in state.buffers
             for key, tensor in keyed([(name, end)], optimizer).items():
                 held = tensors.setdefault(key, [])
-                what = own, place, is_buffer, tuple(tensor.shape), tensor.dtype, _mesh_of(tensor)
-                mine.setdefault(key, []).append(Copy(ranks.rank, len(held), *what))
+                copy = Copy(
+                    rank=ranks.rank,
+                    number=len(held),
+                    name=state.own_names.get(id(end), name),
+                    place=place,
+                    is_buffer=name in state.buffers,
+                    shape=tuple(tensor.shape),
+                    dtype=tensor.dtype,
+                    mesh=_mesh_of(tensor),
+                )
+                mine.setdefault(key, []).append(copy)
                 held.append(tensor)
         return mine
 
@@ -493,33 +563,45 @@ def check_copies(
         for key, copies in theirs.items():
             holders.setdefault(key, []).extend(copies)
     counted = {key: list(_counted(holders[key])) for key in sorted(holders)}
+
     to_compare = {}
     for key, copies in counted.items():
+        first = copies[0]
         for copy in copies:
-            if (copy.shape, copy.dtype) != (copies[0].shape, copies[0].dtype):
-                raise _difference(key, copies[0], copy)
-        parts_of_one = (
-            copies[0].mesh is not None and len({(copy.name, copy.mesh) for copy in copies}) == 1
-        )
-        if len(copies) > 1 and not parts_of_one:
+            if (copy.shape, copy.dtype) != (first.shape, first.dtype):
+                raise _difference(key, first, copy)
+        alike = all((copy.name, copy.mesh) == (first.name, first.mesh) for copy in copies)
+        are_parts_of_one = first.mesh is not None and alike
+        if len(copies) > 1 and not are_parts_of_one:
             to_compare[key] = copies
+    # All ranks have the same keys to compare, so all go into this exchange or none.
     if to_compare:
-        digests = ranks.each(
-            lambda: {
-                key: [_digest(each) for each in tensors[key]]
-                for key in to_compare
-                if key in tensors
-            }
-        )
+        digests = ranks.each(lambda: _digests(tensors, to_compare.keys()))
         for key, copies in to_compare.items():
-            first: dict[Box, tuple[Copy, bytes]] = {}
+            seen: dict[Box, tuple[Copy, bytes]] = {}
             for copy in copies:
                 box, digest = digests[copy.rank][key][copy.number]
-                before, expected = first.setdefault(box, (copy, digest))
+                before, expected = seen.setdefault(box, (copy, digest))
+                # Pieces that overlap but are not the same box are refused by DCP.
                 if digest != expected:
-                    # where pieces overlap otherwise, DCP refuses to write
                     raise _difference(key, before, copy)
-    return {key for key in mine if all(copy.rank != ranks.rank for copy in counted[key])}
+
+    not_mine = set()
+    for key in mine:
+        if all(copy.rank != ranks.rank for copy in counted[key]):
+            not_mine.add(key)
+    return not_mine
+
+
+def _digests(
+    tensors: Mapping[str, list[Tensor]], keys: Collection[str]
+) -> dict[str, list[tuple[Box, bytes]]]:
+    """Return the digests of this rank's tensors under some keys."""
+    found = {}
+    for key in keys:
+        if key in tensors:
+            found[key] = [_digest(tensor) for tensor in tensors[key]]
+    return found
 
 
 def _mesh_of(tensor: Tensor) -> tuple[object, ...] | None:
@@ -541,7 +623,7 @@ def _counted(copies: Sequence[Copy]) -> Iterator[Copy]:
 
 
 def _digest(tensor: Tensor) -> tuple[Box, bytes]:
-    """Return which part of a tensor this rank holds, and a digest of its bytes."""
+    """Return the part of a tensor that this rank holds, and a digest of its bytes."""
     box: Box = (0,) * tensor.dim(), tuple(tensor.shape)
     if isinstance(tensor, DTensor):
         [chunk] = tensor.__create_chunk_list__()
@@ -551,23 +633,29 @@ def _digest(tensor: Tensor) -> tuple[Box, bytes]:
 
 
 def _difference(key: str, one: Copy, other: Copy) -> CheckpointError:
-    kind, _, name = key.partition(".")
-    parameter, _, slot = name.rpartition(".")
-    what, where = (
-        name if kind == "model" else f"{slot} of {parameter}",
-        f"rank {one.rank} and rank {other.rank}",
-    )
+    """Return the refusal of two tensors under one key, by the likeliest cause."""
+    kind, _, what = key.partition(".")
+    if kind == "optimizer":
+        parameter, _, slot = what.rpartition(".")
+        what = f"{slot} of {parameter}"
+    where = f"rank {one.rank} and rank {other.rank}"
     if one.name != other.name:
-        ends = f"{one.name} of rank {one.rank} and {other.name} of rank {other.rank}"
-        how = "give both the sum of their gradients in every step, or leave the tie away"
-        return CheckpointError(f"{ends} are tied and differ in {what}: {how}")
+        return CheckpointError(
+            f"{one.name} of rank {one.rank} and {other.name} of rank {other.rank} are tied and"
+            f" differ in {what}: give both the sum of their gradients in every step, or leave the"
+            " tie away"
+        )
     if one.place == other.place or one.name.startswith(STAGES):
-        how = "give it the same gradients on all ranks that hold it, in every step"
-        return CheckpointError(f"{where} hold copies of {what} that differ: {how}")
-    how = "pass the stages as {index: stage}, so that their names begin with the stage"
-    return CheckpointError(f"{where} hold different tensors under one name, {what}: {how}")
+        return CheckpointError(
+            f"{where} hold copies of {what} that differ: give it the same gradients on all ranks"
+            " that hold it, in every step"
+        )
+    return CheckpointError(
+        f"{where} hold different tensors under one name, {what}: pass the stages as {{index:"
+        " stage}, so that their names begin with the stage"
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor that may be sharded."""
+    """Return this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

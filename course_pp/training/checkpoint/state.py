@@ -1,9 +1,12 @@
-"""What one rank holds, under names that do not depend on the layout.
+"""The state of one rank, under names that do not depend on the layout.
 
-    model.layers.3.attn.q_proj.weight                 the full model's name, on whichever rank it is
-    model.stages.3.weight                             of a stage whose own names are not the full model's
-    optimizer.layers.3.attn.q_proj.weight.exp_avg     by that name too, not by a number in this rank's optimizer
-    rng.pp1.dp_replicate0.dp_shard0.tp0.cpu           a random number generator, by the rank's coordinates in the mesh
+    model.layers.3.attn.q_proj.weight              a weight, by the full model's name
+    model.stages.3.weight                          a weight of a stage with names of its own
+    optimizer.layers.3.attn.q_proj.weight.exp_avg  the optimizer's state, by the same name and not
+                                                   by the parameter's number in this rank's
+                                                   optimizer
+    rng.pp1.dp_replicate0.dp_shard0.tp0.cpu        a random number generator, by the coordinates of
+                                                   its rank in the mesh
 
 A tied weight is saved once, under the first of its names, and the description of the run lists the
 others. A stage that holds only another end, such as the output head of a model with tied
@@ -47,8 +50,8 @@ HF_CONFIG = "config.json"
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 _GENERATORS = ("cpu", "cuda", "python", "numpy")
 
-# How the optimizer computes, which may differ from machine to machine; what it computes is
-# restored.
+# These options say how the optimizer computes, which may differ from machine to machine. All other
+# options say which numbers it computes, and are restored.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -57,17 +60,18 @@ class RankState:
     """The parameters and persistent buffers of one rank, by their names in a checkpoint.
 
     Attributes:
-        modules: without wrappers around a whole one, which add to its names.
-        indices: of its stages, each with the number of stages, as far as they are known.
-        owned: what this rank saves, a tied weight under the first of its names.
-        copies: ends of ties beside that, by the first name of the tie: filled on loading, but not
-            saved.
-        aliases: the other names of ties, each with the first one.
-        buffers: the names of those that no optimizer trains.
-        own_names: what the modules here call a tensor, by its ``id``.
-        declared: the names of each tie that the caller or the stages named.
-        met: every name here.
-        states: each module with the state_dict that the tensors are from.
+        modules: the modules without wrappers such as DistributedDataParallel, which would add to
+            the names.
+        indices: (index, number of all stages) of each stage, as far as they are known.
+        owned: tensors that this rank saves; a tied weight stands under the first of its names.
+        copies: further ends of ties, each with the first name of its tie. They are filled on
+            loading, but not saved.
+        aliases: other names of tied weights, each with the first name.
+        buffers: names of buffers, which no optimizer trains.
+        own_names: names that the modules here give to tensors, by ``id`` of the tensor.
+        declared: the names of each tie that the caller or the stages declared.
+        met: all names here.
+        states: each module with the state_dict that holds its tensors.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -88,36 +92,30 @@ class RankState:
 
 
 def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
-    """Return what this rank's modules hold; ``tied`` as for :func:`save`."""
+    """Return the state that this rank's modules hold; for ``tied`` see :func:`save`."""
     found = RankState()
     prefixes = []
-    listed: Iterable[tuple[int | None, Any]] = [(None, modules)]
-    if not isinstance(modules, nn.Module):
-        listed = (
-            modules.items()
-            if isinstance(modules, Mapping)
-            else [(None, module) for module in modules]
-        )
-    for given, wrapped in listed:
+    for given, wrapped in _listed(modules):
         module = _unwrapped(wrapped)
-        known = (getattr(module, name, None) for name in ("stage_id", "num_stages"))
-        own, number = (value if type(value) is int else None for value in known)
+        own = _whole_or_none(module, "stage_id")
         if given is not None and own not in (None, given):
             raise CheckpointError(f"stage {own} was passed as {given}: pass {{index: stage}}")
         index = own if given is None else given
         if index is not None:
-            found.indices.add((index, number))
+            found.indices.add((index, _whole_or_none(module, "num_stages")))
         found.modules.append(module)
-        # The names of our own stages are the full model's, so that they need no index.
-        prefixes.append(
-            "" if given is None or isinstance(module, Transformer) else f"{STAGES}{given}."
-        )
+        # The names of our own stages are the full model's, so they need no index.
+        has_full_names = given is None or isinstance(module, Transformer)
+        prefixes.append("" if has_full_names else f"{STAGES}{given}.")
     if not found.modules:
         raise CheckpointError("there are no modules: pass this rank's stages, or the model")
+
     if tied is None:
         tied = next((module.ties for module in found.modules if isinstance(module, SplitStage)), ())
     found.declared.extend(_declared(tied, prefixed=any(prefixes)))
-    found.aliases.update({name: tie[0] for tie in found.declared for name in tie[1:]})
+    for first, *others in found.declared:
+        found.aliases.update(dict.fromkeys(others, first))
+
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for module, prefix in zip(found.modules, prefixes, strict=True):
@@ -135,18 +133,23 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
                     f"{name} is a {kind}: checkpoints hold tensors; pass it as extra"
                 )
             if name in found.met:
-                how = "pass each stage once, and different stages as {index: stage}"
-                raise CheckpointError(f"two modules of this rank hold {name}: {how}")
+                raise CheckpointError(
+                    f"two modules of this rank hold {name}: pass each stage once, and different"
+                    " stages as {index: stage}"
+                )
             found.met.add(name)
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
+
     tied_names = found.aliases.keys() | set(found.aliases.values())
     for key, tensor in tensors.items():
         found.own_names[key] = names[key][0]
-        first = next(
-            (found.aliases.get(name, name) for name in names[key] if name in tied_names),
-            names[key][0],
-        )
+        first = names[key][0]
+        for name in names[key]:
+            if name in tied_names:
+                first = found.aliases.get(name, name)
+                break
+        # One tensor under several names is a tie that nobody declared.
         for name in names[key]:
             if name != first:
                 found.aliases.setdefault(name, first)
@@ -159,8 +162,23 @@ def state_of(modules: Modules, tied: Ties | None = None) -> RankState:
     return found
 
 
+def _listed(modules: Modules) -> list[tuple[int | None, nn.Module]]:
+    """Return the modules with their stage, or with None if they were given without."""
+    if isinstance(modules, nn.Module):
+        return [(None, modules)]
+    if isinstance(modules, Mapping):
+        return list(modules.items())
+    return [(None, module) for module in modules]
+
+
+def _whole_or_none(module: nn.Module, name: str) -> int | None:
+    """Return an attribute of our stages. Another module may use the name for something else."""
+    value = getattr(module, name, None)
+    return value if type(value) is int else None
+
+
 def _unwrapped(module: Any) -> Any:
-    """Return the module inside DistributedDataParallel, DataParallel or what ``torch.compile`` returns."""
+    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``."""
     while True:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             module = module.module
@@ -171,25 +189,28 @@ def _unwrapped(module: Any) -> Any:
 
 
 def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
+    """Return the names of each declared tie, sorted, so that all ranks list them alike."""
     declared: list[tuple[str, ...]] = []
+    taken: set[str] = set()
     for tie in tied:
         if isinstance(tie, Mapping):
-            names = [
-                f"{STAGES}{index}.{name}" if prefixed else name
-                for index, name in sorted(tie.items())
-            ]
+            names = []
+            for index, name in sorted(tie.items()):
+                names.append(f"{STAGES}{index}.{name}" if prefixed else name)
             if len(names) > 1 and len(set(names)) == 1:
                 continue  # a name that several stages have is one tensor anyway
         else:
             names = sorted(tie) if isinstance(tie, set | frozenset) else list(tie)
         if isinstance(tie, str) or len(set(names)) < 2:
             raise CheckpointError(f"tied={tie!r} must give at least two names of one weight")
-        # Its other names would lead from one tie to the next, and what they hold would not be
-        # compared.
-        if again := set(names) & {name for known in declared for name in known}:
+        # Through a name in two ties, the names of one tie would lead to the other, and their
+        # weights would not be compared.
+        again = taken & set(names)
+        if again:
             raise CheckpointError(
                 f"{min(again)} is in two ties: write one tie with all names of the weight"
             )
+        taken.update(names)
         declared.append(tuple(names))
     return sorted(declared)
 
@@ -197,27 +218,31 @@ def _declared(tied: Ties, prefixed: bool) -> list[tuple[str, ...]]:
 def check_ties_are_declared_alike(
     everyone: Sequence[tuple[Sequence[tuple[str, ...]], set[str]]],
 ) -> None:
-    """Refuse ties that the ranks do not declare alike, or that name what no rank has, by their ``declared, met``."""
+    """Refuse ties that ranks declare differently, and names in ties that no rank has.
+
+    Args:
+        everyone: ``declared`` and ``met`` of each rank's :class:`RankState`.
+    """
     if problem := difference([{"tied": declared} for declared, _ in everyone]):
         raise CheckpointError(f"{problem}, or leave tied= away on all")
     held = set().union(*(met for _, met in everyone))
-    if strangers := sorted({name for tie in everyone[0][0] for name in tie} - held):
+    declared, _ = everyone[0]
+    strangers = set().union(*declared) - held
+    if strangers:
         raise CheckpointError(
-            f"tied= names {strangers[0]}, which no rank's modules have: write it as they do"
+            f"tied= names {min(strangers)}, which no rank's modules have: write it as they do"
         )
 
 
 def load_into(module: nn.Module, state: dict[str, Any]) -> None:
-    """Give ``module`` its own ``state_dict``, with other values, by its own means."""
+    """Call ``module.load_state_dict`` with new values of its own ``state_dict``."""
     kind = type(module).__name__
     try:
-        # What the module itself leaves out of its state_dict is not missing there.
+        # strict=False: a module may leave an entry out of its state_dict and yet expect it.
         taken = module.load_state_dict(state, strict=False)
     except Exception as error:
-        what = " ".join(str(error).split())
-        raise CheckpointError(
-            f"load_state_dict of {kind} failed ({type(error).__name__}: {what})"
-        ) from error
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(f"load_state_dict of {kind} failed ({problem})") from error
     if unknown := getattr(taken, "unexpected_keys", None):
         raise CheckpointError(
             f"{kind} has {unknown[0]} in its state_dict, and its load_state_dict does not take it"
@@ -227,8 +252,8 @@ def load_into(module: nn.Module, state: dict[str, Any]) -> None:
 def config_of(state: RankState) -> dict[str, Any] | None:
     """Return the sizes of our own model, with the optional ones resolved; None for any other model.
 
-    Those may hold what JSON does not, or what changes from release to release; names and shapes are
-    compared anyway.
+    Another model's configuration may hold objects that JSON does not have, or that change from
+    release to release. Names and shapes are compared anyway.
     """
     config = getattr(state.modules[0], "config", None)
     if not isinstance(config, ModelConfig):
@@ -240,95 +265,93 @@ def hf_config_of(state: RankState) -> str | None:
     """Return the ``config.json`` of transformers' models and of their stages; None for others."""
     module = state.modules[0]
     config = getattr(module, "config", None)
-    transformers = sys.modules.get("transformers")  # there, if the model is one of its
+    # If the model is one of transformers', that library is imported already.
+    transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(config, transformers.PreTrainedConfig):
         return None
-    # A stage, or what FSDP2 made of it, has a class of its own in front of the model's.
-    of_theirs = [
-        kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.")
-    ]
-    known = [kind.__name__ for kind in of_theirs if hasattr(transformers, kind.__name__)]
+    # A stage has a class of its own in front of the model's, and so has a module after FSDP2.
+    known = []
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("transformers.") and hasattr(transformers, kind.__name__):
+            known.append(kind.__name__)
     described = {**json.loads(config.to_json_string()), "architectures": known[:1]}
     return json.dumps(described, indent=1)
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters, by name, that an optimizer treats alike, and its options for them."""
+class OptimizerGroup:
+    """Names of parameters that an optimizer treats alike, and its options for them."""
 
     options: dict[str, Any]
     parameters: list[str]
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer, ends: Ends) -> list[Group]:
+def optimizer_groups(optimizer: torch.optim.Optimizer, ends: Ends) -> list[OptimizerGroup]:
     """Return the optimizer's parameter groups with names in place of tensors."""
     names = {id(tensor): name for name, tensor in ends}
     groups = []
     for group in optimizer.param_groups:
-        strangers = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if strangers:
-            how = (
-                "make it from their parameters, after FSDP2 was applied, and pass all of this"
-                " rank's stages"
-            )
-            raise CheckpointError(
-                f"the optimizer trains a parameter of shape {strangers[0]} of no module: {how}"
-            )
-        kept = {
-            key: value
-            for key, value in group.items()
-            if key != "params" and key not in _IMPLEMENTATION
-        }
-        options = {
-            key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()
-        }
-        groups.append(Group(options, [names[id(p)] for p in group["params"]]))
+        parameters = []
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"the optimizer trains a parameter of shape {tuple(parameter.shape)} of no"
+                    " module: make it from their parameters, after FSDP2 was applied, and pass all"
+                    " of this rank's stages"
+                )
+            parameters.append(names[id(parameter)])
+        options = {}
+        for key, value in group.items():
+            if key != "params" and key not in _IMPLEMENTATION:
+                options[key] = value.item() if isinstance(value, Tensor) else value
+        groups.append(OptimizerGroup(options, parameters))
     return groups
 
 
-def merged(groups: Iterable[Group]) -> list[Group]:
+def merged(groups: Iterable[OptimizerGroup]) -> list[OptimizerGroup]:
     """Return groups with equal options as one, each parameter once."""
-    by_options: dict[str, Group] = {}
+    by_options: dict[str, OptimizerGroup] = {}
     for group in groups:
-        kept = by_options.setdefault(
-            json.dumps(group.options, sort_keys=True), Group(group.options, [])
-        )
+        options = json.dumps(group.options, sort_keys=True)
+        kept = by_options.setdefault(options, OptimizerGroup(group.options, []))
         kept.parameters.extend(group.parameters)
-    return [
-        Group(group.options, sorted(set(group.parameters)))
-        for group in by_options.values()
-        if group.parameters
-    ]
+    found = []
+    for group in by_options.values():
+        if group.parameters:
+            found.append(OptimizerGroup(group.options, sorted(set(group.parameters))))
+    return found
 
 
 def keyed(ends: Ends, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Return weights and their optimizer's state by key; no state of parameters that have not been updated yet."""
+    """Return weights and their optimizer's state by key.
+
+    A parameter that was not updated yet has no state.
+    """
     tensors = {f"model.{name}": tensor for name, tensor in ends}
+    if optimizer is None:
+        return tensors
     for name, parameter in ends:
-        for slot, value in (
-            {} if optimizer is None else optimizer.state.get(parameter, {})
-        ).items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
             if value is None:
                 continue
             if not isinstance(value, Tensor) or value.shape not in (parameter.shape, ()):
-                kept = (
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of"
-                    f" {name}"
-                )
                 raise CheckpointError(
-                    f"{kept}: only tensors of the parameter's shape, or scalars, can be saved"
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of"
+                    f" {name}: only tensors of the parameter's shape, or scalars, can be saved"
                 )
             tensors[f"optimizer.{name}.{slot}"] = value
     return tensors
 
 
 def mesh_coordinates(device_mesh: DeviceMesh | None, rank: int) -> dict[str, int]:
-    """Return where this rank is in the mesh; ranks without a mesh form a pipeline, as in ``course_pp.runtime``."""
+    """Return this rank's coordinates in the mesh.
+
+    Ranks without a mesh form a pipeline, as in ``course_pp.runtime``.
+    """
     if device_mesh is None:
         return {**dict.fromkeys(DIMENSIONS, 0), "pp": rank}
-    found = dict(
-        zip(device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or (), strict=True)
-    )
+    names = device_mesh.mesh_dim_names or ()
+    found = dict(zip(names, device_mesh.get_coordinate() or (), strict=True))
     return {name: found.get(name, 0) for name in DIMENSIONS}
 
 
@@ -345,11 +368,13 @@ def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dict[str, str]:
-    """Return which of the saved keys are for this rank: kind -> key; empty if none are."""
+    """Return the saved key for each kind of this rank's generators; empty if there are none.
+
+    Without keys of its own coordinates, the rank takes those of a neighbour.
+    """
     for candidate in (coordinates, {**coordinates, "tp": 0}, {**coordinates, "tp": 0, "pp": 0}):
-        found = {
-            kind: key for kind in _GENERATORS if (key := f"{_prefix(candidate)}.{kind}") in saved
-        }
+        keys = {kind: f"{_prefix(candidate)}.{kind}" for kind in _GENERATORS}
+        found = {kind: key for kind, key in keys.items() if key in saved}
         if found:
             return found
     return {}
@@ -358,13 +383,12 @@ def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dic
 def restore_rng(
     states: Mapping[str, Tensor], seed: int, step: int, coordinates: Mapping[str, int]
 ) -> None:
-    """Continue from ``states`` (kind -> uint8); a generator without one is seeded anew."""
+    """Continue from ``states`` (kind -> uint8). Seed a generator without a state anew."""
     place = [coordinates[name] for name in ("dp_replicate", "dp_shard")]
-    fresh = int.from_bytes(
-        hashlib.blake2b(f"{seed}/{step}/{place}".encode(), digest_size=4).digest(), "little"
-    )
+    digest = hashlib.blake2b(f"{seed}/{step}/{place}".encode(), digest_size=4).digest()
+    fresh = int.from_bytes(digest, "little")
     if "cpu" not in states:
-        torch.manual_seed(fresh)  # CUDA too
+        torch.manual_seed(fresh)  # CUDA's generator too
         random.seed(fresh)
         np.random.seed(fresh)
         return
@@ -374,7 +398,7 @@ def restore_rng(
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in states:
         np.random.set_state(json.loads(bytes(states["numpy"].tolist())))
-    else:  # a checkpoint of version 1
+    else:  # a checkpoint of version 1 has no state of NumPy
         np.random.seed(fresh)
     if torch.cuda.is_available():
         if "cuda" in states:

@@ -1,10 +1,9 @@
-"""The tensors of a checkpoint: DCP writes and reads them, and what it says of them is read without
-running anything.
+"""The tensors of a checkpoint. DCP writes and reads them; their description is read without DCP.
 
-DCP writes one file a rank, holding each tensor as ``torch.save`` would, and describes them all in
-``.metadata``, a pickle. It is read here, as a tree of names and numbers which are checked one by
-one. DCP then reads exactly the pieces that it describes: if one were missing, the run that loads
-would keep its own numbers there.
+DCP writes one file a rank, which holds each tensor as ``torch.save`` would. It describes them all
+in ``.metadata``, a pickle, and unpickling can run code. So the pickle is read here as a tree of
+names and numbers, which are checked one by one. DCP then reads exactly the pieces of the checked
+description: if one were missing, the run that loads would keep its own numbers there.
 """
 
 import io
@@ -37,8 +36,8 @@ from course_pp.base.torch_private import checkpoint_record, named_by_checkpoints
 from course_pp.training.checkpoint.manifest import (
     METADATA,
     CheckpointError,
+    CheckpointRanks,
     Digest,
-    Ranks,
     new_checksum,
     read_plain,
     sentence,
@@ -56,11 +55,12 @@ _KINDS = (
     torch.Size,
     *named_by_checkpoints(),
 )
-"""What ``.metadata`` may name, beside dtypes."""
+"""Classes that ``.metadata`` may name, besides dtypes."""
 _DTYPES = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
-_LARGEST = 1 << 60  # of a size or an offset: their sums still fit 64 bits
+# The largest size or offset: sums of them still fit 64 bits.
+_LARGEST = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class Piece:
     """A rectangle of a tensor, in one file.
 
     Attributes:
-        offsets, sizes: where it begins in the tensor and how far it reaches, an entry a dimension.
-        n_bytes: what it takes in the file, torch's framing included.
+        offsets, sizes: its beginning in the tensor and its extent, an entry a dimension.
+        file: name of the file that holds it.
+        n_bytes: size in the file, torch's framing included.
     """
 
     offsets: tuple[int, ...]
@@ -102,13 +103,18 @@ class TensorEntry:
 def read_description(
     directory: Path, files: Mapping[str, Digest]
 ) -> tuple[dict[str, TensorEntry], Metadata]:
-    """Return what the files hold, by key; and the same as DCP reads it, rebuilt from checked numbers and names."""
+    """Return the tensors that the files hold, by key, and the same description for DCP.
+
+    Both are made of checked numbers and names.
+    """
     try:
         metadata = _metadata(_Unpickler(read_plain(directory / METADATA)).load())
-        return {key: _entry(key, metadata, files) for key in metadata.state_dict_metadata}, metadata
+        keys = metadata.state_dict_metadata
+        return {key: _entry(key, metadata, files) for key in keys}, metadata
     except (CheckpointError, pickle.UnpicklingError) as error:
         problem = str(error)
-    except Exception as error:  # damaged pickles raise whatever the byte they trip over makes them
+    except Exception as error:
+        # A damaged pickle can raise anything, by the meaning that its bytes happen to have.
         problem = f"it is not readable ({type(error).__name__}: {error})"
     raise CheckpointError(f"{directory}: {METADATA} is refused: {problem}")
 
@@ -116,8 +122,8 @@ def read_description(
 class _Described:
     """An object as a pickle describes it: its arguments and its state. It has no behaviour.
 
-    A pickle can call what it names and set attributes of it, so it never gets the process's real
-    classes.
+    A pickle can call the classes that it names and set their attributes, so it never gets the
+    process's real classes.
     """
 
     kind: Any = None
@@ -126,7 +132,8 @@ class _Described:
 
     def __new__(cls, *arguments: Any) -> "_Described":
         self = super().__new__(cls)
-        self.arguments, self.state = arguments, None
+        self.arguments = arguments
+        self.state = None
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -134,15 +141,17 @@ class _Described:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a description of tensors as a tree of :class:`_Described`; dtypes are what they are, and cannot change."""
+    """Reads a description of tensors as a tree of :class:`_Described`.
+
+    Only dtypes are the real objects; they cannot be changed.
+    """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        stand_ins = {
-            (kind.__module__, kind.__qualname__): type(kind.__name__, (_Described,), {"kind": kind})
-            for kind in _KINDS
-        }
-        self._known: dict[tuple[str, str], Any] = {**stand_ins, **_DTYPES}
+        self._known: dict[tuple[str, str], Any] = dict(_DTYPES)
+        for kind in _KINDS:
+            stand_in = type(kind.__name__, (_Described,), {"kind": kind})
+            self._known[kind.__module__, kind.__qualname__] = stand_in
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
@@ -153,30 +162,31 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(found: Any) -> Metadata:
+    """Return a description for DCP, rebuilt from the checked parts of an unpickled one."""
     fields = _state(found, Metadata)
     records = {}
     for index, record in fields["storage_data"].items():
-        index, record = _state(index, MetadataIndex), _state(record, _Record)
+        index = _state(index, MetadataIndex)
+        record = _state(record, _Record)
         if record.get("transform_descriptors"):
             raise pickle.UnpicklingError("it describes records that are not plain tensors")
-        place = (
+        key = MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))
+        records[key] = _Record(
             _sure(record["relative_path"], str),
             _whole(record["offset"]),
             _whole(record["length"]),
         )
-        records[MetadataIndex(_sure(index["fqn"], str), _size(index["offset"]))] = _Record(*place)
+
     entries: dict[str, Any] = {}
     for key, entry in fields["state_dict_metadata"].items():
         entry = _state(entry, TensorStorageMetadata)
         dtype, *_ = _state(entry["properties"], TensorProperties, tuple)
-        chunks = [_state(chunk, ChunkStorageMetadata) for chunk in entry["chunks"]]
+        chunks = []
+        for chunk in entry["chunks"]:
+            chunk = _state(chunk, ChunkStorageMetadata)
+            chunks.append(ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])))
         entries[_sure(key, str)] = TensorStorageMetadata(
-            TensorProperties(dtype=_sure(dtype, torch.dtype)),
-            _size(entry["size"]),
-            [
-                ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"]))
-                for chunk in chunks
-            ],
+            TensorProperties(dtype=_sure(dtype, torch.dtype)), _size(entry["size"]), chunks
         )
     return Metadata(entries, storage_data=records)
 
@@ -188,11 +198,8 @@ def _state(found: Any, kind: type, state: type = dict) -> Any:
 
 
 def _size(found: Any) -> torch.Size:
-    if (
-        not isinstance(found, _Described)
-        or found.kind is not torch.Size
-        or len(found.arguments) != 1
-    ):
+    is_size = isinstance(found, _Described) and found.kind is torch.Size
+    if not is_size or len(found.arguments) != 1:
         raise pickle.UnpicklingError("it does not describe a checkpoint")
     return torch.Size([_whole(n) for n in _sure(found.arguments[0], tuple)])
 
@@ -210,7 +217,11 @@ def _sure(found: Any, kind: type) -> Any:
 
 
 def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorEntry:
-    """Return one tensor and its pieces, which must make up the whole: DCP refuses to write pieces that overlap."""
+    """Return one tensor and its pieces.
+
+    The pieces must make up the whole. To compare their sizes is enough, because DCP writes no
+    pieces that overlap.
+    """
     entry: Any = metadata.state_dict_metadata[key]
     pieces = []
     for chunk in entry.chunks:
@@ -218,34 +229,38 @@ def _entry(key: str, metadata: Metadata, files: Mapping[str, Digest]) -> TensorE
         if record is not None and record.relative_path not in files:
             raise CheckpointError(f"it refers to {record.relative_path!r}, not in the manifest")
         n_bytes = prod(chunk.sizes) * entry.properties.dtype.itemsize
-        fits = (
-            record is not None
-            and record.offset + record.length <= files[record.relative_path].bytes
-        )
-        if record is None or not fits or record.length < n_bytes:
+        end = 0 if record is None else record.offset + record.length
+        if record is None or record.length < n_bytes or end > files[record.relative_path].bytes:
             raise CheckpointError(
                 f"no file holds the {n_bytes:,} bytes of {key} from {tuple(chunk.offsets)} on"
             )
-        pieces.append(
-            Piece(tuple(chunk.offsets), tuple(chunk.sizes), record.relative_path, record.length)
+        piece = Piece(
+            offsets=tuple(chunk.offsets),
+            sizes=tuple(chunk.sizes),
+            file=record.relative_path,
+            n_bytes=record.length,
         )
+        pieces.append(piece)
     if sum(prod(piece.sizes) for piece in pieces) != prod(entry.size):
         raise CheckpointError(f"the pieces of {key} do not make up its shape {tuple(entry.size)}")
     return TensorEntry(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
 
 
 class _HashedFile:
-    """A file for writing that knows the checksum of what went into it, so that nothing is read back."""
+    """A file for writing that knows the checksum of its content, so that nothing is read back."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self._checksum, self._size = file, new_checksum(), 0
+        self._file = file
+        self._checksum = new_checksum()
+        self._size = 0
+        # torch.save hides a failed write behind a sentence about the format of archives.
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             written: int = self._file.write(data)
         except OSError as error:
-            self.failure = error  # torch.save turns it into a sentence about the format of archives
+            self.failure = error
             raise
         self._checksum.update(data)
         self._size += written
@@ -287,7 +302,7 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = self.files = _HashingFiles()
 
     def storage_meta(self) -> None:
-        """Return nothing about this machine: DCP would note the directory's full path."""
+        """Return nothing about this machine. DCP would note the full path of the directory."""
 
 
 class _Reader(dcp.FileSystemReader):
@@ -300,9 +315,9 @@ class _Reader(dcp.FileSystemReader):
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, Tensor], ranks: Ranks
+    directory: Path, tensors: Mapping[str, Tensor], ranks: CheckpointRanks
 ) -> dict[str, Digest]:
-    """Write everyone's tensors, each by one rank; return the digests of the files that this rank wrote."""
+    """Write everyone's tensors, each by one rank. Return the digests of this rank's files."""
     writer = _Writer(directory)
 
     def write() -> None:
@@ -319,13 +334,13 @@ def write_tensors(
 
 
 def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors``, in place, in this process alone. If that fails, they may be filled in part."""
+    """Return a block that says in a sentence why a checkpoint cannot be written to ``root``."""
     with _in_a_sentence(f"{directory} cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=_Reader(directory, metadata), no_dist=True)
 
 
 def writing_to(root: Path) -> AbstractContextManager[None]:
-    """Say in one sentence why a checkpoint cannot be written there."""
+    """Return a block that says in one sentence why a checkpoint cannot be written to ``root``."""
     return _in_a_sentence(
         f"a checkpoint cannot be written to {root}", "make room there, or save to another directory"
     )
@@ -333,7 +348,10 @@ def writing_to(root: Path) -> AbstractContextManager[None]:
 
 @contextmanager
 def _in_a_sentence(problem: str, remedy: str = "") -> Iterator[None]:
-    """Say what went wrong in one sentence, where DCP has a traceback a rank, and the ``remedy`` if it was the disk."""
+    """Raise a failure in one sentence, where DCP has a traceback for each rank.
+
+    If the disk failed, the ``remedy`` follows.
+    """
     failure: BaseException
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -353,7 +371,7 @@ def _in_a_sentence(problem: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Leave CRC-32 out: the manifest has a stronger checksum, and this one takes longer than writing the bytes."""
+    """Leave CRC-32 out. It takes longer than writing, and the manifest has a stronger checksum."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

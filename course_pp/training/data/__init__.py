@@ -4,8 +4,9 @@
     train ─train_tokenizer─► Tokenizer ─encode─► one tensor of token ids per document
     documents ─packed | padded─► Sequences ─Batches─► the batch of a step
 
-    texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens | PaddedTokens ─Batches─► a batch, from disk
-    rows of ids that `datasets` has saved ─open_arrow─► ArrowRows ─Batches─► a batch, read from disk
+    texts ─python -m course_pp tokens─► a file ─open_tokens─► PackedTokens | PaddedTokens
+    rows of ids that `datasets` has saved ─open_arrow─► ArrowRows
+    PackedTokens | PaddedTokens | ArrowRows ─Batches─► the batch of a step, read from disk
 
 Every arrow is a pure function of its inputs, so ranks that start alike agree without exchanging a
 message.

@@ -1,4 +1,4 @@
-"""A corpus is a tuple of documents; it comes from Python's own sources, from text files or from a dataset."""
+"""A corpus: documents from Python's own sources, from text files or from a dataset."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from course_pp.base.arguments import checked
 from course_pp.base.imports import imports_of_extra
 
 STDLIB_MAX_BYTES = 2_000_000
-"""Where the default corpus stops: about 0.7 million tokens of a vocabulary of 1,024."""
+"""Size of the default corpus: about 0.7 million tokens of a vocabulary of 1,024."""
 
 # Tables, bundled applications, and packages that later Python versions dropped.
 _NOT_READ = frozenset(
@@ -28,7 +28,7 @@ TextPath = str | os.PathLike[str]
 @checked
 @dataclass(frozen=True, repr=False)
 class Corpus:
-    """Documents in a fixed order; at least one of them is more than white space."""
+    """Documents in a fixed order. At least one of them is more than white space."""
 
     name: str
     documents: tuple[str, ...]
@@ -52,7 +52,7 @@ class Corpus:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the documents and of where each ends: equal contents, equal digest, on any machine."""
+        """SHA-256 of the documents and their ends. Equal contents have equal digests anywhere."""
         hasher = hashlib.sha256()
         for document in self.documents:
             content = document.encode()
@@ -61,11 +61,11 @@ class Corpus:
         return hasher.hexdigest()
 
     def split(self, validation: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """Split into two corpora, for training and validation, that depend on the contents alone
-        and on no seed.
+        """Split into two corpora, for training and validation.
 
-        Whole documents are taken in the order of their hashes while they fit into the share
-        `validation` of all characters; a single document is cut there. Neither part is ever empty.
+        The parts depend only on the contents, not on a seed. Whole documents are taken for
+        validation, in the order of their hashes, while they fit into the share `validation` of all
+        characters. A single document is cut. Neither part is ever empty.
         """
         if not 0 < validation < 1:
             raise ValueError(
@@ -81,11 +81,14 @@ class Corpus:
         if len(size) == 1:
             [document] = size
             # Each part gets more than white space.
-            first, last = len(document) - len(document.lstrip()), len(document.rstrip()) - 1
+            first = len(document) - len(document.lstrip())
+            last = len(document.rstrip()) - 1
             cut = min(max(round(len(document) * (1 - validation)), first + 1), last)
-            train, held_out = (document[:cut],), (document[cut:],)
+            train = (document[:cut],)
+            held_out = (document[cut:],)
         else:
-            room, chosen = validation * sum(size.values()), set()
+            room = validation * sum(size.values())
+            chosen = set()
             by_hash = sorted(size, key=lambda document: hashlib.sha256(document.encode()).digest())
             for document in by_hash:
                 if size[document] <= room:
@@ -108,17 +111,17 @@ def load_corpus(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> Corpus:
-    """Load documents from `texts`, or from `dataset`, or by default from the sources of Python's
-    standard library.
+    """Load documents from `texts`, from `dataset`, or by default from Python's standard library.
 
     Documents of nothing but white space are dropped.
 
     Args:
-        texts: a file, a directory (every file below it, in sorted order, without hidden ones and
-            without those that are not UTF-8), or several of either. Each file is one document.
+        texts: a file, a directory, or several of either. Each file is one document. Of a directory,
+            every file below it is read, in sorted order, except hidden files and files that are not
+            UTF-8.
         dataset: name of a Hugging Face dataset, or path of a local one, for
-            `datasets.load_dataset`; each row is one document.
-        subset, split, text_column: which part of `dataset`, and which of its columns.
+            `datasets.load_dataset`. Each row is one document.
+        subset, split, text_column: part of the `dataset` to load, and the column with the text.
         max_bytes: stop with the document that reaches this many bytes of UTF-8. Without it, texts
             and datasets are read to the end, and the standard library to `STDLIB_MAX_BYTES`.
     """
@@ -137,7 +140,7 @@ def iterate_documents(
     text_column: str = "text",
     max_bytes: int | None = None,
 ) -> tuple[str, Iterator[str]]:
-    """Return the name of what :func:`load_corpus` would load, and its documents, one at a time."""
+    """Return the name and the documents that :func:`load_corpus` would load, one at a time."""
     if texts is not None and dataset is not None:
         raise ValueError(
             f"texts={texts!r} and dataset={dataset!r}: a corpus has one source; name only one"
@@ -157,12 +160,11 @@ def iterate_documents(
             raise ValueError(
                 "texts has '', which names nothing: give '.' for the files of the working directory"
             )
-        named = [Path(text) for text in given]
-        name = (
-            ", ".join(map(str, named[:3])) + (", …" if len(named) > 3 else "")
-            or "an empty list of texts"
-        )
-        documents = _from_texts(named)
+        paths = [Path(text) for text in given]
+        name = ", ".join(map(str, paths[:3])) or "an empty list of texts"
+        if len(paths) > 3:
+            name += ", …"
+        documents = _from_texts(paths)
     elif dataset is not None:
         name = "/".join(filter(None, (dataset, subset, split)))
         documents = (row[text_column] for row in _load_dataset(dataset, subset, split, text_column))
@@ -186,8 +188,8 @@ def beginning(documents: Iterable[str | None], max_bytes: int | None) -> Iterato
 
 def _from_stdlib() -> Iterator[str | None]:
     root = Path(sysconfig.get_path("stdlib"))
-    # The names keep out what others installed beside the library, and build data that differs by
-    # machine.
+    # Only the library's own names: other packages may be installed beside it, and its build data
+    # differ by machine.
     for name in sorted(sys.stdlib_module_names - _NOT_READ):
         for path in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))):
             if path.is_file() and not {"test", "tests"} & set(path.relative_to(root).parts):
@@ -203,9 +205,9 @@ def _from_texts(paths: list[Path]) -> Iterator[str | None]:
     for path in paths:
         if path.is_dir():
             for file in sorted(path.rglob("*")):
-                if file.is_file() and not any(
-                    part.startswith(".") for part in file.relative_to(path).parts
-                ):
+                names = file.relative_to(path).parts
+                is_hidden = any(name.startswith(".") for name in names)
+                if file.is_file() and not is_hidden:
                     yield _read_utf8(file)
         else:
             document = _read_utf8(path)
@@ -217,7 +219,7 @@ def _from_texts(paths: list[Path]) -> Iterator[str | None]:
 
 
 def _read_utf8(path: Path) -> str | None:
-    # Not read_text: line endings are part of what the digest covers.
+    # Not read_text, which changes line endings: the digest covers them.
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError:
@@ -227,7 +229,10 @@ def _read_utf8(path: Path) -> str | None:
 def load_stream(
     dataset: str, *, subset: str | None = None, split: str = "train", text_column: str = "text"
 ) -> tuple[str, Callable[[int], Iterator[str | None]]]:
-    """Return the name of a Hugging Face dataset, and its documents from any number on, read as they are asked for."""
+    """Return the name of a Hugging Face dataset, and a function that yields its documents.
+
+    The function takes the number of the first document. Documents are read when they are needed.
+    """
     rows = _load_dataset(dataset, subset, split, text_column, streaming=True)
     name = "/".join(filter(None, (dataset, subset, split, text_column)))
     return name, lambda start: (row[text_column] for row in rows.skip(start))
@@ -241,9 +246,9 @@ def _load_dataset(
 
     try:
         rows = datasets.load_dataset(dataset, subset, split=split, streaming=streaming)
-        # a stream may not know before it is read
+        # A stream may not know its columns before it is read.
         columns = rows.column_names or list(next(iter(rows), {}))
-    # An IndexError is what an empty name comes to.
+    # datasets raises an IndexError for an empty name.
     except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
         part = f"dataset={dataset!r} (subset={subset!r}, split={split!r})"
         raise ValueError(

@@ -1,11 +1,14 @@
-"""Tokens on disk that are never loaded whole: a file of numbers, or rows that the package
-`datasets` has saved.
+"""Tokens on disk that are never loaded whole.
+
+They are in a file of numbers, or in rows that the package `datasets` has saved.
 
     data.bin         uint16 or uint32, little-endian: [BOT] … [EOT] [BOT] … [EOT] …
-    data.bin.json    how many, of which tokenizer, and two digests: of all bytes, and of 64 places spread over them
+    data.bin.json    the number of tokens, their tokenizer, and two digests: of all bytes, and of 64
+                     places spread over them
 
-The digest of all bytes stands for the data in checkpoints. A start reads 64 places of 64 KiB at
-most, so it notices in a moment a file that was cut off, swapped, or changed in many places.
+The digest of all bytes stands for the data in checkpoints. Opening a file reads at most 64 places
+of 64 KiB. So it takes a moment, and still notices that a file was cut off, swapped, or changed in
+many places.
 """
 
 import hashlib
@@ -28,8 +31,9 @@ from course_pp.training.data.tokenizer import Tokenizer
 
 _FORMAT = "course_pp tokens 1"
 _HOW = "write it with python -m course_pp tokens"
-_PLACES, _PLACE_BYTES = 64, 2**16
-_CHUNK = 2**24  # tokens looked at together
+_PLACES = 64
+_PLACE_BYTES = 2**16
+_CHUNK = 2**24  # tokens that are searched at a time, to bound the memory
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -39,9 +43,10 @@ class TokenFile:
 
     Attributes:
         dtype: ``"uint16"`` or ``"uint32"``.
-        vocab_size: tokens are below it.
-        digest, sample: SHA-256 of all bytes, and of some of them.
-        tokenizer: the definition of what made them.
+        vocab_size: upper limit of the tokens; all are below it.
+        digest: SHA-256 of all bytes.
+        sample: SHA-256 of 64 places.
+        tokenizer: definition of the tokenizer that made the tokens.
     """
 
     path: Path
@@ -54,7 +59,7 @@ class TokenFile:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All of them, mapped: what is not looked at is not read."""
+        """All tokens, mapped into memory, so only the parts that are used are read."""
         return np.memmap(self.path, dtype=_DTYPES[self.dtype], mode="r", shape=(self.n_tokens,))
 
     @cached_property
@@ -63,33 +68,37 @@ class TokenFile:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """Where documents begin, and where the last one ends: found by reading the file once."""
+        """Places where documents begin, and the end of the last one. The file is read once."""
         _, bot, _ = self.special_ids
-        parts = [
-            at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot)
-            for at in range(0, self.n_tokens, _CHUNK)
-        ]
+        parts = []
+        for at in range(0, self.n_tokens, _CHUNK):
+            parts.append(at + np.flatnonzero(self.tokens[at : at + _CHUNK] == bot))
         return np.concatenate([*parts, [self.n_tokens]])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A mapping would travel to a data worker as a copy of the whole file.
+        # Pickling the mapping would send a copy of the whole file to a data worker.
         return {name: value for name, value in self.__dict__.items() if name != "tokens"}
 
 
 def write_tokens(
     path: str | os.PathLike[str], documents: Iterable[str], tokenizer: Tokenizer
 ) -> TokenFile:
-    """Write documents, one after the other, without holding more than one.
+    """Write documents, one after the other, and hold one at a time in memory.
 
     The file appears whole or not at all.
     """
-    path, vocab_size = Path(path), tokenizer.vocab_size
-    for taken in filter(_is_no_file, (path, _beside(path))):  # or a device would be replaced
-        raise ValueError(
-            f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced"
-        )
+    path = Path(path)
+    for taken in (path, _beside(path)):
+        # Replacing a device would remove it.
+        if _is_no_file(taken):
+            raise ValueError(
+                f"{str(taken)!r} is no plain file: name a new one, or one that may be replaced"
+            )
+    vocab_size = tokenizer.vocab_size
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
-    draft, hasher, n_tokens = path.with_name(f".{path.name}.{os.getpid()}"), hashlib.sha256(), 0
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    hasher = hashlib.sha256()
+    n_tokens = 0
     try:
         with draft.open("wb") as file:
             for document in documents:
@@ -99,15 +108,19 @@ def write_tokens(
                 n_tokens += len(content)
         if not n_tokens:
             raise ValueError(f"{path}: no documents to write (or only empty ones); give text")
-        sample = _sample(draft)
         written = TokenFile(
-            path, dtype, n_tokens, vocab_size, hasher.hexdigest(), sample, tokenizer.definition
+            path=path,
+            dtype=dtype,
+            n_tokens=n_tokens,
+            vocab_size=vocab_size,
+            digest=hasher.hexdigest(),
+            sample=_sample(draft),
+            tokenizer=tokenizer.definition,
         )
-        description = {
-            "format": _FORMAT,
-            **{k: v for k, v in asdict(written).items() if k != "path"},
-        }
-        _beside(path).unlink(missing_ok=True)  # a new file never goes by an old description
+        description = {"format": _FORMAT, **asdict(written)}
+        del description["path"]
+        # Removed first, so that a new file never stands beside an old description.
+        _beside(path).unlink(missing_ok=True)
         os.replace(draft, path)
         write_atomically(_beside(path), json.dumps(description))
     finally:
@@ -116,15 +129,19 @@ def write_tokens(
 
 
 def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
-    """Open a file that :func:`write_tokens` has written."""
+    """Open a file of :func:`write_tokens`."""
     path = Path(path)
-    for strange in filter(_is_no_file, (path, _beside(path))):  # a pipe would be waited for
-        raise ValueError(
-            f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file): {_HOW}"
-        )
+    for strange in (path, _beside(path)):
+        # Opening a pipe would wait for a writer.
+        if _is_no_file(strange):
+            raise ValueError(
+                f"token file {str(path)!r} cannot be opened ({str(strange)!r} is no plain file):"
+                f" {_HOW}"
+            )
     try:
         found = json.loads(_beside(path).read_text())
-        n_bytes, form = path.stat().st_size, found.pop("format")
+        n_bytes = path.stat().st_size
+        form = found.pop("format")
         tokens = TokenFile(path, **found)
         expected = tokens.n_tokens * _DTYPES[tokens.dtype].itemsize
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
@@ -135,8 +152,10 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
         )
     if n_bytes != expected:
         what = "cut off" if n_bytes < expected else "too long"
-        sizes = f"it has {n_bytes:,} bytes, and its description says {expected:,}"
-        raise ValueError(f"token file {str(path)!r} is {what}: {sizes}: copy it again")
+        raise ValueError(
+            f"token file {str(path)!r} is {what}: it has {n_bytes:,} bytes, and its description"
+            f" says {expected:,}: copy it again"
+        )
     if _sample(path) != tokens.sample:
         raise ValueError(
             f"token file {str(path)!r} is not the one that its description describes: copy both"
@@ -147,12 +166,12 @@ def open_tokens(path: str | os.PathLike[str]) -> TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class _OnDisk:
-    """What rows of a token file have in common.
+    """Rows of a token file.
 
     Attributes:
         file: the tokens.
         seq_len: tokens in a row, at least 2.
-        first, last: which tokens of the file, or which of its documents; by default all.
+        first, last: range of the tokens of the file, or of its documents; by default all of them.
     """
 
     file: TokenFile
@@ -164,13 +183,11 @@ class _OnDisk:
         check_seq_len(self.seq_len)
         least = 1 if self.is_padded else self.seq_len + 1
         if self.first < 0 or not self.first + least <= self._end <= self._most:
-            there = (
-                f"{self._most} {'documents' if self.is_padded else 'tokens'} of"
-                f" {str(self.file.path)!r}"
-            )
-            part = f"first={self.first}, last={self.last} of {there}"
+            what = "documents" if self.is_padded else "tokens"
             raise ValueError(
-                f"{part} are too few for one sequence of seq_len={self.seq_len}: write more"
+                f"first={self.first}, last={self.last} of {self._most} {what} of"
+                f" {str(self.file.path)!r} are too few for one sequence of seq_len={self.seq_len}:"
+                " write more"
             )
 
     @property
@@ -187,32 +204,28 @@ class _OnDisk:
 
     @property
     def digest(self) -> str:
-        parts = (
-            self.file.digest,
-            self.seq_len,
-            self.first,
-            self._end,
-            *["padded"] * self.is_padded,
-        )
+        parts: tuple[object, ...] = (self.file.digest, self.seq_len, self.first, self._end)
+        if self.is_padded:
+            parts += ("padded",)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def split(self, validation: float = 0.1, most: int = 1_000_000) -> tuple[Self, Self]:
-        """Return the rows for training, and from the end of the file rows for validation.
+        """Return the rows for training, and rows for validation from the end of the file.
 
         Args:
-            validation: their share of the tokens, between 0 and 1.
-            most: validation tokens at most, unless one document alone has more.
+            validation: share of the tokens for validation, between 0 and 1.
+            most: largest number of validation tokens; one document may have more by itself.
         """
         cut = self._cut(validation, most)
         return replace(self, last=cut), replace(self, first=cut)
 
     def _cut(self, validation: float, most: int) -> int:
-        """Return where the rows for validation begin."""
+        """Return the token or document at which the rows for validation begin."""
         raise NotImplementedError
 
 
 class PackedTokens(_OnDisk):
-    """The rows of a token file, without gaps, read when they are asked for; ``first`` and ``last`` count tokens."""
+    """The rows of a token file, without gaps. ``first`` and ``last`` count tokens."""
 
     def __len__(self) -> int:
         return (self._end - self.first - 1) // self.seq_len
@@ -230,14 +243,14 @@ class PackedTokens(_OnDisk):
 
 
 class PaddedTokens(_OnDisk):
-    """The documents of a token file in rows of their own, as :func:`padded`; ``first`` and ``last`` count documents."""
+    """The documents of a token file, as :func:`padded`. ``first`` and ``last`` count documents."""
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tokens of each row begin and end."""
+        """The beginning and the end of each row's tokens."""
         bounds = self.file.bounds[self.first : self._end + 1]
         rows = -(-(np.diff(bounds) - 1) // self.seq_len)
-        # of a row in its document
+        # The number of each row in its document, from 0.
         number = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         starts = np.repeat(bounds[:-1], rows) + number * self.seq_len
         return starts, np.minimum(starts + self.seq_len + 1, np.repeat(bounds[1:], rows))
@@ -247,33 +260,30 @@ class PaddedTokens(_OnDisk):
 
     def __getitem__(self, rows: slice | Tensor) -> Sequences:
         """Return the chosen rows: a slice, or an int64 tensor of row numbers."""
-        starts, ends = (
-            each[rows if isinstance(rows, slice) else rows.numpy()] for each in self._spans
-        )
-        pieces = [
-            self.file.tokens[start:end].astype(np.int64)
-            for start, end in zip(starts, ends, strict=True)
-        ]
+        starts, ends = self._spans
+        chosen = rows if isinstance(rows, slice) else rows.numpy()
+        pieces = []
+        for start, end in zip(starts[chosen], ends[chosen], strict=True):
+            pieces.append(torch.from_numpy(self.file.tokens[start:end].astype(np.int64)))
         pad, *_ = self.file.special_ids
-        return padded_rows([torch.from_numpy(piece) for piece in pieces], self.seq_len, pad)
+        return padded_rows(pieces, self.seq_len, pad)
 
     def _cut(self, validation: float, most: int) -> int:
         bounds = self.file.bounds[self.first : self._end + 1]
         held_out = min(most, round(int(bounds[-1] - bounds[0]) * validation))
-        return self.first + min(
-            int(np.searchsorted(bounds, bounds[-1] - held_out)), len(bounds) - 2
-        )
+        cut = int(np.searchsorted(bounds, bounds[-1] - held_out))
+        # One document at least is for validation.
+        return self.first + min(cut, len(bounds) - 2)
 
 
 @dataclass(frozen=True, eq=False)
 class ArrowRows:
-    """Rows of one length, made by :func:`open_arrow`; as :class:`Sequences`, but read when they are
-    asked for.
+    """Rows of one length in an Arrow file, read when they are needed; see :func:`open_arrow`.
 
     Attributes:
-        column: which holds the ids, seq_len + 1 in each row: the last is only predicted, the first
-            only predicts.
-        digest: equal for equal data, as `datasets` fingerprints it.
+        column: name of the column with the ids. A row has seq_len + 1: the last is only predicted,
+            the first only predicts.
+        digest: digest that is equal for equal data, from the fingerprint of `datasets`.
     """
 
     folder: str
@@ -308,12 +318,11 @@ class ArrowRows:
 
 
 def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> ArrowRows:
-    """Open rows of token ids that `datasets` has saved with `save_to_disk`; of the ids themselves
-    nothing is read.
+    """Open rows of token ids that `datasets` has saved with `save_to_disk`. It reads no ids.
 
     Args:
-        folder: one split, not several.
-        column: of lists of whole numbers, all of one length of at least 3: seq_len + 1.
+        folder: folder of one split, not of several.
+        column: column of lists of whole numbers, all of one length of at least 3: seq_len + 1.
     """
     folder = os.fspath(folder)
     with imports_of_extra("hf"):
@@ -322,36 +331,33 @@ def open_arrow(folder: str | os.PathLike[str], column: str = "input_ids") -> Arr
 
     try:
         dataset = datasets.load_from_disk(folder)
-        ids = dataset.data.column(column)  # of several splits there is none
+        ids = dataset.data.column(column)  # fails for a folder of several splits
         kind = ids.type.value_type
-        found = pyarrow.compute.min_max(pyarrow.compute.list_value_length(ids))
-    except Exception as error:  # whatever a damaged file makes of it
-        how = (
-            "give what Dataset.save_to_disk has written of one split with lists of token ids in"
-            f" column {column!r}"
-        )
+        lengths = pyarrow.compute.min_max(pyarrow.compute.list_value_length(ids))
+    except Exception as error:  # a damaged file may raise anything
         raise ValueError(
-            f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): {how}"
+            f"folder {folder!r} cannot be opened ({type(error).__name__}: {error}): give what"
+            " Dataset.save_to_disk has written of one split with lists of token ids in column"
+            f" {column!r}"
         ) from error
-    shortest, longest = found["min"].as_py(), found["max"].as_py()
-    if (
-        not pyarrow.types.is_integer(kind)
-        or shortest is None
-        or shortest != longest
-        or ids.null_count
-    ):
-        rows = f"holds rows of {shortest} to {longest} values of {kind}"
+    shortest, longest = lengths["min"].as_py(), lengths["max"].as_py()
+    has_one_length = shortest is not None and shortest == longest and not ids.null_count
+    if not has_one_length or not pyarrow.types.is_integer(kind):
         raise ValueError(
-            f"column {column!r} of {folder!r} {rows}: pack token ids into rows of one length,"
-            " seq_len + 1"
+            f"column {column!r} of {folder!r} holds rows of {shortest} to {longest} values of"
+            f" {kind}: pack token ids into rows of one length, seq_len + 1"
         )
     check_seq_len(shortest - 1)
     parts = (dataset._fingerprint, column, len(dataset), shortest)
-    return ArrowRows(folder, column, shortest - 1, hashlib.sha256(repr(parts).encode()).hexdigest())
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return ArrowRows(folder, column, seq_len=shortest - 1, digest=digest)
 
 
 def _following(ids: Tensor) -> Sequences:
-    """Return rows of which each token is predicted from those before it; ids (n, seq_len + 1)."""
+    """Return rows in which each token is predicted from the tokens before it.
+
+    ids is (n, seq_len + 1).
+    """
     return Sequences(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
 
@@ -364,10 +370,11 @@ def _beside(path: Path) -> Path:
 
 
 def _sample(path: Path) -> str:
-    """Return the SHA-256 of places spread over the file, its beginning and end among them."""
-    hasher, size = hashlib.sha256(), path.stat().st_size
+    """Return the SHA-256 of places spread over the file, with its beginning and its end."""
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
-        last = max(0, size - _PLACE_BYTES)
+        last = max(0, path.stat().st_size - _PLACE_BYTES)
+        # A set, because places of a small file coincide.
         for start in sorted({last * i // (_PLACES - 1) for i in range(_PLACES)}):
             file.seek(start)
             hasher.update(file.read(_PLACE_BYTES))

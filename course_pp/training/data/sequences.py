@@ -1,4 +1,4 @@
-"""Next-token sequences of one length, packed without gaps or padded, and which of them a rank sees at which step."""
+"""Next-token sequences of one length, packed or padded, and the batch of each step."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,14 @@ from course_pp.base.arguments import checked
 from course_pp.training.data.tokenizer import PAD_ID
 
 IGNORE_INDEX = -100
-"""Target where nothing is to be predicted; the default of `torch.nn.functional.cross_entropy`."""
+"""Target where nothing is to be predicted, as in `torch.nn.functional.cross_entropy`."""
 
 
 class Rows(Protocol):
-    """Sequences of one length, in memory (:class:`Sequences`) or on disk; ``digest`` is equal for equal data."""
+    """Sequences of one length, in memory (:class:`Sequences`) or on disk.
+
+    Equal data have equal ``digest``.
+    """
 
     def __len__(self) -> int: ...
 
@@ -41,9 +44,10 @@ class Sequences:
     """Inputs and the tokens to be predicted from them: `targets[i, t]` follows `inputs[i, t]`.
 
     Attributes:
-        inputs, targets: int64 (n, seq_len); `IGNORE_INDEX` where nothing is to be predicted.
-        attention_mask: bool (n, seq_len), True on tokens and False on padding; None where nothing
-            is padded.
+        inputs: int64 (n, seq_len).
+        targets: int64 (n, seq_len); `IGNORE_INDEX` where nothing is to be predicted.
+        attention_mask: bool (n, seq_len), True on tokens and False on padding; None if nothing is
+            padded.
     """
 
     inputs: Tensor
@@ -51,15 +55,18 @@ class Sequences:
     attention_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        shape = self.inputs.shape
-        named = (("inputs", self.inputs, torch.int64), ("targets", self.targets, torch.int64))
-        for name, tensor, dtype in (*named, ("attention_mask", self.attention_mask, torch.bool)):
-            if tensor is not None and (
-                tensor.dtype != dtype or tensor.dim() != 2 or tensor.shape != shape
-            ):
-                given = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        for name, tensor, dtype in (
+            ("inputs", self.inputs, torch.int64),
+            ("targets", self.targets, torch.int64),
+            ("attention_mask", self.attention_mask, torch.bool),
+        ):
+            if tensor is None:
+                continue
+            has_shape = tensor.dim() == 2 and tensor.shape == self.inputs.shape
+            if tensor.dtype != dtype or not has_shape:
                 raise ValueError(
-                    f"{name} are {given}: give {dtype} (n, seq_len), of one shape with the inputs"
+                    f"{name} are {tensor.dtype} of shape {tuple(tensor.shape)}: give {dtype} (n,"
+                    " seq_len), of one shape with the inputs"
                 )
 
     def __len__(self) -> int:
@@ -79,7 +86,7 @@ class Sequences:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of all rows: equal data, equal digest."""
+        """SHA-256 of all rows. Equal data have equal digests."""
         hasher = hashlib.sha256(str(tuple(self.inputs.shape)).encode())
         for tensor in (self.inputs, self.targets, self.attention_mask):
             if tensor is not None:
@@ -88,16 +95,16 @@ class Sequences:
 
     @property
     def n_targets(self) -> int:
-        """How many tokens are predicted, the divisor of a mean loss."""
+        """Number of predicted tokens, the divisor of a mean loss."""
         return int((self.targets != IGNORE_INDEX).sum())
 
 
 @checked
 def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
-    """Join documents and cut them into rows; a row may begin and end within a document.
+    """Join documents and cut them into rows. A row may begin and end within a document.
 
-    Each token after the first is predicted exactly once, in order; fewer than `seq_len` at the end
-    are left out.
+    Each token after the first is predicted exactly once, in order. At the end, fewer than `seq_len`
+    tokens are left out.
 
     Args:
         documents: `[BOT] … [EOT]`, int64 (length,) each, as from `encode`.
@@ -107,44 +114,41 @@ def packed(documents: Sequence[Tensor], seq_len: int) -> Sequences:
     stream = torch.cat(list(documents))
     n = (len(stream) - 1) // seq_len
     if n == 0:
-        needed = f"one sequence of seq_len={seq_len}, which needs {seq_len + 1}"
         raise ValueError(
-            f"{len(stream)} tokens are too few for {needed}: give more text, or choose a smaller"
-            " seq_len"
+            f"{len(stream)} tokens are too few for one sequence of seq_len={seq_len}, which needs"
+            f" {seq_len + 1}: give more text, or choose a smaller seq_len"
         )
-    return Sequences(
-        stream[: n * seq_len].view(n, seq_len), stream[1 : n * seq_len + 1].view(n, seq_len)
-    )
+    inputs = stream[: n * seq_len].view(n, seq_len)
+    targets = stream[1 : n * seq_len + 1].view(n, seq_len)
+    return Sequences(inputs, targets)
 
 
 @checked
 def padded(documents: Sequence[Tensor], seq_len: int, pad_id: int = PAD_ID) -> Sequences:
-    """Give each document a row `[BOT] … [EOT] [PAD] …` of its own; a longer one continues on the
-    next row.
+    """Give each document a row `[BOT] … [EOT] [PAD] …` of its own, or several if it is long.
 
-    A continuing row begins with the last token its predecessor predicted, so each token of a
+    A continuing row begins with the last token that its predecessor predicted. So each token of a
     document after its `[BOT]` is predicted exactly once. Nothing is predicted from `[EOT]` or
     `[PAD]`.
     """
     _check(documents, seq_len)
-    starts = [
-        (document, start)
-        for document in documents
-        for start in range(0, len(document) - 1, seq_len)
-    ]
-    return padded_rows(
-        [document[start : start + seq_len + 1] for document, start in starts], seq_len, pad_id
-    )
+    pieces = []
+    for document in documents:
+        for start in range(0, len(document) - 1, seq_len):
+            pieces.append(document[start : start + seq_len + 1])
+    return padded_rows(pieces, seq_len, pad_id)
 
 
 def padded_rows(pieces: Sequence[Tensor], seq_len: int, pad_id: int) -> Sequences:
-    """Return a row for each piece of 2 to seq_len + 1 tokens: its last is no input, its first no target."""
+    """Return a row for each piece of 2 to seq_len + 1 tokens.
+
+    The last token of a piece is no input, and the first no target.
+    """
     rows = torch.full((len(pieces), seq_len + 1), pad_id)
     for row, piece in zip(rows, pieces, strict=True):
         row[: len(piece)] = piece
-    is_token = torch.arange(seq_len + 1) < torch.tensor([len(piece) for piece in pieces]).view(
-        -1, 1
-    )
+    lengths = torch.tensor([len(piece) for piece in pieces]).view(-1, 1)
+    is_token = torch.arange(seq_len + 1) < lengths
     targets = rows[:, 1:].masked_fill(~is_token[:, 1:], IGNORE_INDEX)
     return Sequences(rows[:, :-1].contiguous(), targets, is_token[:, :-1].contiguous())
 
@@ -158,7 +162,7 @@ def check_seq_len(seq_len: int) -> None:
 def _check(documents: Sequence[Tensor], seq_len: int) -> None:
     check_seq_len(seq_len)
     for i, document in enumerate(documents):
-        # a row would take other numbers, rounded
+        # A row would silently round numbers of another dtype.
         if document.dtype != torch.int64 or document.dim() != 1:
             given = f"{document.dtype} of shape {tuple(document.shape)}"
             raise ValueError(
@@ -219,28 +223,31 @@ def validation_batches(
 
 def _check_size(sequences: Rows, global_batch: int) -> None:
     if not 1 <= global_batch <= len(sequences):
-        how = f"choose from 1 to {len(sequences)}, a smaller seq_len, or more text"
-        raise ValueError(f"global_batch={global_batch} and {len(sequences)} sequences: {how}")
+        raise ValueError(
+            f"global_batch={global_batch} and {len(sequences)} sequences: choose from 1 to"
+            f" {len(sequences)}, a smaller seq_len, or more text"
+        )
 
 
 def read_ahead(batches: Batches, first: int, last: int, workers: int) -> Iterator[Sequences]:
-    """Return ``batches[first]`` to ``batches[last - 1]``, read by processes that end with the iterator."""
-    dataset: Any = batches  # takes a number and gives a batch, which is all that is asked of it
-    return iter(
-        DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers)
-    )
+    """Return ``batches[first]`` to ``batches[last - 1]``, read by ``workers`` processes.
+
+    The processes end with the iterator.
+    """
+    dataset: Any = batches  # DataLoader only asks it for a batch by number
+    loader = DataLoader(dataset, batch_size=None, sampler=range(first, last), num_workers=workers)
+    return iter(loader)
 
 
 def unigram_entropy(targets: Tensor) -> float:
-    """Return the entropy of the token frequencies of `targets`, the best loss of a model that
-    ignores all context.
+    """Return the entropy of the token frequencies: the best loss without any context.
 
-    With p the relative frequencies, H(p) = -Σ_v p(v) ln p(v). No distribution that ignores context
-    has a smaller mean loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for any q (Cover &
-    Thomas, Elements of Information Theory, theorem 2.6.3). So a validation loss under it proves
-    that the model uses context.
+    With p the relative frequencies in `targets`, H(p) = -Σ_v p(v) ln p(v). No distribution that
+    ignores context has a smaller mean loss on `targets`: its cross-entropy is H(p, q) ≥ H(p) for
+    any q (Cover & Thomas, Elements of Information Theory, theorem 2.6.3). So a validation loss
+    under it proves that the model uses context.
 
-    In nats a token, as `torch.nn.functional.cross_entropy`. Targets are int64 of any shape;
+    It is in nats a token, as `torch.nn.functional.cross_entropy`. Targets are int64 of any shape;
     `IGNORE_INDEX` is left out.
     """
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()

@@ -31,7 +31,7 @@ with imports_of_extra("train"):
 
 SPECIAL_TOKENS = ("[PAD]", "[BOT]", "[EOT]")
 PAD_ID, BOT_ID, EOT_ID = range(3)  # in the tokenizers that train_tokenizer makes
-# the library reserves memory for all of it, and ends the process where there is none
+# The library reserves memory for the whole vocabulary, and ends the process if there is too little.
 _MAX_VOCAB_SIZE = 2_000_000
 _MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
@@ -45,11 +45,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Token ids for text and back, with the special tokens `[PAD]`, `[BOT]` (begin of text) and
-    `[EOT]` (end of text).
+    """Token ids for text and back.
 
-    Text never encodes to a special token: the characters `[PAD]` in a document are ordinary
-    characters. The `definition` is the content of a `tokenizer.json`, and read at the first use.
+    The special tokens are `[PAD]`, `[BOT]` (begin of text) and `[EOT]` (end of text). Text never
+    encodes to a special token: the characters `[PAD]` in a document are ordinary characters.
+
+    Attributes:
+        definition: content of a `tokenizer.json`, read at the first use.
     """
 
     definition: str = field(repr=False)
@@ -83,12 +85,10 @@ class Tokenizer:
         ids = {token.content: i for i, token in added.items() if token.special}
         missing = [token for token in SPECIAL_TOKENS if token not in ids]
         if missing:
-            how = (
-                f"tokenizers.Tokenizer.from_file(path)'s add_special_tokens({list(SPECIAL_TOKENS)})"
-                " and save(path)"
-            )
             raise ValueError(
-                f"{', '.join(missing)} are no special tokens of it: add them with {how}"
+                f"{', '.join(missing)} are no special tokens of it: add them with"
+                " tokenizers.Tokenizer.from_file(path)'s"
+                f" add_special_tokens({list(SPECIAL_TOKENS)}) and save(path)"
             )
         pad, bot, eot = (ids[token] for token in SPECIAL_TOKENS)
         return pad, bot, eot
@@ -99,7 +99,10 @@ class Tokenizer:
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, without special tokens; `decode` gives back `text`, if the tokenizer can."""
+        """Return the token ids of `text`, without special tokens.
+
+        `decode` gives `text` back, if the tokenizer can.
+        """
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_document(self, text: str) -> list[int]:
@@ -107,13 +110,13 @@ class Tokenizer:
         return [bot, *self.encode(text), eot]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of `ids`, a list or a 1-D tensor; special tokens show as `[BOT]` and so on."""
+        """Return the text of `ids`, a list or a 1-D tensor. Special tokens show as `[BOT]` etc."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 @checked
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``, such as a checkpoint of a run holds."""
+    """Return the tokenizer in a ``tokenizer.json``, such as the one beside a checkpoint."""
     try:
         tokenizer = Tokenizer(Path(path).read_text(encoding="utf-8"))
         _ = tokenizer.special_ids
@@ -126,17 +129,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 def train_tokenizer(
     corpus: Corpus, vocab_size: int = 1024, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
-    """Train the byte-level BPE tokenizer of `corpus` with at most `vocab_size` tokens, unless it is
-    remembered.
+    """Train the byte-level BPE tokenizer of `corpus`, with at most `vocab_size` tokens.
 
-    A corpus too small to fill the vocabulary gives a smaller one. It is remembered in `cache_dir`,
-    by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`. Ranks may call this all at once:
-    the file appears whole.
+    A corpus too small to fill the vocabulary gives a smaller one. The result is remembered in
+    `cache_dir`, by default `$XDG_CACHE_HOME/course_pp` or `~/.cache/course_pp`, and read from there
+    the next time. Ranks may call this all at once: the file appears whole.
     """
     if not _MIN_VOCAB_SIZE <= vocab_size <= _MAX_VOCAB_SIZE:
-        least = f"{_MIN_VOCAB_SIZE}, a token for each byte and the special ones"
         raise ValueError(
-            f"vocab_size={vocab_size}: choose at least {least}, and at most {_MAX_VOCAB_SIZE:,}"
+            f"vocab_size={vocab_size}: choose at least {_MIN_VOCAB_SIZE}, a token for each byte and"
+            f" the special ones, and at most {_MAX_VOCAB_SIZE:,}"
         )
     key = _key(corpus.digest, str(vocab_size), tokenizers.__version__)
     make = partial(_train, corpus, vocab_size)
@@ -147,7 +149,7 @@ def train_tokenizer(
 def encode(
     corpus: Corpus, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None = None
 ) -> tuple[Tensor, ...]:
-    """Encode each document as `[BOT] … [EOT]`, int64 (length,); remembered like the tokenizer."""
+    """Encode each document as `[BOT] … [EOT]`, int64 (length,). It is remembered, too."""
     key = _key(corpus.digest, tokenizer.digest)
     content = _remembered(f"tokens-{key}", partial(_encode, corpus, tokenizer), cache_dir)
     with np.load(io.BytesIO(content)) as kept:
@@ -155,12 +157,12 @@ def encode(
 
 
 def check_vocabulary(vocab_size: int, tokenizer: Tokenizer) -> None:
-    """Raise `ValueError` when a model of `vocab_size` embeddings has none for some token of `tokenizer`."""
+    """Refuse a model that has fewer embeddings than `tokenizer` has tokens."""
     if vocab_size < tokenizer.vocab_size:
-        there = (
-            f"the tokenizer's {tokenizer.vocab_size}: give it as many, or train a smaller tokenizer"
+        raise ValueError(
+            f"vocab_size={vocab_size} of the model is smaller than the tokenizer's"
+            f" {tokenizer.vocab_size}: give it as many, or train a smaller tokenizer"
         )
-        raise ValueError(f"vocab_size={vocab_size} of the model is smaller than {there}")
 
 
 def _key(*parts: str) -> str:
@@ -170,7 +172,7 @@ def _key(*parts: str) -> str:
 def _remembered(
     name: str, make: Callable[[], bytes], cache_dir: str | os.PathLike[str] | None
 ) -> bytes:
-    """Return the bytes kept under `name`; where none are kept, or they are damaged, those of `make()`, then kept."""
+    """Return the bytes kept under `name`. If there are none, or damaged ones, make them."""
     path = (_default_cache_dir() if cache_dir is None else Path(cache_dir)) / name
     with suppress(OSError):
         checksum, _, content = path.read_bytes().partition(b"\n")
@@ -185,15 +187,16 @@ def _remembered(
     except OSError as error:
         with suppress(OSError):
             draft.unlink()
-        how = "set XDG_CACHE_HOME to a directory that can be written"
         warnings.warn(
-            f"{path} could not be written ({error.strerror or error}): {how}", stacklevel=3
+            f"{path} could not be written ({error.strerror or error}): set XDG_CACHE_HOME to a"
+            " directory that can be written",
+            stacklevel=3,
         )
     return content
 
 
 def _default_cache_dir() -> Path:
-    """Return `$XDG_CACHE_HOME/course_pp`, else `~/.cache/course_pp` (XDG Base Directory Specification)."""
+    """Return the default folder by the XDG Base Directory Specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         home = os.path.expanduser("~")
