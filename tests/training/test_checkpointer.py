@@ -169,10 +169,10 @@ def ending(rank: int, root: Path, what: str) -> tuple[str, list[str]]:
     """What ends a run whose save of step 2 goes wrong or is slow, when something happens in step 3; and warnings."""
     real = saving._write
 
-    def write(root: Path, snapshot: Any, *rest: Any) -> Any:
+    def write(root: Path, snapshot: Any, **rest: Any) -> Any:
         if snapshot.step == 2 and what == "signal":
             raise CheckpointError("the disk is full for a moment")
-        return real(root, snapshot, *rest)
+        return real(root, snapshot, **rest)
 
     def after_step(_: Trainer, result: Any) -> None:
         if run.step == 3 and rank == 1:

@@ -169,10 +169,10 @@ def test_checkpoints_are_listed_again_if_one_is_deleted_while_it_is_looked_at(
     run = Small()
     old = run.saved(tmp_path, 1)
 
-    def replaced(path: Path, *options: Any) -> list[str]:
+    def replaced(path: Path, **options: Any) -> list[str]:
         if path == old and path.exists():
             save(tmp_path, 2, run.model, run.optimizer, device_mesh=None, keep_last=1)
-        return real(path, *options)
+        return real(path, **options)
 
     real = opening.problems
     monkeypatch.setattr(opening, "problems", replaced)
