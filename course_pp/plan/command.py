@@ -31,23 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table; where the first layout has no pipeline, a last line says why.
+    """Print the table. If the first layout has no pipeline, a last line says why.
 
     Raises:
-        ValueError: for unknown names, and where nothing fits.
+        ValueError: for unknown names, and if nothing fits.
     """
-    model, cluster = model_named(arguments.model), cluster_of(arguments.cluster)
+    model = model_named(arguments.model)
     found = plan(
         model,
-        cluster,
-        arguments.batch,
-        arguments.seq_len,
-        arguments.rows,
-        arguments.precision,
+        cluster_of(arguments.cluster),
+        global_batch=arguments.batch,
+        seq_len=arguments.seq_len,
+        n_best=arguments.rows,
+        precision=arguments.precision,
         ep=arguments.ep,
     )
     if model.n_experts:
-        total, active = (n / 1e9 for n in (model.n_parameters, model.n_active_parameters))
+        total, active = model.n_parameters / 1e9, model.n_active_parameters / 1e9
         print(f"{arguments.model}: {total:.4g} billion parameters, {active:.3g} billion active")
     print(table(found), flush=True)
     if any(each.layout.pp > 1 for each in found):
@@ -69,18 +69,19 @@ def table(found: list[Prediction]) -> str:
     """Return the predictions as rows."""
     rows = [("layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GB", "bound by")]
     for each in found:
-        rows.append(
-            (
-                str(each.layout),
-                f"{each.step_s:.3g}",
-                f"{each.tokens_per_s:,.0f}",
-                f"{each.tflops_per_gpu:.0f}",
-                f"{each.mfu:.1%}",
-                f"{max(each.total_memory) / 1e9:.1f}",
-                each.bound_by,
-            )
+        row = (
+            str(each.layout),
+            f"{each.step_s:.3g}",
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.tflops_per_gpu:.0f}",
+            f"{each.mfu:.1%}",
+            f"{max(each.total_memory) / 1e9:.1f}",
+            each.bound_by,
         )
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""How a run is laid out: the mesh, the schedule, the precision."""
+"""The layout of a run: the mesh, the schedule, the precision."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,14 @@ from course_pp.schedule import Schedule, build, find
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element: as parameters and gradients are kept, computed with, reduced; of the optimizer's state."""
+    """Bytes of an element.
+
+    Attributes:
+        kept: of parameters and gradients between steps.
+        computed: of weights and activations in products.
+        reduced: of gradients while ranks sum them.
+        optimizer: of the optimizer's whole state, an element of parameters.
+    """
 
     kept: int
     computed: int
@@ -25,13 +32,12 @@ class Precision:
 
 
 _MOST_RANKS = 2**20
-_MOST_FORWARDS = 1_000_000
+_MOST_FORWARDS = 1_000_000  # of a step that is simulated
 
 PRECISIONS = {
-    # This stack's default under FSDP2: everything kept in float32, computed with in bfloat16,
-    # reduced in float32.
+    # This stack's default under FSDP2: kept in float32, computed in bfloat16, reduced in float32.
     "mixed": Precision(4, 2, 4, 8),
-    # Megatron-LM's: 16-bit parameters and gradients; a float32 copy and two moments in the
+    # Megatron-LM's: parameters and gradients in 16 bits, a float32 copy and two moments in the
     # optimizer.
     "megatron": Precision(2, 2, 2, 12),
     "bfloat16": Precision(2, 2, 4, 4),
@@ -42,10 +48,9 @@ PRECISIONS = {
 
 @cache
 def torch_receives_ahead() -> bool:
-    """Return whether the torch that is installed makes all receive buffers of a step beforehand:
-    before 2.15.
+    """Return True if the installed torch makes all receive buffers of a step beforehand.
 
-    Without torch the answer is that of the newest.
+    Releases before 2.15 do. Without torch the answer is False, as for the newest release.
     """
     try:
         numbers = version("torch").split(".")
@@ -59,43 +64,43 @@ def torch_receives_ahead() -> bool:
 class Layout:
     """One way to lay a run out.
 
+    Schedules that do not end a step or keep stages twice are refused.
+
     Attributes:
-        pp, tp, dp_shard, dp_replicate: sizes of the mesh, as ``DistributedConfig`` has them.
-        schedule, n_chunks: of the pipeline, as :func:`course_pp.schedule.build` takes them; ignored
-            with ``pp=1``.
+        pp, tp, dp_shard, dp_replicate: sizes of the mesh, as in ``DistributedConfig``.
+        schedule, n_chunks: schedule of the pipeline, as :func:`course_pp.schedule.build` takes it;
+            ignored with ``pp=1``.
         microbatch_size: sequences in a microbatch of one data-parallel rank.
-        reshard: whether a gathered layer is freed after forward; ``"auto"`` frees without a
-            pipeline, keeps with one.
-        ac: activation checkpointing: of whole layers (``full``), of attention (``selective``),
-            none.
+        reshard: True frees a gathered layer after forward, False keeps it; ``"auto"`` frees without
+            a pipeline and keeps with one.
+        ac: activation checkpointing: of whole layers (``full``), of attention (``selective``), or
+            ``none``.
         precision: one of :data:`PRECISIONS`. Under FSDP2 ``mixed`` gathers weights in 16 bits, once
             for all microbatches. On one data-parallel rank there is no FSDP2: each product casts
             its weights (``parallel.compute_in``), and each microbatch in flight keeps its own
             copies of them.
-        sequence_parallel: whether norms work on parts of the sequence; None as the stack does:
+        sequence_parallel: True if norms work on parts of the sequence; None as in the stack: only
             without a pipeline.
-        flash: whether attention keeps no scores and skips what the causal mask hides.
-        fused_norms: whether a norm keeps its input alone, as CUDA's kernels do; on the CPU it keeps
+        flash: True if attention keeps no scores and skips the half that the causal mask hides.
+        fused_norms: True if a norm keeps only its input, as CUDA's kernels do. On the CPU it keeps
             two float32 copies.
-        splits_head: whether logits stay cut over the vocabulary (``gather_logits=False``).
-        scatter_gather: whether tensor-parallel ranks send a part of a message each and gather it
-            behind the link (Narayanan et al. 2021, section 4.1); this stack sends it whole.
-        overlap: whether data-parallel traffic runs beside the work it need not wait for; else all
-            of it is waited for.
-        receives_ahead: whether every message of a step has its receive buffer from the start, as
-            torch before 2.15 has it; else there is one a boundary. The default is the way of the
-            torch that is installed, and without torch that of the newest.
-        reduces: when gradients are reduced: layer by layer beside the last microbatch's
-            ``backward``, as torch's DDP does; ``after`` a stage's last backward, while its rank
-            waits; ``"auto"`` is the latter under a ``PipelineSchedule``, so with a pipeline or
-            several microbatches, and the former where one forward and one backward are the step, as
-            in a loop of one's own.
-        ep: groups of this many ranks of ``dp_shard``, neighbours with different data, share the
+        splits_head: True if logits stay cut over the vocabulary (``gather_logits=False``).
+        scatter_gather: True if each tensor-parallel rank sends a part of a message, and they gather
+            it behind the link (Narayanan et al. 2021, section 4.1). This stack sends it whole.
+        overlap: True if data-parallel traffic runs beside work that does not need it; False waits
+            for all of it.
+        reduces: when gradients are reduced. ``"backward"`` reduces layer by layer beside the last
+            microbatch's backward, as torch's DDP does. ``"after"`` reduces after a stage's last
+            backward, while its rank waits. ``"auto"`` is ``"after"`` under a ``PipelineSchedule``,
+            so with a pipeline or several microbatches, and ``"backward"`` where the step is one
+            forward and one backward, as in a loop of one's own.
+        receives_ahead: True if every message of a step has its receive buffer from the start, as in
+            torch before 2.15; False takes one buffer a boundary. The default follows the installed
+            torch, and without torch the newest.
+        ep: number of neighbours among ``dp_shard`` ranks, with different data, that share the
             experts of a layer.
-        imbalance: the load of the fullest expert over the mean load; a capacity factor of the model
+        imbalance: load of the fullest expert over the mean load. A capacity factor of the model
             limits it.
-
-    Schedules that do not end a step or keep stages twice are refused.
     """
 
     pp: int = 1
@@ -121,10 +126,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("pp", "tp", "dp_shard", "dp_replicate", "microbatch_size", "ep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
-            if getattr(self, name) > _MOST_RANKS:
-                raise ValueError(f"{name}={getattr(self, name)}: give at most {_MOST_RANKS:,}")
+            size = getattr(self, name)
+            if size < 1:
+                raise ValueError(f"{name}={size}: give at least 1")
+            if size > _MOST_RANKS:
+                raise ValueError(f"{name}={size}: give at most {_MOST_RANKS:,}")
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"unknown precision={self.precision!r}: {nearest(self.precision, list(PRECISIONS))}"
@@ -165,8 +171,10 @@ class Layout:
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage its pipeline ranks."""
-        return find(self.schedule).placement(self.pp, self.n_chunks) if self.pp > 1 else ((0,),)
+        """The pipeline ranks of each stage."""
+        if self.pp == 1:
+            return ((0,),)
+        return find(self.schedule).placement(self.pp, self.n_chunks)
 
     @property
     def bytes_of(self) -> Precision:
@@ -174,21 +182,26 @@ class Layout:
 
     @property
     def frees_after_forward(self) -> bool:
-        return self.pp == 1 if self.reshard == "auto" else self.reshard
+        if self.reshard == "auto":
+            return self.pp == 1
+        return self.reshard
 
     @property
     def casts_weights(self) -> bool:
-        """Whether products cast weights that are kept wider, as no FSDP2 gathers them so."""
+        """True if each product casts its weights, because no FSDP2 gathers them in fewer bits."""
         return self.n_data == 1 and self.bytes_of.computed < self.bytes_of.kept
 
     def is_scheduled(self, n_microbatches: int) -> bool:
-        """Return whether a step is more than one forward and one backward, so that ``PipelineSchedule`` takes it."""
+        """Return True if ``PipelineSchedule`` runs the step.
+
+        It runs every step but one of a single forward and a single backward.
+        """
         return self.pp > 1 or n_microbatches > 1
 
     def reduces_in_backward(self, n_microbatches: int) -> bool:
-        return self.reduces == "backward" or (
-            self.reduces == "auto" and not self.is_scheduled(n_microbatches)
-        )
+        if self.reduces == "auto":
+            return not self.is_scheduled(n_microbatches)
+        return self.reduces == "backward"
 
     def splits_sequence(self, model: ModelConfig) -> bool:
         if self.sequence_parallel is None:
@@ -196,10 +209,10 @@ class Layout:
         return self.sequence_parallel and self.tp > 1
 
     def expert_load(self, model: ModelConfig) -> float:
-        """Return how much work the experts of the fullest rank have over the mean of ``ep`` ranks.
+        """Return the load of the fullest rank's experts over the mean of ``ep`` ranks.
 
-        One of its experts has ``imbalance`` times the mean load, and all others share the rest;
-        none takes more than the capacity.
+        One of its experts has ``imbalance`` times the mean load, and all others share the rest. No
+        expert takes more than the capacity.
         """
         most = model.n_experts if model.capacity_factor is None else model.capacity_factor
         others = (model.n_experts - self.imbalance) / max(1, model.n_experts - 1)
@@ -213,13 +226,14 @@ class Layout:
 
     def stages(self, model: ModelConfig, pp_rank: int) -> list[StagePlan]:
         here = [stage for stage, ranks in enumerate(self.placement) if pp_rank in ranks]
-        return stage_plans(model, here, self.n_stages, self.tp, self.ep)
+        return stage_plans(model, here, n_stages=self.n_stages, tp=self.tp, ep=self.ep)
 
     def stages_of_all(self, model: ModelConfig) -> list[StagePlan]:
-        return stage_plans(model, range(self.n_stages), self.n_stages, self.tp, self.ep)
+        everything = range(self.n_stages)
+        return stage_plans(model, everything, n_stages=self.n_stages, tp=self.tp, ep=self.ep)
 
     def n_microbatches(self, global_batch: int) -> int:
-        """Of one data-parallel rank, in a step of ``global_batch`` sequences."""
+        """Return the microbatches of one data-parallel rank, in a step of ``global_batch``."""
         each = self.n_data * self.microbatch_size
         if global_batch < 1 or global_batch % each:
             near = max(each, round(global_batch / each) * each)
@@ -229,6 +243,7 @@ class Layout:
                 f" together: the nearest is {near}"
             )
         m = global_batch // each
+        # A user may mistake tokens for sequences, and would wait forever.
         if m * self.n_stages > _MOST_FORWARDS:
             raise ValueError(
                 f"global_batch={global_batch} makes {m * self.n_stages:,} forwards of a pipeline,"
@@ -238,15 +253,16 @@ class Layout:
 
     def order(self, n_microbatches: int) -> Schedule:
         name = self.schedule if self.pp > 1 else "1f1b"
-        return _built(name, self.pp, n_microbatches, self.n_chunks)
+        return _built(name, self.pp, n_microbatches=n_microbatches, n_chunks=self.n_chunks)
 
     def check(self, model: ModelConfig, cluster: Cluster) -> None:
-        """Refuse what cannot be laid out."""
+        """Refuse a layout that does not fit the model or the cluster."""
         if self.n_ranks != cluster.n_gpus:
             sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
+            n_ranks = prod(sizes.values())
             spelled = " × ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
-                f"{spelled} = {prod(sizes.values())} ranks, but the cluster has {cluster.n_nodes} ×"
+                f"{spelled} = {n_ranks} ranks, but the cluster has {cluster.n_nodes} ×"
                 f" {cluster.gpus_per_node} = {cluster.n_gpus} GPUs: change one of them"
             )
         check_ep(model, self.ep, self.dp_shard)
@@ -285,19 +301,22 @@ class Layout:
             "tp": self.tp,
             "shard": self.dp_shard,
             "replicate": self.dp_replicate,
+            "ep": self.ep,
         }
-        sizes["ep"] = self.ep
         mesh = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
-        order = (
-            f" {self.schedule}" + (f"×{self.n_chunks}" if self.n_chunks else "")
-            if self.pp > 1
-            else ""
-        )
+        order = ""
+        if self.pp > 1:
+            order = f" {self.schedule}"
+            if self.n_chunks:
+                order += f"×{self.n_chunks}"
         return f"{mesh}{order} mb={self.microbatch_size} ac={self.ac}"
 
 
 def check_ep(model: ModelConfig, ep: int, n_ranks: int) -> None:
-    """Refuse expert parallelism without experts, and what does not divide them; ``n_ranks`` is what ``ep`` divides."""
+    """Refuse expert parallelism without experts, and numbers of ranks that do not divide them.
+
+    ``ep`` must also divide ``n_ranks``.
+    """
     if ep > 1 and not model.n_experts:
         raise ValueError(f"ep={ep} shares experts, but the model has n_experts=0: leave ep at 1")
     if ep < 1 or (ep > 1 and model.n_experts % ep):
@@ -313,4 +332,5 @@ def _largest_divisor(below: int, n: int) -> int:
 
 @lru_cache(maxsize=16)  # a search asks for the same orders again and again
 def _built(name: str, n_ranks: int, n_microbatches: int, n_chunks: int | None) -> Schedule:
-    return build(name, n_ranks, n_microbatches, n_chunks if n_ranks > 1 else None)
+    chunks = n_chunks if n_ranks > 1 else None
+    return build(name, n_ranks, n_microbatches=n_microbatches, n_chunks=chunks)

@@ -1,4 +1,4 @@
-"""The values that every formula of the planner reads: of memory a :class:`Work`, of time a :class:`Run`."""
+"""Values that formulas of the planner read: a :class:`Work` for memory, a :class:`Run` for time."""
 
 from dataclasses import dataclass, field
 
@@ -9,11 +9,11 @@ from course_pp.plan.layout import Layout
 
 @dataclass(frozen=True)
 class Constants:
-    """What cannot be read off a data sheet.
+    """Numbers that no data sheet has.
 
     Attributes:
         matmul_efficiency: share of the peak that large products reach. Fitted.
-        memory_passes: bytes moved by a forward over bytes a layer keeps. Fitted.
+        memory_passes: bytes that a forward moves over bytes that a layer keeps. Fitted.
         link_efficiency: share of a link's bandwidth that a collective reaches.
     """
 
@@ -24,8 +24,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Work:
-    """A model laid out on ranks: all that the memory of a rank depends on, whatever the ranks run
-    on.
+    """A model laid out on ranks. A rank's memory depends only on this, on any cluster.
 
     Attributes:
         seq_len: tokens in a sequence.
@@ -43,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run(Work):
-    """Work on a cluster: all that the time of a microbatch depends on."""
+    """Work on a cluster. The time of a microbatch depends only on this."""
 
     cluster: Cluster
     constants: Constants = field(default_factory=Constants)

@@ -1,4 +1,4 @@
-"""The fastest layouts that fit: those that the stack takes, ranked in closed form, the best simulated."""
+"""Search for the fastest layouts that fit: rank all in closed form, and simulate the best."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,12 +29,18 @@ _CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "sel
 
 
 def meshes(model: ModelConfig, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """(pp, tp, data ranks) that take all GPUs: tensor parallelism stays inside a node, whole layers make stages."""
+    """Yield (pp, tp, data ranks) that take all GPUs.
+
+    Tensor parallelism stays inside a node, and stages are whole layers.
+    """
     n = cluster.n_gpus
     heads = math.gcd(*cut_by_tp(model).values(), cluster.gpus_per_node)
-    for tp in (t for t in _divisors(heads) if n % t == 0):
-        for pp in (p for p in _divisors(n // tp) if p <= model.n_layers):
-            yield pp, tp, n // tp // pp
+    for tp in _divisors(heads):
+        if n % tp:
+            continue
+        for pp in _divisors(n // tp):
+            if pp <= model.n_layers:
+                yield pp, tp, n // tp // pp
 
 
 def layouts(
@@ -46,17 +52,23 @@ def layouts(
     *,
     small: bool = False,
 ) -> Iterator[Layout]:
-    """Return the layouts that the stack does not refuse; if ``small``, of each mesh those that hold least."""
+    """Yield the layouts that the stack does not refuse; if ``small``, the smallest of each mesh."""
     plain = like.with_(schedule="1f1b", n_chunks=None, dp_shard=1, ep=1)
     for pp, tp, n_data in meshes(model, cluster):
-        if global_batch % n_data or (
-            plain.with_(pp=pp, tp=tp).splits_sequence(model) and seq_len % tp
-        ):
+        splits_sequence = plain.with_(pp=pp, tp=tp).splits_sequence(model)
+        if global_batch % n_data or (splits_sequence and seq_len % tp):
             continue
         each = global_batch // n_data
-        for size in (1,) if small else (b for b in (1, 2, 4, 8, 16) if each % b == 0):
-            found = _variants(model, cluster, like, (pp, tp, n_data), size, each // size)
-            yield from (f for f in found if not small or (f.dp_replicate == 1 and not f.n_chunks))
+        for size in (1, 2, 4, 8, 16):
+            if each % size or (small and size > 1):
+                continue
+            found = _variants(
+                model, cluster, like=like, mesh=(pp, tp, n_data), size=size, m=each // size
+            )
+            for layout in found:
+                # Shards over all data ranks, and one stage a rank, take the least memory.
+                if not small or (layout.dp_replicate == 1 and not layout.n_chunks):
+                    yield layout
 
 
 def _variants(
@@ -67,12 +79,17 @@ def _variants(
     size: int,
     m: int,
 ) -> Iterator[Layout]:
+    """Yield the layouts of one mesh and one size of microbatches."""
     pp, tp, n_data = mesh
     # With fewer microbatches than stages 1F1B's order is nearly GPipe's, so only GPipe is tried.
-    orders: list[tuple[str, int | None]] = [("1f1b" if pp == 1 or m >= pp else "gpipe", None)]
+    orders: list[tuple[str, int | None]] = [("1f1b", None)]
+    if m < pp:
+        orders = [("gpipe", None)]
     if pp > 1 and m % pp == 0:
-        orders += [("interleaved_1f1b", v) for v in (2, 3, 4) if pp * v <= model.n_layers]
-    # Shards over all data ranks, over those near by, or none.
+        for n_chunks in (2, 3, 4):
+            if pp * n_chunks <= model.n_layers:
+                orders.append(("interleaved_1f1b", n_chunks))
+    # Shards over all data ranks, over the ranks of up to eight nodes, or none.
     near = min(n_data, max(1, cluster.gpus_per_node * 8 // tp))
     shards = sorted({s for s in (1, near, n_data) if n_data % s == 0}, reverse=True)
     shared = [(shard, ep) for shard in shards for ep in _expert_parallel(model, shard)]
@@ -91,36 +108,51 @@ def _variants(
 
 
 def _expert_parallel(model: ModelConfig, dp_shard: int) -> list[int]:
-    """Return the numbers of ranks that may share experts."""
+    """Return the numbers of ranks that may share experts. The others must divide their columns."""
+    if not model.n_experts:
+        return [1]
     columns = math.gcd(model.dim, model.expert_hidden_dim)
-    found = _divisors(math.gcd(model.n_experts, dp_shard)) if model.n_experts else [1]
+    found = _divisors(math.gcd(model.n_experts, dp_shard))
     return [ep for ep in found if ep == 1 or columns % (dp_shard // ep) == 0]
 
 
-# a search asks for the same layouts again, on a cluster with other links or less memory
+# A search asks for the same layouts again, on a cluster with other links or less memory.
 @lru_cache(maxsize=20_000)
 def quick_memory(work: Work, global_batch: int) -> float:
-    """Return the bytes of the first or the last pipeline rank, whichever is fuller; in closed form."""
+    """Return an upper bound of the bytes of the fuller of the first and last pipeline rank."""
     layout = work.layout
     m = layout.n_microbatches(global_batch)
-    ranks = {0, (layout.pp - 1) * layout.n_data * layout.tp}
-    return max(sum(memory_of_rank(work, m, rank, None).values()) for rank in ranks)
+    most = 0
+    for rank in {0, (layout.pp - 1) * layout.n_data * layout.tp}:
+        kinds = memory_of_rank(work, m, rank=rank, peaks=None)
+        most = max(most, sum(kinds.values()))
+    return most
 
 
 def quick_time(run: Run, global_batch: int) -> float:
-    """Return the seconds of a step: the slowest rank's steady state, the ramp, and what data parallelism exposes."""
-    layout, pp = run.layout, run.layout.pp
+    """Return the seconds of a step in closed form.
+
+    They are the slowest rank's steady state, the ramp, and the data-parallel traffic that no work
+    hides.
+    """
+    layout = run.layout
+    pp = run.layout.pp
     m = layout.n_microbatches(global_batch)
     held = layout.stages(run.model, 0), layout.stages(run.model, pp - 1)
     busy = []
     for stages in held:
         times = [stage_time(run, stage) for stage in stages]
         busy.append(sum(t.forward + t.input_grad + t.weight_grad for t in times))
+
     gathered, reduced = data_parallel_times(run, held[0])
+    # A forward takes about a third of a microbatch, and its backward the rest.
     data = beyond(gathered, busy[0] / 3)
     if layout.frees_after_forward:
         data += m * beyond(gathered, busy[0] * 2 / 3)
-    data += beyond(reduced, busy[0] * 2 / 3) if layout.reduces_in_backward(m) else reduced
+    if layout.reduces_in_backward(m):
+        data += beyond(reduced, busy[0] * 2 / 3)
+    else:
+        data += reduced
     hops = 2 * sum(transfers(run)[: pp - 1])
     ramp = (pp - 1) * busy[0] / len(held[0])
     return m * max(busy) + ramp + hops + data + optimizer_time(run, held[0])
@@ -131,13 +163,13 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
-_SIMULATED = 10  # the closed form may rank the fastest lower than first
-_MOST_NODES = 512  # of a cluster that is looked for where nothing fits
+_SIMULATED = 10  # more than one, because the closed form may rank the fastest lower than first
+_MOST_NODES = 512  # of a larger cluster that is suggested where nothing fits
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What :func:`plan` is asked for."""
+    """The arguments of :func:`plan`."""
 
     model: ModelConfig
     cluster: Cluster
@@ -149,7 +181,12 @@ class _Asked:
 
     def layouts(self, *, small: bool = False) -> list[Layout]:
         found = layouts(
-            self.model, self.cluster, self.global_batch, self.seq_len, self.like, small=small
+            self.model,
+            self.cluster,
+            global_batch=self.global_batch,
+            seq_len=self.seq_len,
+            like=self.like,
+            small=small,
         )
         return [each for each in found if self.ep in (None, each.ep)]
 
@@ -157,17 +194,22 @@ class _Asked:
         return quick_memory(Work(self.model, layout, self.seq_len), self.global_batch)
 
     def seconds_of(self, layout: Layout) -> float:
-        """Return the seconds of a step in closed form, by which candidates are ranked."""
+        """Return the seconds of a step in closed form. Candidates are ranked by them."""
         run = Run(self.model, layout, self.seq_len, self.cluster, self.constants)
         return quick_time(run, self.global_batch)
 
     def predict(self, layout: Layout) -> Prediction:
         return predict(
-            self.model, layout, self.cluster, self.global_batch, self.seq_len, self.constants
+            self.model,
+            layout,
+            cluster=self.cluster,
+            global_batch=self.global_batch,
+            seq_len=self.seq_len,
+            constants=self.constants,
         )
 
     def fastest(self, found: list[Layout], n_best: int) -> tuple[list[Prediction], float]:
-        """Return the best that fit, best first, and the fewest bytes of those that were simulated."""
+        """Return the best layouts that fit, best first, and the fewest bytes of all simulated."""
         budget = self.cluster.gpu.memory * USABLE_MEMORY
         found = [each for each in found if self.bytes_of(each) <= budget]
         times = [self.seconds_of(each) for each in found]
@@ -201,17 +243,17 @@ def plan(
 
     Args:
         global_batch: sequences of all ranks together.
-        n_best: how many to return; of those that the closed form ranks first, at least 10 are
-            simulated.
-        precision: as :class:`Layout` takes it; None for that of ``like``.
-        like: a layout whose other settings, such as ``flash``, ``overlap`` or ``reshard``, all
-            candidates share; its sizes, schedule and checkpointing are ignored. None takes
+        n_best: number of layouts to return. At least 10 are simulated, the first by the closed
+            form.
+        precision: as in :class:`Layout`; None takes that of ``like``.
+        like: layout whose other settings, such as ``flash``, ``overlap`` or ``reshard``, all
+            candidates share. Its sizes, schedule and checkpointing are ignored. None takes
             :class:`Layout`'s defaults.
-        ep: how many ranks share a layer's experts; None tries all numbers.
+        ep: number of ranks that share a layer's experts; None tries all numbers.
 
     Raises:
-        ValueError: if none fits: says by how many bytes the smallest does not, and on how many
-            nodes it would.
+        ValueError: if none fits. The sentence says how many bytes the smallest has too many, and on
+            how many nodes one fits.
     """
     refuse_unless(1 <= n_best <= 1000, "plan", "n_best", n_best, "give 1 to 1000")
     check_seq_len(model, seq_len)
@@ -220,65 +262,74 @@ def plan(
     )
     if ep is not None:
         check_ep(model, ep, cluster.n_gpus)
-    constants, like = constants or Constants(), like or Layout()
-    like = like if precision is None else like.with_(precision=precision)
-    asked = _Asked(model, cluster, global_batch, seq_len, constants, like, ep)
+    like = like or Layout()
+    if precision is not None:
+        like = like.with_(precision=precision)
+    asked = _Asked(
+        model,
+        cluster,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        constants=constants or Constants(),
+        like=like,
+        ep=ep,
+    )
     found = asked.layouts()
     if not found:
-        raise ValueError(_why_no_mesh(model, cluster, global_batch, seq_len, ep))
+        raise ValueError(_why_no_mesh(asked))
     best, least = asked.fastest(found, n_best)
-    if not best:  # where something was simulated, the closed form was too kind to it
-        raise ValueError(
-            _why_none(asked, least if least < math.inf else min(map(asked.bytes_of, found)))
-        )
+    if not best:
+        # If nothing was simulated, the closed form has already found all layouts too large.
+        if least == math.inf:
+            least = min(map(asked.bytes_of, found))
+        raise ValueError(_why_none(asked, least))
     return best
 
 
-def _why_no_mesh(
-    model: ModelConfig, cluster: Cluster, global_batch: int, seq_len: int, ep: int | None
-) -> str:
-    sizes = [(n_data, tp) for _, tp, n_data in meshes(model, cluster)]
-    fitting = sorted({tp for n_data, tp in sizes if global_batch % n_data == 0})
-    if (
-        ep is not None
-        and ep > 1
-        and not any(global_batch % n == 0 and n % ep == 0 for n, _ in sizes)
-    ):
+def _why_no_mesh(asked: _Asked) -> str:
+    """Return why not even a layout that is too large exists, and what to change."""
+    global_batch = asked.global_batch
+    seq_len = asked.seq_len
+    ep = asked.ep
+    n_gpus = asked.cluster.n_gpus
+    sizes = [(n_data, tp) for _, tp, n_data in meshes(asked.model, asked.cluster)]
+    dividing = [(n_data, tp) for n_data, tp in sizes if global_batch % n_data == 0]
+    if ep is not None and ep > 1 and not any(n_data % ep == 0 for n_data, _ in dividing):
         return (
-            f"ep={ep}: none of the possible numbers of data ranks on {cluster.n_gpus} GPUs is a"
-            f" multiple of it and divides global_batch={global_batch}: make that a multiple of"
-            f" {ep}, or lower ep"
+            f"ep={ep}: none of the possible numbers of data ranks on {n_gpus} GPUs is a multiple of"
+            f" it and divides global_batch={global_batch}: make that a multiple of {ep}, or lower"
+            " ep"
         )
-    if fitting:  # norms share the sequence
-        tp = fitting[0]
+    if dividing:  # so it is the sequence that does not divide
+        tp = min(tp for _, tp in dividing)
         return (
-            f"seq_len={seq_len}: global_batch={global_batch} on {cluster.n_gpus} GPUs needs"
-            f" tp={tp}, whose norms share the sequence: pad it to {-(-seq_len // tp) * tp}, or"
-            " change the batch"
+            f"seq_len={seq_len}: global_batch={global_batch} on {n_gpus} GPUs needs tp={tp}, whose"
+            f" norms share the sequence: pad it to {-(-seq_len // tp) * tp}, or change the batch"
         )
     n_data, tp = min(sizes)
     return (
-        f"global_batch={global_batch} on {cluster.n_gpus} GPUs: with at most {model.n_layers}"
+        f"global_batch={global_batch} on {n_gpus} GPUs: with at most {asked.model.n_layers}"
         f" stages and tp={tp} there are {n_data} data ranks or more, and no possible number of them"
         f" divides the batch: make it a multiple of {n_data}, or change the number of GPUs"
     )
 
 
 def _why_none(asked: _Asked, least: float) -> str:
-    cluster, global_batch = asked.cluster, asked.global_batch
+    """Return how much is missing, and the smallest change of the cluster with which one fits."""
+    cluster = asked.cluster
+    global_batch = asked.global_batch
     budget = cluster.gpu.memory * USABLE_MEMORY
     missing = (
-        f"no layout fits seq_len={asked.seq_len}: the smallest needs {least:,.0f} bytes a GPU, "
+        f"no layout fits seq_len={asked.seq_len}: the smallest needs {least:,.0f} bytes a GPU,"
+        f" {least - budget:,.0f} too many"
     )
-    missing += f"{least - budget:,.0f} too many"
-    larger = [
-        (n, global_batch)
-        for n in range(cluster.n_nodes + 1, max(_MOST_NODES, 4 * cluster.n_nodes) + 1)
-    ]
-    # more ranks to share sequences
+    most_nodes = max(_MOST_NODES, 4 * cluster.n_nodes)
+    larger = [(n, global_batch) for n in range(cluster.n_nodes + 1, most_nodes + 1)]
+    # The batch limits the data ranks, so a larger batch may help where more nodes alone do not.
     larger += [(cluster.n_nodes * 2**k, global_batch * 2**k) for k in range(1, 10)]
     for n_nodes, batch in larger:
-        if _one_fits(replace(asked, cluster=replace(cluster, n_nodes=n_nodes), global_batch=batch)):
+        changed = replace(cluster, n_nodes=n_nodes)
+        if _one_fits(replace(asked, cluster=changed, global_batch=batch)):
             and_batch = "" if batch == global_batch else f" and global_batch={batch}"
             return (
                 f"{missing}; take {n_nodes} nodes of {cluster.gpus_per_node}{and_batch}, where one"
@@ -291,6 +342,7 @@ def _why_none(asked: _Asked, least: float) -> str:
 
 
 def _one_fits(asked: _Asked) -> bool:
+    """Return True if the smallest layout fits."""
     layout = min(asked.layouts(small=True), key=asked.bytes_of, default=None)
     budget = asked.cluster.gpu.memory * USABLE_MEMORY
     return layout is not None and asked.bytes_of(layout) <= budget and asked.predict(layout).fits
@@ -309,17 +361,23 @@ _FACTORS = (2, 4, 8, 16)
 
 
 def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
-    """Return why a layout without a pipeline is the fastest, and by which change of the cluster one
-    with it would be.
+    """Return why the fastest layout has no pipeline, and what would make a pipeline the fastest.
 
-    The best one with a pipeline is compared with it: in time; in memory where none fits.
+    The best layout with a pipeline is compared with it: in time, or if none fits, in memory. The
+    second part is a change of the cluster.
 
     Args:
-        best: what :func:`plan` returned first.
-        ep: as :func:`plan` got it.
+        best: the first layout of :func:`plan`.
+        ep: the ``ep`` that :func:`plan` was given.
     """
     asked = _Asked(
-        best.model, best.cluster, best.global_batch, best.seq_len, best.constants, best.layout, ep
+        best.model,
+        best.cluster,
+        global_batch=best.global_batch,
+        seq_len=best.seq_len,
+        constants=best.constants,
+        like=best.layout,
+        ep=ep,
     )
     held = asked.layouts()
     cut = [each for each in held if each.pp > 1]
@@ -331,43 +389,46 @@ def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
     elif cut:
         why = _why_too_large(best, asked.predict(min(cut, key=asked.bytes_of)))
     else:
+        groups = f", in groups of {ep=}" if ep else ""
         why = (
             f"no number of stages from 2 to n_layers={best.model.n_layers} divides"
-            f" n_gpus={best.cluster.n_gpus} and "
+            f" n_gpus={best.cluster.n_gpus} and leaves data ranks that divide"
+            f" global_batch={best.global_batch}{groups}."
         )
-        why += (
-            "leaves data ranks that divide"
-            f" global_batch={best.global_batch}{f', in groups of {ep=}' if ep else ''}."
-        )
+
     for n in _FACTORS:
-        found = [
-            words.format(n)
-            for words, change in _CHANGES.items()
-            if _pipeline_wins(asked, held, change, n)
-        ]
+        found = []
+        for words, change in _CHANGES.items():
+            if _pipeline_wins(asked, held, change=change, n=n):
+                found.append(words.format(n))
         if found:
             return f"No pipeline: {why} A pipeline would be fastest with {' or with '.join(found)}."
-    *some, last = (words.format(n) for words in _CHANGES)
+    *some, last = [words.format(_FACTORS[-1]) for words in _CHANGES]
     return f"No pipeline: {why} Nor would one be fastest with {', '.join(some)} or {last}."
 
 
 def _why_too_large(best: Prediction, smallest: Prediction) -> str:
-    ours, its = (
-        max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (best, smallest)
-    )
+    """Return how much more the smallest layout with a pipeline takes than the best, and of what."""
+    ours = max(best.peak_memory, key=lambda kinds: sum(kinds.values()))
+    its = max(smallest.peak_memory, key=lambda kinds: sum(kinds.values()))
+    less = (sum(its.values()) - sum(ours.values())) / 1e9
     more = largest_terms({kind: (its[kind] - ours[kind]) / 1e9 for kind in its})
     return (
         f"none fits. The smallest, {smallest.layout}, takes {max(smallest.total_memory) / 1e9:.3g}"
         f" GB of the {smallest.budget / 1e9:.3g} that a GPU can give. {best.layout} takes"
-        f" {(sum(its.values()) - sum(ours.values())) / 1e9:.3g} GB less, {mainly(more, 'GB')}."
+        f" {less:.3g} GB less, {mainly(more, 'GB')}."
     )
 
 
 def _pipeline_wins(
     asked: _Asked, held: list[Layout], change: Callable[[Cluster, int], Cluster], n: int
 ) -> bool:
-    asked, before = replace(asked, cluster=change(asked.cluster, n)), asked.cluster
-    if asked.cluster.n_gpus != before.n_gpus:
-        held = asked.layouts()
-    found, _ = asked.fastest(held, 1)
+    """Return True if the fastest layout on a changed cluster has a pipeline.
+
+    ``held`` are the layouts on the cluster as it is. They depend only on its number of GPUs.
+    """
+    changed = replace(asked, cluster=change(asked.cluster, n))
+    if changed.cluster.n_gpus != asked.cluster.n_gpus:
+        held = changed.layouts()
+    found, _ = changed.fastest(held, 1)
     return bool(found) and found[0].layout.pp > 1
