@@ -76,7 +76,7 @@ FAULTS = [
         "step/loss.py", "return gradient, weight.clone()", "return gradient, 2 * weight", ATTACHED
     ),
     Fault("step/loss.py", "return numbers / divisor", "return numbers / len(numbers)", ATTACHED),
-    Fault("step/loss.py", "if name in self.values\n", "if False\n", ATTACHED),
+    Fault("step/loss.py", "if name in self.values:", "if False:", ATTACHED),
     Fault("step/loss.py", "for name in sorted(self._lacking)", "for name in ()", ATTACHED),
     Fault(
         "model/experts.py", "scores.gather(-1, experts)", "chosen_by.gather(-1, experts)", EXPERTS
@@ -95,7 +95,7 @@ FAULTS = [
         "if True",
         DEFERRED,
     ),
-    Fault("step/scaler.py", "any(found for _, found, *_ in told)", "found", SCALED),
+    Fault("step/scaler.py", "any(found for _, found, _ in told)", "found", SCALED),
     Fault("step/scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
     Fault(
         "runtime/pipeline.py", "if scaler is None or not scaler.is_enabled():", "if True:", SCALED

@@ -1,4 +1,4 @@
-"""What a step is given as microbatches: lists that are ready, and keyword arguments that are cut as the caller says."""
+"""The batch of a step: ready-made microbatches, or tensors and keyword arguments that are cut."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,8 @@ from course_pp.base.arguments import shown
 from course_pp.step.values import map_tensors, tensors_of
 
 ChunkSpec = Mapping[str, Literal["rows", "same"]]
-"""By keyword argument: whether its tensors are cut by rows, or it goes untouched to every microbatch."""
+"""For a keyword argument, ``"rows"`` to cut its tensors by rows, ``"same"`` to give it to every
+microbatch untouched."""
 
 _LISTS = {"arg_mbs": tuple, "kwarg_mbs": dict, "target_mbs": object}
 _READY = (
@@ -102,20 +103,19 @@ class Given:
 def cut_keywords(
     kwargs: Mapping[str, Any], spec: ChunkSpec | None, rows: int, n_microbatches: int
 ) -> list[dict[str, Any]]:
-    """Return for each microbatch its keyword arguments.
+    """Return the keyword arguments of each microbatch.
 
-    Those that ``spec`` does not name are cut if they are tensors of two dimensions or more, the
-    first of which is the batch, and the same for all if they are numbers, strings or None. Of
-    anything else only the caller knows.
+    Without a word in ``spec``, a tensor is cut if it has two dimensions or more and the first is
+    the batch. A number, a string or None is the same for all. Any other argument needs a word.
 
     Args:
-        spec: ``"rows"`` cuts a tensor, also those in tuples, lists and dicts; ``"same"`` passes any
+        spec: ``"rows"`` cuts a tensor, also inside tuples, lists and dicts; ``"same"`` passes any
             object untouched.
-        rows: of the whole batch; 0 where it is not known.
+        rows: number of rows of the whole batch; 0 where it is not known.
 
     Raises:
-        ValueError: for an argument of which nobody said what it is; for one that cannot be cut; for
-            a ``spec`` that names no argument, or has other words.
+        ValueError: for an argument that needs a word in ``spec``, or cannot be cut; for a ``spec``
+            that names no argument, or has other words.
     """
     said = dict(spec or {})
     for name, word in said.items():
@@ -127,42 +127,48 @@ def cut_keywords(
             )
         if word not in ("rows", "same"):
             raise ValueError(f"kwargs_chunk_spec[{name!r}] is {word!r}: give 'rows' or 'same'")
-    cut = {
-        name: _cut(name, value, said.get(name), rows, n_microbatches)
-        for name, value in kwargs.items()
-    }
-    return [{name: parts[i] for name, parts in cut.items()} for i in range(n_microbatches)]
+    microbatches: list[dict[str, Any]] = [{} for _ in range(n_microbatches)]
+    for name, value in kwargs.items():
+        parts = _cut(name, value, word=said.get(name), rows=rows, n=n_microbatches)
+        for microbatch, part in zip(microbatches, parts, strict=True):
+            microbatch[name] = part
+    return microbatches
 
 
 def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
-    """Return the rows of the first tensor that :func:`cut_keywords` would cut, for who sees no batch; 0 if none is."""
-    found: list[int] = []
+    """Return the number of rows of the first tensor that :func:`cut_keywords` would cut, or 0.
+
+    A rank that holds neither the first nor the last stage learns the batch's rows from it.
+    """
     for name, value in kwargs.items():
         word = (spec or {}).get(name)
-        if word == "rows":
-            found.extend(len(tensor) if tensor.dim() else 0 for tensor in tensors_of(value))
-        elif word is None and isinstance(value, Tensor) and value.dim() > 1:
-            found.append(len(value))
-    return found[0] if found else 0
+        if word == "rows" and (tensors := tensors_of(value)):
+            return _length(tensors[0])
+        if word is None and isinstance(value, Tensor) and value.dim() > 1:
+            return len(value)
+    return 0
 
 
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
-    if word == "same" or (
-        word is None and (value is None or isinstance(value, bool | int | float | str))
-    ):
+    if word == "same":
         return [value] * n
-    if word is None and isinstance(value, Tensor) and value.dim() > 1 and _has_rows([value], rows):
-        return list(value.tensor_split(n))
     tensors = tensors_of(value)
     if word is None:
-        raise ValueError(_nobody_says(name, value, tensors, rows))
+        if value is None or isinstance(value, bool | int | float | str):
+            return [value] * n
+        # A vector may hold a number for each row, or offsets into the batch: only the caller knows.
+        if isinstance(value, Tensor) and value.dim() > 1 and _has_rows([value], rows):
+            return list(value.tensor_split(n))
+        raise ValueError(_problem_without_a_word(name, value, tensors=tensors, rows=rows))
     if not tensors:
         raise ValueError(
             f"keyword argument {name} is of class {type(value).__name__}, which kwargs_chunk_spec"
             f" cannot cut by rows: say 'same' to give it whole to every microbatch, or {_READY}"
         )
     if not _has_rows(tensors, rows):
-        wrong = next(tuple(t.shape) for t in tensors if not _has_rows([t], rows))
+        unlike = [tensor for tensor in tensors if not _has_rows([tensor], rows)]
+        # Without known rows each tensor alone is fine, and only together they are not.
+        wrong = tuple((unlike or tensors)[0].shape)
         size = f", {rows}" if rows else ""
         raise ValueError(
             f"keyword argument {name} is, or holds, a tensor of shape {wrong}, and"
@@ -173,13 +179,19 @@ def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any
 
 
 def _has_rows(tensors: Sequence[Tensor], rows: int) -> bool:
-    """Return whether there are tensors, and the first dimension of all is ``rows``, or the same if that is 0."""
-    lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
-    return len(lengths) == 1 and lengths <= {rows or max(lengths)} - {0}
+    """Return whether there are tensors and all have ``rows`` rows; if that is 0, equally many."""
+    lengths = {_length(tensor) for tensor in tensors}
+    if len(lengths) != 1 or lengths == {0}:
+        return False
+    return not rows or lengths == {rows}
 
 
-def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) -> str:
-    """Return the refusal of an argument that may be cut or not, offering only ways that can be gone."""
+def _length(tensor: Tensor) -> int:
+    return len(tensor) if tensor.dim() else 0
+
+
+def _problem_without_a_word(name: str, value: Any, tensors: Sequence[Tensor], rows: int) -> str:
+    """Return the refusal of an argument that needs a word, offering only the words that fit it."""
     can_be_cut = _has_rows(tensors, rows)
     if not isinstance(value, Tensor):
         what = f"of class {type(value).__name__}"
@@ -203,12 +215,11 @@ def _nobody_says(name: str, value: Any, tensors: Sequence[Tensor], rows: int) ->
 def cut_rows(
     value: Any, tensors: Iterable[Tensor], n: int, mapping: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Return ``value`` for each of ``n`` microbatches, its ``tensors`` cut along their first
-    dimension.
+    """Return ``value`` for each of ``n`` microbatches, with its ``tensors`` cut by rows.
 
     Args:
-        mapping: ``mapping(change, value)`` finds these tensors, in this order; :func:`map_tensors`
-            unless given.
+        mapping: a function ``mapping(change, value)`` that meets ``tensors`` in this order;
+            :func:`map_tensors` unless given.
     """
     pieces = [tensor.tensor_split(n) for tensor in tensors]
 

@@ -15,8 +15,8 @@ class StepFailed(RuntimeError):
             within all ranks that share the step in ``parallel``.
         what: the failure itself, ``"Type: message"``.
         action: the action that failed; None outside an action, and in ``parallel``.
-        stage, microbatch: those of the action, or None. An overlap of two actions fails as a whole,
-            and its forward gives stage and microbatch.
+        stage, microbatch: the stage and the microbatch of the action, or None. An overlap of two
+            actions fails as a whole, and its forward gives both numbers.
         began_elsewhere: whether another rank told this one. Launchers name the failure of ``rank``
             first.
     """
@@ -25,15 +25,23 @@ class StepFailed(RuntimeError):
         self, message: str, rank: int, what: str, action: Any = None, began_elsewhere: bool = False
     ) -> None:
         super().__init__(message)
-        self.rank, self.what = rank, what
-        self.action, self.began_elsewhere = action, began_elsewhere
-        first = None if action is None else action.parts[0]
-        self.stage: int | None = None if first is None else first.stage
-        self.microbatch: int | None = None if first is None else first.microbatch
+        self.rank = rank
+        self.what = what
+        self.action = action
+        self.began_elsewhere = began_elsewhere
+        self.stage: int | None = None
+        self.microbatch: int | None = None
+        if action is not None:
+            first = action.parts[0]
+            self.stage = first.stage
+            self.microbatch = first.microbatch
 
     def __reduce__(self) -> tuple[type["StepFailed"], tuple[Any, ...]]:
         return type(self), (str(self), self.rank, self.what, self.action, self.began_elsewhere)
 
 
 class LossNotFinite(StepFailed):
-    """A step's loss is infinite or not a number. The step ran to its end: zero the gradients, and go on."""
+    """A step's loss is infinite or not a number.
+
+    The step ran to its end on every rank: zero the gradients, and go on.
+    """

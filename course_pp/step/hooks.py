@@ -5,8 +5,8 @@ pipeline has several forwards in flight and may put weight gradients off, so gra
 wrong without a word: they are refused.
 
 Hooks that autograd calls when a parameter's gradient is complete are kept for the end of the step.
-They may update the parameter at once; in a pipeline, which has a backward for each microbatch, with
-a part of its gradient.
+Such a hook may update the parameter at once. A pipeline has a backward for each microbatch, and the
+hook would see a part of the gradient.
 """
 
 import sys
@@ -26,32 +26,33 @@ from course_pp.base.torch_private import (
 
 
 def problem_of_wrappers(module: nn.Module, what: str) -> str | None:
-    """Return why ``module``, called ``what``, cannot be a stage because of a wrapper in or around it, or None."""
+    """Return which wrapper in or around ``module``, called ``what``, no stage may have, or None."""
     for path, part in module.named_modules():
-        wrapper = next((kind for kind in _wrappers() if isinstance(part, kind)), None)
-        if wrapper is not None:
-            return (
-                f"{f'{path!r} of {what}' if path else what} is wrapped in {wrapper.__name__}, which"
-                " counts on one forward and one backward a step: give the module inside it, and"
-                " for data-parallel ranks shard that with fully_shard (FSDP2)"
-            )
+        for wrapper in _wrappers():
+            if isinstance(part, wrapper):
+                where = f"{path!r} of {what}" if path else what
+                return (
+                    f"{where} is wrapped in {wrapper.__name__}, which counts on one forward and"
+                    " one backward a step: give the module inside it, and for data-parallel ranks"
+                    " shard that with fully_shard (FSDP2)"
+                )
     return None
 
 
 def is_dtensor(value: Any) -> bool:
-    """Return whether a tensor is distributed; imports nothing for the answer."""
+    """Return whether a tensor is distributed, without importing DTensor for the answer."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a flat one of FullyShardedDataParallel (FSDP1), or a piece of one."""
+    """Return whether FullyShardedDataParallel (FSDP1) has flattened a parameter."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and (isinstance(parameter, fsdp.FlatParameter) or is_flat(parameter))
 
 
 def _wrappers() -> Iterator[type]:
-    """Yield what is refused. Most is looked for and not imported: whoever has applied it has done so."""
+    """Yield the refused wrappers. A module that nobody imported cannot have been applied."""
     yield nn.DataParallel
     yield nn.parallel.DistributedDataParallel
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
@@ -61,7 +62,7 @@ def _wrappers() -> Iterator[type]:
 
 
 def problem_of_hooks(modules: Mapping[int, "nn.Module | None"]) -> str | None:
-    """Return which parameter has an optimizer that torch lets step in the backward; None if none has."""
+    """Return which parameter has an optimizer that steps in the backward, or None."""
     if "torch.distributed.optim.apply_optimizer_in_backward" not in sys.modules:
         return None  # looking through a large stage in each step takes a millisecond
     for stage, module in modules.items():
@@ -81,25 +82,22 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
     """Call the hooks on complete gradients after the body, once for each parameter that got a
     gradient inside.
 
-    Yields the parameters that have got one so far; the body may take some out, whose hooks it calls
-    itself. If the body raises, no hook is called. One that is removed inside is not called; one
-    that is added inside is called at once.
+    Yield the parameters that have got a gradient so far. The body may take some out and call their
+    hooks itself. If the body raises, no hook is called. A hook that is removed inside is not
+    called; a hook that is added inside is called at once.
     """
-    parameters = (
-        parameter for module in modules if module is not None for parameter in module.parameters()
-    )
-    kept = {
-        parameter: dict(hooks)
-        for parameter in parameters
-        if (hooks := hooks_after_accumulation(parameter))
-    }
+    kept: dict[nn.Parameter, dict[int, Any]] = {}
+    for module in modules:
+        for parameter in () if module is None else module.parameters():
+            if hooks := hooks_after_accumulation(parameter):
+                kept[parameter] = dict(hooks)
     reached: dict[nn.Parameter, None] = {}
 
     def note(parameter: Any) -> None:
         reached[parameter] = None
 
     try:
-        # under their own keys, by which their handles can still remove them
+        # Under their own keys, so that their handles can still remove them.
         for parameter, hooks in kept.items():
             hooks_after_accumulation(parameter).update(dict.fromkeys(hooks, note))
         yield reached
@@ -113,6 +111,6 @@ def called_once(modules: "Iterable[nn.Module | None]") -> "Iterator[dict[nn.Para
 
 @torch.no_grad()
 def call_hooks(parameter: nn.Parameter) -> None:
-    """Call the hooks on the complete gradient of ``parameter`` as autograd does, also where it came from elsewhere."""
+    """Call the hooks on the complete gradient of ``parameter``, as autograd does."""
     for hook in list(hooks_after_accumulation(parameter).values()):
         hook(parameter)

@@ -2,16 +2,16 @@
 
 :class:`Fusing` adds them up in the matrix product that makes them. Autograd writes each
 microbatch's gradient as a matrix of its own and then adds it to ``.grad``; at width 1024 that takes
-a fifth of the product's time. A matrix product can add to what is there as it goes (Megatron-LM's
-gradient accumulation fusion). Only rounding differs.
+a fifth of the product's time. A matrix product can add to an earlier result as it goes
+(Megatron-LM's gradient accumulation fusion). Only rounding differs.
 
 :class:`Deferring` puts them off from ``I`` to ``W``. The backward of a linear layer is two
 products: one gives the input's gradient, for which the stage before is waiting, the other the
-weight's, for which nobody is (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). The
-first is made at ``I``; what the second needs is queued: the layer's input, which the forward has
-kept anyway, and in addition the gradient of its output. So it is with packed experts
-(:mod:`course_pp.step.grouped`). Everything else (norms, embeddings, convolutions, a layer with a
-hook on its weight or bias) gets its gradient at ``I``: it is little work.
+weight's, for which no stage is waiting (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section
+2). The first is made at ``I``. The factors of the second are queued: the layer's input, which the
+forward has kept anyway, and the gradient of its output. The same holds for packed experts
+(:mod:`course_pp.step.grouped`). Other weights (of norms, embeddings, convolutions, a layer with a
+hook on its weight or bias) get their gradients at ``I``: that is little work.
 """
 
 import sys
@@ -53,12 +53,12 @@ class LinearMode(TorchFunctionMode):
     ``torch.nn.functional.linear``; and :meth:`grouped` every
     :func:`course_pp.step.grouped.grouped_product`.
 
-    Left alone are layers whose weight is frozen, complex or itself computed (parametrised, say),
+    It leaves alone layers whose weight is frozen, complex or itself computed (parametrised, say),
     tensor subclasses, sparse and nested tensors, weights of one dimension and biases of two, layers
-    under the transforms of ``torch.func`` or under somebody else's mode, layers inside
-    ``torch.compile``, whose graph has no place for a Python function, and layers inside
-    ``torch.utils.checkpoint``: it computes them again outside, and must find saved what it then
-    saves.
+    under the transforms of ``torch.func`` or under another mode, and layers inside
+    ``torch.compile``, whose graph has no place for a Python function. It also leaves alone layers
+    inside ``torch.utils.checkpoint``, which computes them again outside this mode, and must then
+    save the same tensors.
     """
 
     def __enter__(self) -> "LinearMode":
@@ -80,11 +80,14 @@ class LinearMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute a layer whose weight, (out, in), is to have a gradient; ``input`` is (rows, in), ``bias`` (out,)."""
+        """Compute a layer whose weight wants a gradient.
+
+        ``input`` is (rows, in), ``weight`` (out, in), ``bias`` (out,).
+        """
         raise NotImplementedError
 
     def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """Compute a grouped product whose weights, (groups, in, out), are to have a gradient."""
+        """Compute a grouped product whose weights, (groups, in, out), want a gradient."""
         return grouped_product(x, weights, counts)
 
     def _linear_or_ordinary(
@@ -98,9 +101,11 @@ class LinearMode(TorchFunctionMode):
             and (bias is None or bias.shape == weight.shape[:1])
         ):
             rows = self.linear(input.reshape(-1, input.shape[-1]), weight, bias)
-            # A view of the output, as torch makes it: it may be changed in place, what a function
-            # returns as one not.
-            return rows if input.dim() == 2 else rows.view(*input.shape[:-1], rows.shape[-1])
+            if input.dim() == 2:
+                return rows
+            # The view is taken out here: a view that an autograd function itself returns may not be
+            # changed in place.
+            return rows.view(*input.shape[:-1], rows.shape[-1])
         return F.linear(input, weight, bias)
 
     def _may_compute(self, input: Tensor, weight: Tensor, *bias: Tensor) -> bool:
@@ -119,26 +124,28 @@ class LinearMode(TorchFunctionMode):
 
 
 def _whither(node: Any) -> Literal["into the sum", "out", "nowhere"]:
-    """What becomes of the gradient that comes to ``node``, which adds up those of a leaf, in the
-    backward at work.
+    """Return where the backward at work takes a gradient that comes to ``node``.
 
-    A ``backward`` adds it to the sum, ``torch.autograd.grad`` hands it out, and either may not ask
-    for this leaf.
+    The node adds up the gradients of one leaf. ``backward`` adds the gradient to the sum,
+    ``torch.autograd.grad`` hands it out, and either may not ask for this leaf.
     """
     try:
         return "into the sum" if backward_reaches(node) else "nowhere"
-    except RuntimeError:  # so torch says that torch.autograd.grad was asked for this leaf
+    except RuntimeError:  # torch's answer if torch.autograd.grad was asked for this leaf
         return "out"
 
 
 def part_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return ``part``, made of ``parameter`` and nothing else, marked so that its gradient may wait as a weight's."""
+    """Return ``part`` with the mark that it is made of ``parameter`` alone.
+
+    The gradient of a marked tensor may wait for ``W``, as a parameter's.
+    """
     setattr(part, _PART_OF, parameter)
     return part
 
 
 def is_worth_fusing(module: nn.Module | None) -> bool:
-    """Whether ``module`` has a weight large enough."""
+    """Return whether ``module`` has a weight for which :class:`Fusing` is faster."""
     return module is not None and any(_is_large(p) for p in module.parameters() if p.dim() == 2)
 
 
@@ -146,8 +153,8 @@ class Fusing(LinearMode):
     """While a forward runs inside, its large linear layers will add their weight gradients up as
     they make them.
 
-    They are ordinary layers under autocast, and for ``torch.autograd.grad``, by which a stage may
-    differentiate itself.
+    Under autocast they are ordinary layers. So they are for ``torch.autograd.grad``, by which a
+    stage may differentiate itself.
     """
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,9 +166,10 @@ class Fusing(LinearMode):
 class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # As autograd: who needs no gradient of the input may change the weight.
+        # Only the input's gradient needs the weight. If nobody wants it, the weight may be changed
+        # in place before the backward, as with torch's own layer.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Hooks on what is saved may give back another tensor than the parameter.
+        # Hooks on saved tensors may give back another tensor than the parameter.
         ctx.parameter = weight
         return F.linear(x, weight, bias)
 
@@ -177,11 +185,9 @@ class _FusedLinear(torch.autograd.Function):
                 of_weight = _add_product(ctx.parameter, grad_output, x)
             case "out":
                 of_weight = grad_output.t() @ x
-        return (
-            grad_output @ weight if of_x else None,
-            of_weight,
-            grad_output.sum(0) if of_bias else None,
-        )
+        grad_x = grad_output @ weight if of_x else None
+        grad_bias = grad_output.sum(0) if of_bias else None
+        return grad_x, of_weight, grad_bias
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -207,7 +213,7 @@ class _Entry:
     holds: tuple[_Hold, ...]
 
     def product(self) -> Tensor | None:
-        """Return the weight's gradient, if it is not already added to what was there."""
+        """Return the weight's gradient; None if it is already added to the weight's ``.grad``."""
         if self.counts is None:
             return _add_product(self.weight, self.grad_output, self.input)
         return grouped_weight_gradient(self.input, self.grad_output, self.counts)
@@ -223,7 +229,10 @@ class WeightGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """``I`` runs inside. A backward outside, as a stage may run in its forward, adds its gradients at its end."""
+        """Run ``I`` inside, which fills the queue until :meth:`compute`.
+
+        A backward outside, as a stage may run in its forward, computes its entries at its end.
+        """
         self._open = True
         try:
             yield
@@ -238,6 +247,7 @@ class WeightGradients:
         grad_output: Tensor,
         counts: Tensor | None = None,
     ) -> None:
+        """Queue the product of a layer, or of groups of rows with their ``counts``."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a stage runs a backward with create_graph=True in its forward, and a split"
@@ -253,14 +263,15 @@ class WeightGradients:
         self._entries.append(_Entry(weight, bias, x, grad_output, counts, versions, holds))
 
     def compute(self) -> None:
-        """Compute what is queued and add it to each ``.grad``, as a backward would."""
+        """Compute the queued gradients and add each to its ``.grad``, as a backward would."""
         leaves: list[Tensor] = []
         gradients: list[Tensor] = []
         with torch.no_grad():
             for entry in self._entries:
-                rows, weight = entry.grad_output, entry.weight
+                weight, rows = entry.weight, entry.grad_output
+                # Autograd checks its own saved tensors in the same way.
                 versions = version_of(entry.input), version_of(rows)
-                if versions != entry.versions:  # as autograd refuses it
+                if versions != entry.versions:
                     raise RuntimeError(
                         f"the input of a linear layer, {tuple(entry.input.shape)}, or the gradient"
                         " of its output, has been changed in place before its weight gradient was"
@@ -281,23 +292,22 @@ class WeightGradients:
 
 
 class Deferring(LinearMode):
-    """While a forward runs inside, its linear layers will put their weight gradients into ``queue``."""
+    """While a forward runs inside, its linear layers will queue their weight gradients."""
 
     def __init__(self, queue: WeightGradients) -> None:
         super().__init__()
         self._queue = queue
-        # Makes outputs require grad. The weights must not: autograd would call their hooks at I,
-        # without a gradient.
+        # Makes outputs require a gradient in place of the weights, whose hooks autograd would call
+        # at I, without a gradient.
         self._anchor = torch.empty(0, requires_grad=True)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # A hook is to see the whole gradient at once, of which other uses of the parameter may make
-        # a part at I.
+        # A hook wants the whole gradient at once, and another use of the parameter may make a part
+        # of it at I.
         if has_hooks(weight) or (bias is not None and has_hooks(bias)):
             return F.linear(input, weight, bias)
-        return _DeferredLinear.apply(
-            _as_autocast_would(input), self._anchor, (weight, bias), self._queue
-        )
+        x = _as_autocast_would(input)
+        return _DeferredLinear.apply(x, self._anchor, (weight, bias), self._queue)
 
     def grouped(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         if has_hooks(getattr(weights, _PART_OF, weights)) or _is_autocast(x):
@@ -315,8 +325,8 @@ class _DeferredLinear(torch.autograd.Function):
         queue: WeightGradients,
     ) -> Tensor:
         weight, bias = layer
-        # The weight is saved for autograd's check that nobody changed it; hooks may give back
-        # another tensor, so the parameter that is to get the gradient is kept beside it.
+        # The weight is saved for autograd's check that nobody changed it. Hooks may give back
+        # another tensor, so the parameter itself is kept too.
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.layer, ctx.queue = layer, queue
         return F.linear(x, weight, bias)
@@ -325,15 +335,13 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, _ = ctx.layer
-        # of the anchor: the weight is no part of the graph
+        # Input 1 is the anchor; the weight is no part of the graph.
         if _whither(ctx.next_functions[1][0]) == "into the sum":
             ctx.queue.add(*ctx.layer, x, grad_output)
-        return (
-            grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None,
-            None,
-            None,
-            None,
-        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = grad_output @ weight.to(grad_output.dtype)
+        return of_x, None, None, None
 
 
 class _DeferredProduct(torch.autograd.Function):
@@ -348,27 +356,26 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x, saved), (weights, counts) = ctx.saved_tensors, ctx.groups
+        x, saved = ctx.saved_tensors
+        weights, counts = ctx.groups
         grad_output = grad_output.contiguous()  # as the kernel needs it
         if _whither(ctx.next_functions[1][0]) == "into the sum":
             ctx.queue.add(weights, None, x, grad_output, counts)
-        of_x = (
-            grouped_product(grad_output, saved.transpose(1, 2), counts)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            of_x = grouped_product(grad_output, saved.transpose(1, 2), counts)
         return of_x, None, None, None
 
 
 def _as_autocast_would(x: Tensor) -> Tensor:
-    """The input in the dtype of the product, so that the cast is differentiated like any other operation."""
+    """Return the input in the dtype of the product, by a cast that autograd sees."""
     if _is_autocast(x) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def _is_autocast(tensor: Tensor) -> bool:
-    """Whether layers on the device of ``tensor`` compute in a dtype of autocast."""
+    """Return whether layers on the device of ``tensor`` compute in a dtype of autocast."""
     device = tensor.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
@@ -378,10 +385,10 @@ def _add_product(parameter: Tensor, grad_output: Tensor, input: Tensor) -> Tenso
     product that makes it.
 
     Returns:
-        None; or the product, for autograd to add: for the first gradient, for one that is to be
-        differentiated or looked at for NaN, with several dtypes, and where somebody would miss the
-        gradient of this microbatch. That is a hook on the parameter, or whoever holds the node of
-        autograd's graph that adds its gradients up.
+        None; or the product, if autograd must add it. Autograd must do so for the first gradient,
+        with several dtypes, if the gradient will be differentiated or searched for NaN, and if a
+        hook needs this microbatch's gradient: a hook on the parameter, or on the node of autograd's
+        graph that adds up its gradients.
     """
     with _ADDING:
         grad = parameter.grad
@@ -404,19 +411,19 @@ def _can_add(parameter: Tensor, grad: Tensor) -> bool:
         or has_hooks(parameter)
     ):
         return False
-    # Autograd would make streams wait for each other.
-    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(
-        grad.device
-    ):
-        return False
+    if grad.is_cuda:
+        # On two streams autograd would make one wait for the other.
+        device = grad.device
+        if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
+            return False
     return _is_plain(grad) and _references(parameter) <= _UNHELD
 
 
 def _references(parameter: Tensor) -> int:
-    """How many references Python has to the node that adds up the gradients of ``parameter``.
+    """Count Python's references to the node that adds up the gradients of ``parameter``.
 
-    Who gathers gradients in buckets hooks that node, where no hook can be seen, and holds it, lest
-    the hook be lost.
+    A library that gathers gradients in buckets hooks that node. Nobody can see such a hook, but the
+    library holds the node, or the hook would be lost.
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn

@@ -30,7 +30,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @runtime_checkable
 class TokenLoss(Protocol):
-    """A loss that averages over tokens and can say over how many, so that unequal microbatches are weighted right."""
+    """A loss that averages over tokens and counts them, so that each microbatch gets its weight."""
 
     def total(self, output: Any, target: Any) -> Tensor:
         """Return the sum of the loss over the tokens of ``target`` that count; a scalar."""
@@ -40,7 +40,7 @@ class TokenLoss(Protocol):
 
 
 class Share(NamedTuple):
-    """What a microbatch adds to the mean loss of its batch: ``value`` times ``weight``.
+    """A microbatch's share of the mean loss of its batch: ``value`` times ``weight``.
 
     The product needs no place in autograd's graph: backward begins at ``value``, with ``weight`` as
     its gradient.
@@ -73,8 +73,9 @@ class _OverSamples:
 
 @checked
 def counted(loss_fn: LossFn | TokenLoss, samples: Callable[[Any], int] = len) -> TokenLoss:
-    """Return ``loss_fn`` if it counts its tokens; else the same mean as a loss that counts ``samples`` of a target."""
-    if isinstance(loss_fn, type):  # it can be called, but returns a loss function
+    """Return ``loss_fn`` if it counts tokens, else as a :class:`TokenLoss` that counts samples."""
+    # A class can be called, but returns a loss function.
+    if isinstance(loss_fn, type):
         raise TypeError(
             f"loss_fn is the class {loss_fn.__name__}: pass an instance, such as"
             f" {loss_fn.__name__}()"
@@ -95,16 +96,15 @@ def divisor_of(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device | None = None,
 ) -> Tensor | float:
-    """Return the divisor of the microbatches' sums; a collective of ``groups`` unless it is
-    ``given``.
+    """Return the divisor of the microbatches' sums; unless ``given``, a collective of ``groups``.
 
-    Data-parallel ranks average their gradients, so it is the tokens of the global batch over the
-    number of these ranks.
+    Data-parallel ranks average their gradients, so the divisor is the number of tokens of the
+    global batch divided by the number of these ranks.
 
     Args:
-        counts: the counted tokens of the microbatches, or of all at once.
+        counts: the counted tokens of each microbatch, or of all at once.
         given: the tokens of the global batch, if the caller knows them.
-        groups: those over which gradients are averaged.
+        groups: the groups over which gradients are averaged.
     """
     if given is not None:
         return given / math.prod(dist.get_world_size(group) for group in groups)
@@ -116,7 +116,7 @@ def divisor_of(
 
 
 def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
-    """Return ``value``, changed in place to its mean over the ranks of all ``groups``; a collective."""
+    """Change ``value`` to its mean over the ranks of all ``groups`` and return it; a collective."""
     for group in groups:
         dist.all_reduce(value, group=group)
         value /= dist.get_world_size(group)
@@ -126,15 +126,14 @@ def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
 def weights_of(
     counts: Iterable[Any], divisor: Tensor | float, device: torch.device | None = None
 ) -> Tensor:
-    """Return the weight of each microbatch in its batch, (n,) float64: its counted tokens over the divisor."""
-    numbers = torch.stack(
-        [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
-    )
+    """Return each microbatch's weight, its counted tokens over the divisor, (n,) float64."""
+    tensors = [torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts]
+    numbers = torch.stack(tensors)
     return numbers / divisor
 
 
 def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Tensor:
-    """Return what a microbatch adds to the mean loss of its batch, a scalar.
+    """Return a microbatch's share of the mean loss of its batch, a scalar.
 
     Args:
         divisor: the sum of ``loss.count`` over all microbatches whose gradients add up, at least 1.
@@ -144,13 +143,17 @@ def loss_share(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | floa
 
 
 def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float) -> Share:
-    """As :func:`loss_share`, with the division left to backward and to :meth:`Share.product`."""
+    """Return :func:`loss_share` as a :class:`Share`, whose division is left to the backward."""
     with _naming_the_loss_of_cut_logits(loss, output):
+        # A mean over samples is differentiated as the caller wrote it, and its count goes into the
+        # weight: the mean times the count could overflow in float16.
         if isinstance(loss, _OverSamples):
-            value, counts = loss.mean(output, target), loss.count(target)
+            value = loss.mean(output, target)
+            counts = loss.count(target)
         else:
-            value, counts = _scalar(loss.total(output, target)), 1
-    # A count of errors may be a whole number, its weight is none.
+            value = _scalar(loss.total(output, target))
+            counts = 1
+    # A loss may be a whole number, as a count of errors is. Its weight is a fraction.
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
     if isinstance(divisor, Tensor):
         return Share(value, (counts / divisor.double()).to(value.device, dtype))
@@ -159,12 +162,11 @@ def share_of(loss: TokenLoss, output: Any, target: Any, divisor: Tensor | float)
 
 @contextmanager
 def _naming_the_loss_of_cut_logits(loss: TokenLoss, output: Any) -> Iterator[None]:
-    """Say which loss takes logits that tensor parallelism has cut, if another loss fails on them."""
+    """Name the loss for logits that tensor parallelism cut, if another loss fails on them."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        # DTensor raises these two themselves. Subclasses say something else, as OutOfMemoryError
-        # does.
+        # DTensor raises these two classes. A subclass has another cause, as OutOfMemoryError has.
         may_be_dtensor = type(error) in (RuntimeError, NotImplementedError)
         is_cut = any(is_dtensor(part) for part in tensors_of(output))
         if not is_cut or not may_be_dtensor or getattr(loss, "takes_cut_logits", False):
@@ -178,12 +180,18 @@ def _naming_the_loss_of_cut_logits(loss: TokenLoss, output: Any) -> Iterator[Non
 
 
 def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim():
-        shape = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn returned {shape}: return a scalar tensor, the mean over the microbatch"
-        )
-    return loss
+    if isinstance(loss, Tensor) and not loss.dim():
+        return loss
+    raise ValueError(
+        f"loss_fn returned {_shape_or_class(loss)}: return a scalar tensor, the mean over the"
+        " microbatch"
+    )
+
+
+def _shape_or_class(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 _FORWARD: ContextVar["Attached | None"] = ContextVar("the forward at work", default=None)
@@ -193,7 +201,7 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     """Return ``tensor`` unchanged; where its gradient comes back, the gradient of ``loss`` is added
     to the step.
 
-    For a loss that arises in the middle of a model: a router's, an auxiliary head's, deep supervision::
+    For a loss in the middle of a model, such as a router's or an auxiliary head's::
 
         hidden = attach_loss(hidden, 0.01 * balance, name=f"router {self.layer}")
 
@@ -206,14 +214,14 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
         ``sum over microbatches of weight × (loss at the end + attached losses)``
 
     With ``versions=`` in ``runtime``, where an update takes a microbatch's own mean, the weight is
-    1. So it is outside the two engines: a plain ``loss.backward()`` of the whole batch adds the
+    1. Outside the two engines it is 1 too: a plain ``loss.backward()`` of the whole batch adds the
     attached loss once.
 
     After a step ``pipeline.attached`` is ``{name: sum of weight × loss}``, the same on every rank.
     Without gradients (``eval``, ``evaluate``, ``torch.no_grad``) nothing is attached. A recomputed
-    forward counts once. In ``parallel`` ranks agree in a pipeline's first step whether anybody
-    attaches: for a loss that begins later attach 0 × loss before. A pipeline's ``scaler`` scales
-    attached losses too.
+    forward counts once. In ``parallel`` the ranks agree in a pipeline's first step whether any
+    stage attaches a loss: for a loss that begins later, attach 0 × loss before. A pipeline's
+    ``scaler`` scales attached losses too.
 
     Args:
         tensor: of floating point; the module's output must depend on it.
@@ -225,33 +233,40 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return tensor
-    attached = _FORWARD.get()
     if torch.compiler.is_compiling():
         raise RuntimeError(
             "attach_loss in a traced or compiled module: compile or export what is around it"
         )
-    # one process, or a forward that a checkpoint computes again, whose graph is thrown away
+    attached = _FORWARD.get()
     if attached is None:
+        # Without an engine the weight is 1. A forward within a backward belongs to a checkpoint,
+        # which throws this graph away: no weight is known there, and none is needed.
         attached = Attached(None if is_in_backward() else 1.0)
     return attached.add(tensor, loss, name)
 
 
 class Attached:
-    """What one forward of a microbatch attaches: enter it around the forward.
+    """The losses that one forward of a microbatch attaches: enter it around the forward.
+
+    Args:
+        refusal: the reason to refuse every attached loss, if there is one.
+        keeps_problem: keep the first problem for :meth:`sums` instead of raising it.
 
     Attributes:
-        weight: of the microbatch in its batch; to be known before the backward.
+        weight: the microbatch's weight in its batch, set before the backward.
         values: the losses by name, without graphs.
-        problem: what was wrong with the first that was refused, if ``keeps_problem``.
+        problem: the first problem, if ``keeps_problem``.
     """
 
     def __init__(
         self, weight: Tensor | float | None = None, refusal: str = "", keeps_problem: bool = False
     ) -> None:
-        self.weight, self.problem = weight, ""
+        self.weight = weight
         self.values: dict[str, Tensor] = {}
-        self._lacking: set[str] = set()
-        self._refusal, self._keeps_problem = refusal, keeps_problem
+        self.problem = ""
+        self._lacking: set[str] = set()  # names whose gradient has not come yet
+        self._refusal = refusal
+        self._keeps_problem = keeps_problem
 
     def __enter__(self) -> None:
         self._token = _FORWARD.set(self)
@@ -260,7 +275,7 @@ class Attached:
         _FORWARD.reset(self._token)
 
     def add(self, tensor: Tensor, loss: Tensor, name: str) -> Tensor:
-        """Attach one."""
+        """Attach ``loss`` to ``tensor``, as :func:`attach_loss`."""
         if problem := self._refusal or self._problem_of(tensor, loss, name):
             problem = f"attach_loss(name={name!r}): {problem}"
             if not self._keeps_problem:
@@ -273,7 +288,7 @@ class Attached:
         return attached
 
     def gradient(self, name: str) -> Tensor | float:
-        """Return that of the loss, in its backward."""
+        """Return the gradient of the loss ``name``, in its backward."""
         if self.weight is None:
             raise RuntimeError(
                 f"attach_loss(name={name!r}) in a reentrant checkpoint, or in a forward that goes"
@@ -284,63 +299,61 @@ class Attached:
         return self.weight
 
     def sums(self) -> tuple[dict[str, Tensor], str]:
-        """Return weight × value by name, and what was wrong, when the backward is done."""
+        """Return weight × value by name, and the problem or "", when the backward is done."""
         problem = self.problem
         for name in sorted(self._lacking):
             problem = problem or (
                 f"attach_loss(name={name!r}): no gradient came back through its tensor, so it did"
                 " not count: attach it to what the loss at the end depends on"
             )
+        # None after a forward without a backward, whose losses do not count.
         weight = 0.0 if self.weight is None else self.weight
-        return {name: value.double() * weight for name, value in self.values.items()}, problem
+        products = {name: value.double() * weight for name, value in self.values.items()}
+        return products, problem
 
     def _problem_of(self, tensor: Tensor, loss: Tensor, name: str) -> str:
         if not isinstance(name, str):
             return "the name is a string"
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            given = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
             return (
                 f"tensor is {given}: attach to a tensor of floating point, which carries gradients"
             )
         if not isinstance(loss, Tensor) or loss.dim():
-            shape = (
-                f"of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            return f"loss is {shape}: give a scalar tensor, a mean over the microbatch"
+            given = _shape_or_class(loss)
+            return f"loss is {given}: give a scalar tensor, a mean over the microbatch"
         if not loss.requires_grad:
             return (
                 "loss has no gradient: compute it of trained weights or what they made, not"
                 " detached"
             )
-        return (
-            "the name is used twice in this microbatch: give each loss its own"
-            if name in self.values
-            else ""
-        )
+        if name in self.values:
+            return "the name is used twice in this microbatch: give each loss its own"
+        return ""
 
 
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor, attached: Attached, name: str) -> Tensor:
-        ctx.attached, ctx.name, ctx.dtype, ctx.device = attached, name, loss.dtype, loss.device
+        ctx.attached = attached
+        ctx.name = name
+        ctx.dtype, ctx.device = loss.dtype, loss.device
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        weight = torch.as_tensor(
-            ctx.attached.gradient(ctx.name), dtype=ctx.dtype, device=ctx.device
-        )
+        weight = ctx.attached.gradient(ctx.name)
+        weight = torch.as_tensor(weight, dtype=ctx.dtype, device=ctx.device)
+        # A copy, as autograd may add other gradients to it in place.
         return gradient, weight.clone(), None, None
 
 
 Sums = dict[str, tuple[int, Any]]
-"""By name: the stage that attaches it, and the sum so far."""
+"""For each name of an attached loss, the stage that attaches it and the sum so far."""
 
 
 def attached_sums(stages: Mapping[int, Iterable[Attached]]) -> Sums:
-    """Return what this rank's stages have attached in a step; a ValueError for the first problem."""
+    """Return the sums of this rank's attached losses; raise ValueError for the first problem."""
     found: Sums = {}
     for stage, microbatches in stages.items():
         for attached in microbatches:
@@ -352,7 +365,7 @@ def attached_sums(stages: Mapping[int, Iterable[Attached]]) -> Sums:
 
 
 def added_sums(one: Sums, other: Sums) -> Sums:
-    """Add what two ranks or microbatches have; a ValueError for a name that two stages use."""
+    """Add the sums of two ranks or microbatches; refuse a name that two stages use."""
     total = dict(one)
     for name, (stage, value) in other.items():
         where, earlier = total.get(name, (stage, 0))

@@ -1,4 +1,4 @@
-"""Which random numbers a stage draws while it trains: its own, as for dropout.
+"""The random numbers that a stage draws while it trains, as for dropout: a stream of its own.
 
 :func:`course_pp.parallel.init_distributed` seeds all ranks alike, so that they make equal weights
 and equal batches from torch's default generator. In a training step that would give every stage and
@@ -26,11 +26,14 @@ RandomState = tuple[Tensor, Tensor | None]
 
 
 def get_random_state(device: torch.device) -> RandomState:
-    on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), on_cuda
+    """Return the state of the default generators from which modules on ``device`` draw."""
+    if device.type != "cuda":
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device)
 
 
 def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Put the default generators back into ``state``."""
     on_cpu, on_cuda = state
     torch.set_rng_state(on_cpu)
     if on_cuda is not None:
@@ -39,6 +42,7 @@ def set_random_state(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the default generators after the body."""
     before = get_random_state(device)
     try:
         yield
@@ -62,7 +66,10 @@ class RandomStreams:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a training step, whose forwards call :meth:`begin`; then restore the default generator."""
+        """Run a training step inside; restore the default generator afterwards.
+
+        Each forward of the step calls :meth:`begin`.
+        """
         self._step = hashlib.blake2b(torch.get_rng_state().numpy().tobytes()).digest()
         self._seeded = None
         self.drew = False
@@ -71,7 +78,7 @@ class RandomStreams:
             self._see_whether_drawn()
 
     def begin(self, stage: int, microbatch: int) -> None:
-        """Draw from here on the numbers of this forward."""
+        """Seed the default generators for a forward of ``stage``."""
         self._see_whether_drawn()
         place = f"{self._data_rank} {stage} {microbatch}"
         digest = hashlib.blake2b(self._step + place.encode(), digest_size=8).digest()
@@ -80,7 +87,8 @@ class RandomStreams:
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 torch.cuda.manual_seed(seed)
-        if not self.drew:  # else nothing is left to find out
+        # Reading the state takes time, and one draw is enough to know.
+        if not self.drew:
             self._seeded = self._state()
 
     def _see_whether_drawn(self) -> None:
@@ -88,7 +96,7 @@ class RandomStreams:
             self.drew = self._state() != self._seeded
 
     def _state(self) -> bytes:
-        """Return the generators' states as bytes: two of them compare in a tenth of the time of two tensors."""
+        """Return the generators' states as bytes, which compare ten times as fast as tensors."""
         state = torch.get_rng_state().numpy().tobytes()
         if self._device.type == "cuda":
             state += torch.cuda.get_rng_state(self._device).numpy().tobytes()

@@ -1,12 +1,11 @@
-"""The face of a pipeline, the same in both engines: ``step``, ``eval``, ``evaluate``, ``attached``,
-``ties``.
+"""The methods and attributes of a pipeline, the same in both engines.
 
     loss = pipeline.step(inputs, target=target)      # gradients are in .grad
     loss = pipeline.eval(inputs, target=target)      # no gradients
     outputs = pipeline.evaluate(inputs)              # no gradients and no loss
 
-:class:`course_pp.runtime.Pipeline` and :class:`course_pp.parallel.PipelineSchedule` fill it in.
-Their own docstrings say only where they differ.
+:class:`course_pp.runtime.Pipeline` and :class:`course_pp.parallel.PipelineSchedule` implement
+:class:`AnyPipeline`. Their own docstrings say only where they differ.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +20,9 @@ from course_pp.step.batch import ChunkSpec
 class AnyPipeline(ABC):
     """A pipeline of either engine.
 
-    Every method is for all ranks of the pipeline at once. Each rank gives what its own stages need:
-    the rank of the first stage the inputs, the rank of the last stage the target. What a rank has
-    no use for is ignored.
+    Call every method on all ranks of the pipeline at once. The rank of the first stage must give
+    the inputs, the rank of the last stage the target. An argument for which a rank has no use is
+    ignored.
 
     Attributes:
         attached: the sums of the last step's attached losses by name, on every rank; see
@@ -49,11 +48,15 @@ class AnyPipeline(ABC):
         """Run forward and backward over a batch. Gradients are added to those in ``.grad``, as by
         ``loss.backward()``.
 
-        Give a whole batch, or ready-made microbatches in three lists with an entry for each. Ready-made microbatches
-        may differ in shape, from one another and from step to step::
+        Give a whole batch, or ready-made microbatches in three lists with an entry for each.
+        Ready-made microbatches may differ in shape, from one another and from step to step::
 
             pipeline.step(tokens, target=target, attention_mask=mask)
-            pipeline.step(arg_mbs=[(x,) for x in xs], kwarg_mbs=[{"offsets": o} for o in offsets], target_mbs=ys)
+            pipeline.step(
+                arg_mbs=[(x,) for x in xs],
+                kwarg_mbs=[{"offsets": o} for o in offsets],
+                target_mbs=ys,
+            )
 
         Hooks of ``parameter.register_hook`` are called for each microbatch, as in gradient
         accumulation. Hooks of ``register_post_accumulate_grad_hook`` are called once, when the loss
@@ -85,7 +88,7 @@ class AnyPipeline(ABC):
         Returns:
             The mean loss of the global batch, a float64 scalar without gradient, the same on every
             rank. Microbatches weigh by counted tokens if the loss is a :class:`TokenLoss`, else by
-            samples. A microbatch without a counted token has weight 0, and a batch of such has loss
+            samples. A microbatch without a counted token has weight 0. A batch without one has loss
             0.
 
         Raises:

@@ -1,10 +1,11 @@
-"""Tied weights: the gradients of a weight that lies in several places are added up, and each place
-gets the sum.
+"""Tied weights: each place of a weight gets the sum of the gradients of all its places.
 
-    compute apart from earlier gradients  ─►  exchange with the ranks that hold a copy  ─►  add up in the same order
+    compute apart from earlier gradients
+        ─►  exchange with the ranks that hold a copy
+        ─►  add up in the same order
 
-Copies that start equal then stay equal bit by bit, as every rank adds up the same terms alike. How
-the terms are exchanged is the pipeline's own business.
+Every rank adds up the same terms in the same order, so copies that start equal stay equal bit by
+bit. Each engine exchanges the terms in its own way.
 """
 
 import zlib
@@ -21,33 +22,39 @@ from course_pp.step.hooks import call_hooks
 
 Key = TypeVar("Key", bound=Hashable)
 _FILLED_LATER = "if that is meant, fill it after this call"
-_LOOKED_AT = 256  # values of a weight; two that are not one agree in none of them
+_LOOKED_AT = 256  # values compared of a weight; more would not tell two weights apart any better
 
 
 def find_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return the parameters that ``model`` holds under several names; ask before it is cut, for a
-    cut forgets.
+    """Return the parameters that ``model`` holds under several names.
+
+    Ask before the model is cut: its stages no longer know.
 
     Returns:
-        For each shared parameter its names, as ``build_pipeline_schedule(..., tied=...)`` takes
+        The names of each shared parameter, as ``build_pipeline_schedule(..., tied=...)`` takes
         them.
     """
     return tuple(tuple(names) for _, names in _named(model) if len(names) > 1)
 
 
 def ties_of_cut(modules: "Mapping[int, nn.Module | None]") -> Sequence[Mapping[int, str]] | None:
-    """Return the ties between stages that ``auto_split`` made, and found in the whole model; None of other stages."""
-    found = (vars(module) for module in modules.values() if module is not None)
-    return next((own["ties"] for own in found if "names_of_one" in own), None)
+    """Return the ties that ``auto_split`` found in the model; None for other stages."""
+    for module in modules.values():
+        if module is not None and "names_of_one" in vars(module):
+            ties: Sequence[Mapping[int, str]] = vars(module)["ties"]
+            return ties
+    return None
 
 
 def copies_in(
     modules: Mapping[int, "nn.Module | None"], places: Iterable[tuple[Key, int, str]]
 ) -> "dict[Key, nn.Parameter]":
-    """Return the parameters in ``places``, each a key, a stage and a name, as far as this rank
-    holds the stage.
+    """Return this rank's parameters in ``places``, by key.
 
-    Look them up for every step: loading a checkpoint may put another parameter in a place.
+    Call it in every step: loading a checkpoint may put another parameter in a place.
+
+    Args:
+        places: key, stage and parameter's name of each place, also of other ranks' stages.
     """
     found: dict[Key, nn.Parameter] = {}
     for key, stage, name in places:
@@ -62,10 +69,10 @@ def copies_in(
 
 @contextmanager
 def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let gradients start from nothing inside, and add them to earlier ones, which are sums
-    already, afterwards.
+    """Let gradients start from nothing inside; afterwards add them to the earlier gradients.
 
-    In place, as autograd does: an earlier one may be a part of somebody's buffer.
+    The earlier gradients are sums already, and must not be exchanged again. The addition is in
+    place, as autograd's is: an earlier gradient may be a view of a buffer.
     """
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
@@ -83,14 +90,19 @@ def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 def _added(earlier: Tensor, new: Tensor) -> Tensor:
     if earlier.layout != torch.strided:
         return new + earlier
-    with torch.no_grad():  # dense, as torch adds a sparse tensor to a view in the wrong place
-        return earlier.add_(new if new.layout == torch.strided else new.to_dense())
+    if new.layout != torch.strided:
+        # torch adds a sparse tensor to a view in the wrong place.
+        new = new.to_dense()
+    with torch.no_grad():
+        return earlier.add_(new)
 
 
 def add_up(terms: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the terms that are there, in their order; None without any."""
+    """Return the sum of the terms that are not None, in their order; None if there are none."""
     there = [term for term in terms if term is not None]
-    return sum(there[1:], start=there[0]) if there else None
+    if not there:
+        return None
+    return sum(there[1:], start=there[0])
 
 
 @dataclass(frozen=True, order=True)
@@ -189,7 +201,7 @@ Values = tuple[tuple[int, ...], str, int]
 
 @dataclass(frozen=True)
 class Look:
-    """What identifies a weight on another rank.
+    """The properties by which other ranks recognise a weight.
 
     Attributes:
         is_embedding: whether it is the table of an ``nn.Embedding``.
@@ -205,26 +217,24 @@ class Look:
 
 
 Looks = Mapping[int, Mapping[str, Look]]
-"""By stage and name, in the order in which a stage registers its weights."""
+"""The looks of weights by stage and name, in the order in which a stage registers its weights."""
 
 
 def looks_of(
     modules: "Mapping[int, nn.Module | None]", shapes: Collection[tuple[int, ...]] | None = None
 ) -> dict[int, dict[str, Look]]:
-    """Return by stage and name the look of each weight of these ``shapes``; of its shard, if it is
-    sharded.
+    """Return the look of each weight of these ``shapes``, or of its shard, by stage and name.
 
-    Weights on meta and weights of one value are left out. So is a tensor that an earlier stage of
-    this rank holds too: autograd itself ties those.
+    Weights on meta and weights of one value are left out. A tensor that an earlier stage of this
+    rank holds too is left out as well: autograd itself ties it.
     """
     met: set[int] = set()
     looks: dict[int, dict[str, Look]] = {stage: {} for stage in modules}
     for stage, module in modules.items():
         if module is None:
             continue
-        embeddings = {
-            id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)
-        }
+        tables = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+        embeddings = {id(table) for table in tables}
         for weight, (name, *also) in _named(module):
             if weight.is_meta or id(weight) in met:
                 continue
@@ -239,7 +249,10 @@ def looks_of(
 
 
 def _named(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return each parameter with its names, by which ties are declared: wrappers may leave their own part out."""
+    """Return each parameter with all its names.
+
+    The names are those by which ties are declared: a wrapper may leave out its own part.
+    """
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         _, names = found.setdefault(id(parameter), (parameter, []))
@@ -248,23 +261,18 @@ def _named(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
 
 
 def _some_values(weight: nn.Parameter) -> Values | None:
-    """Return shape, dtype and a checksum of values all over ``weight``; None if there are no two,
-    or none to read.
+    """Return shape, dtype and a checksum of values all over ``weight``.
 
-    Those of a frozen weight of a class of its own cannot be read: a quantised one, say.
+    None if all values are equal, as in a bias of zeros, or cannot be read.
     """
     here: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    if here.layout is not torch.strided or not (
-        weight.requires_grad or type(here) in (Tensor, nn.Parameter)
-    ):
+    # A frozen weight of another class may be quantised, and have no values that a view can read.
+    is_readable = weight.requires_grad or type(here) in (Tensor, nn.Parameter)
+    if here.layout is not torch.strided or not is_readable:
         return None
-    some = (
-        here.detach()
-        .flatten()[:: max(1, here.numel() // _LOOKED_AT)][:_LOOKED_AT]
-        .cpu()
-        .contiguous()
-    )
-    # small formats cannot be compared
+    stride = max(1, here.numel() // _LOOKED_AT)
+    some = here.detach().flatten()[::stride][:_LOOKED_AT].cpu().contiguous()
+    # As bytes, because torch cannot compare numbers of small formats.
     bits = some.view(torch.uint8).view(len(some), some.element_size())
     if not bool((bits != bits[:1]).any()):
         return None
@@ -274,23 +282,20 @@ def _some_values(weight: nn.Parameter) -> Values | None:
 def problem_of_forgotten_ties(
     looks: Looks, known: Sequence[Mapping[int, str]] | None = None
 ) -> str | None:
-    """Say which weights are rather one than two, for a caller that was told of no ties: all of
-    them.
+    """Return which weights look like one weight, if the caller declared no ties; None if none do.
+
+    The sentence lists all of them.
 
     Args:
-        known: the ties of stages that ``auto_split`` made, which knows them; None leaves values as
+        known: the ties that ``auto_split`` found, if it made the stages; with None the values are
             the evidence.
     """
     suspects = _look_tied(looks) if known is None else list(known)
     if not suspects:
         return _problem_inside(looks, "if they are two, tied=[]") if known is None else None
-    ends = [
-        looks[stage][name]
-        for tie in suspects
-        for stage, name in tie.items()
-        if name in looks.get(stage, ())
-    ]
-    before = "" if all(end.is_trained for end in ends) else "freeze or train both, and "
+    before = ""
+    if not all(look.is_trained for tie in suspects for look in _ends(tie, looks)):
+        before = "freeze or train both, and "
     if known is None and (layers := _problem_of_copied_layers(suspects, looks, before)):
         return layers
     # A matrix is a better name for a tie than a bias is.
@@ -306,14 +311,21 @@ def problem_of_forgotten_ties(
 def _problem_of_copied_layers(
     suspects: Sequence[Mapping[int, str]], looks: Looks, before: str
 ) -> str | None:
-    """Ask first whether whole layers of equal values are copies: to tie them by mistake shows
+    """Return which whole layers hold equal values; None if no two do.
+
+    Such layers are probably copies. The caller learns it first, because a tie made by mistake shows
     nowhere.
 
     Args:
-        before: the words for a step that must come before the tie, or nothing.
+        before: the words for a step that must come before the tie, or "".
     """
-    single = [tie for tie in suspects if _same_layer(tie, looks) is None]
-    layer = next(filter(None, (_same_layer(tie, looks) for tie in suspects)), None)
+    layer = None
+    single = []  # suspects outside such layers
+    for tie in suspects:
+        around = _same_layer(tie, looks)
+        layer = layer or around
+        if around is None:
+            single.append(tie)
     if layer is None:
         return None
     copies = "give tied=[]"
@@ -331,9 +343,9 @@ def _problem_of_copied_layers(
 def _same_layer(
     tie: Mapping[int, str], looks: Looks
 ) -> tuple[tuple[int, str], tuple[int, str]] | None:
-    """Return the largest layers around a weight that agree in all of two or more weights, by stage.
+    """Return the largest layers around a weight that agree in all their weights, two or more.
 
-    The name of a layer that is a whole stage is empty.
+    A layer is given by its stage and its name, which is "" for a whole stage.
     """
     (stage, name), (other, again), *_ = sorted(tie.items())
     here, there = name.split("."), again.split(".")
@@ -354,11 +366,16 @@ def _values_within(layer: str, looks: Mapping[str, Look]) -> dict[str, Values]:
 
 
 def _dimensions(tie: Mapping[int, str], looks: Looks) -> int:
-    """Return how many dimensions a weight has; 0 where its values were not looked at."""
-    shapes = [
-        looks[stage][name].values[0] for stage, name in tie.items() if name in looks.get(stage, ())
-    ]
-    return len(shapes[0]) if shapes else 0
+    """Return the number of dimensions of a weight; 0 if it has no look."""
+    for look in _ends(tie, looks):
+        shape, *_ = look.values
+        return len(shape)
+    return 0
+
+
+def _ends(tie: Mapping[int, str], looks: Looks) -> list[Look]:
+    """Return the looks of a tie's places, as far as they have one."""
+    return [looks[stage][name] for stage, name in tie.items() if name in looks.get(stage, ())]
 
 
 def problem_of_left_out_copies(
@@ -366,29 +383,24 @@ def problem_of_left_out_copies(
     tied: Sequence[Mapping[int, str]],
     known: Sequence[Mapping[int, str]] | None = None,
 ) -> str | None:
-    """Say which weights look like one, or like a tie's, and are in no tie that was declared.
+    """Return which weights look like one, or like a tie, and are in no declared tie; or None.
 
-    A frozen copy of a tie is no problem: whoever keeps the weights of yesterday beside those of
-    today means to.
+    A frozen copy of a tied weight is no problem: a copy of earlier weights is kept on purpose.
 
     Args:
-        tied: the ties that were declared; without any, nothing is tied.
+        tied: the declared ties; if there are none, nothing is tied.
         known: as for :func:`problem_of_forgotten_ties`.
     """
     declared = [_first_names(tie, looks) for tie in tied]
     for tie in declared:
-        values = {
-            looks[stage][name].values for stage, name in tie.items() if name in looks.get(stage, ())
-        }
+        values = {look.values for look in _ends(tie, looks)}
         for stage, here in looks.items():
             for name, look in here.items():
                 is_told = any(name == other.get(stage) for other in declared)
                 if look.is_trained and look.values in values and not is_told:
-                    remedy = (
-                        f"make it the parameter {tie[stage]!r}"
-                        if stage in tie
-                        else f"add {stage}: {name!r} to it"
-                    )
+                    remedy = f"add {stage}: {name!r} to it"
+                    if stage in tie:
+                        remedy = f"make it the parameter {tie[stage]!r}"
                     return (
                         f"{name!r} of stage {stage} has the values of the tied weight {dict(tie)}"
                         f" and is not in it, so the two would be trained apart: {remedy}; or,"
@@ -396,18 +408,20 @@ def problem_of_left_out_copies(
                     )
     if not declared:
         return None
-    suspects = _look_tied(looks) if known is None else [_first_names(tie, looks) for tie in known]
+    suspects = [_first_names(tie, looks) for tie in known or ()]
+    if known is None:
+        suspects = _look_tied(looks)
     lost = [tie for tie in suspects if not _is_declared(tie, declared, in_part=known is None)]
     if not lost:
-        return None if known is not None else _problem_inside(looks, f"or, {_FILLED_LATER}")
+        return _problem_inside(looks, f"or, {_FILLED_LATER}") if known is None else None
+
     ends = " and ".join(f"{name!r} of stage {stage}" for stage, name in sorted(lost[0].items()))
     kept = [tie for tie in tied if not _is_declared(_first_names(tie, looks), lost, in_part=True)]
-    are_one, otherwise = "have the same shape and values", _FILLED_LATER
+    are_one = "have the same shape and values"
+    otherwise = _FILLED_LATER
     if known is not None:
-        are_one, otherwise = (
-            "are one weight of the model",
-            "to part them, untie the model before the cut",
-        )
+        are_one = "are one weight of the model"
+        otherwise = "to part them, untie the model before the cut"
     return (
         f"{ends} {are_one}, and are in no tie, so they would be trained apart: give "
         f"tied={_spelled([*kept, *lost])}; or, {otherwise}"
@@ -417,7 +431,7 @@ def problem_of_left_out_copies(
 def _is_declared(
     tie: Mapping[int, str], declared: Iterable[Mapping[int, str]], in_part: bool
 ) -> bool:
-    """Return whether one of the ``declared`` ties has all places of ``tie``, or ``in_part`` some."""
+    """Return whether a ``declared`` tie has all places of ``tie``; with ``in_part`` one of them."""
     places = tie.items()
     return any(
         bool(places & other.items()) if in_part else places <= other.items() for other in declared
@@ -427,11 +441,11 @@ def _is_declared(
 def problem_of_broken_ties(
     stage: int, module: nn.Module, shared: Iterable[Sequence[str]] = ()
 ) -> str | None:
-    """Say which names of one parameter lead to two in this stage, as they do after ``to_empty``.
+    """Return which names of one parameter became two parameters, as after ``to_empty``, or None.
 
     Args:
-        shared: for each parameter the names it should have, in this stage or in others; a stage of
-            ``auto_split`` knows further ones itself.
+        shared: the names that each shared parameter should have, in this stage or in others; a
+            stage of ``auto_split`` knows further ones itself.
     """
     held = dict(module.named_parameters(remove_duplicate=False))
     known: Iterable[Sequence[str]] = getattr(module, "names_of_one", ())
@@ -453,16 +467,14 @@ _BROKEN = (
 
 
 def _problem_inside(looks: Looks, otherwise: str) -> str | None:
-    """Say which weight has the values of its own stage's embedding and is another parameter."""
+    """Return which weight has its own stage's embedding's values as a second parameter, or None."""
     for stage, here in looks.items():
         tables = {look.values: name for name, look in here.items() if look.is_embedding}
         for name, look in here.items():
             first = tables.get(look.values)
-            if (
-                first is not None
-                and not look.is_embedding
-                and (look.is_trained or here[first].is_trained)
-            ):
+            if first is None or look.is_embedding:
+                continue
+            if look.is_trained or here[first].is_trained:
                 return (
                     f"{name!r} of stage {stage} has the values of {first!r} and"
                     f" {_BROKEN.format(name, first)}; {otherwise}"
@@ -471,14 +483,14 @@ def _problem_inside(looks: Looks, otherwise: str) -> str | None:
 
 
 def _first_names(tie: Mapping[int, str], looks: Looks) -> dict[int, str]:
-    """Return the tie by the names under which looks are kept."""
-    first = {
-        (stage, also): name
-        for stage, here in looks.items()
-        for name, look in here.items()
-        for also in look.also
-    }
-    return {stage: first.get((stage, name), name) for stage, name in tie.items()}
+    """Return the tie with each parameter's first name, by which :data:`Looks` has it."""
+    named = {}
+    for stage, given in tie.items():
+        named[stage] = given
+        for name, look in looks.get(stage, {}).items():
+            if given in look.also:
+                named[stage] = name
+    return named
 
 
 def _spelled(ties: Iterable[Mapping[int, str]]) -> str:
@@ -486,19 +498,19 @@ def _spelled(ties: Iterable[Mapping[int, str]]) -> str:
 
 
 def _look_tied(looks: Looks) -> list[dict[int, str]]:
-    """Return all weights of several stages that look like one each: for each its name by stage.
+    """Return the ties that the values suggest, each as a name by stage.
 
-    An embedding's values in another layer are such evidence. Elsewhere equal values have a second
-    explanation: layers that are copied, or seeded alike. Copied layers are met more than once in a
-    stage, and stages that are seeded alike begin alike. Weights that neither explains are one
-    weight.
+    An embedding's values in another layer suggest a tie. Elsewhere equal values may have another
+    cause: layers were copied, or seeded alike. A copied layer appears more than once in a stage,
+    and stages that are seeded alike begin alike. Equal weights without such a cause are one weight.
     """
     ties: dict[Values, dict[int, str]] = {}
     for (stage, here), (other, there) in combinations(sorted(looks.items()), 2):
         ours, theirs = _by_values(here), _by_values(there)
         start = _same_start(here, there)
         for values in ours.keys() & theirs.keys():
-            found = [here[name] for name in ours[values]] + [there[name] for name in theirs[values]]
+            found = [here[name] for name in ours[values]]
+            found += [there[name] for name in theirs[values]]
             if not any(look.is_trained for look in found):
                 continue
             is_embedding = {look.is_embedding for look in found}
@@ -517,14 +529,15 @@ def _by_values(looks: Mapping[str, Look]) -> dict[Values, list[str]]:
 
 
 def _same_start(here: Mapping[str, Look], there: Mapping[str, Look]) -> set[Values]:
-    """Return the values with which two stages begin alike, as far as one seed would explain them.
+    """Return the values with which two stages begin alike, if one seed explains them.
 
-    Weights drawn from one seed are equal until shapes differ. If values differ first, the stages
-    had two seeds.
+    Weights drawn from one seed are equal until shapes or dtypes differ. If values differ before
+    that, the stages had two seeds.
     """
     equal: set[Values] = set()
     for one, other in zip(here.values(), there.values(), strict=False):
         if one.values != other.values:
-            return equal if one.values[:2] != other.values[:2] else set()
+            had_two_seeds = one.values[:2] == other.values[:2]
+            return set() if had_two_seeds else equal
         equal.add(one.values)
     return equal

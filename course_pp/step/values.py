@@ -48,13 +48,17 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class ValueMeta:
-    """What is passed between stages: ``tree`` is its containers, with a :class:`TensorMeta` in place of each tensor."""
+    """A description of a value that one stage passes to the next.
+
+    Attributes:
+        tree: the value's containers, with a :class:`TensorMeta` in place of each tensor.
+    """
 
     tree: Any
 
     @classmethod
     def of(cls, value: Any) -> "ValueMeta":
-        """Describe ``value``; a TypeError for anything but tensors and None in containers, or a DTensor."""
+        """Describe ``value``; raise TypeError unless it holds ordinary tensors and None alone."""
         return cls(tree_map(_meta, _normalized(value)))
 
     @property
@@ -67,11 +71,11 @@ class ValueMeta:
 
     @property
     def kinds(self) -> Any:
-        """The containers, with the dtype in place of each tensor: what all microbatches have in common."""
+        """The containers with the dtype in place of each tensor, which all microbatches share."""
         return tree_map(lambda leaf: None if leaf is None else leaf.dtype, self.tree)
 
     def flatten(self, value: Any) -> tuple[Tensor, ...]:
-        """Return the tensors of ``value``, in order; refuse one that does not fit."""
+        """Return the tensors of ``value``, in order; raise ValueError if it does not fit."""
         given = ValueMeta.of(value)
         if given != self:
             raise ValueError(f"{given} where {self} was declared")
@@ -83,12 +87,12 @@ class ValueMeta:
         return tree_map(lambda leaf: None if leaf is None else next(rest), self.tree)
 
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, ...]:
-        """Return empty tensors of these shapes; those that can require a gradient, if asked."""
+        """Return empty tensors of these shapes."""
         return tuple(meta.empty(device, requires_grad) for meta in self.metas)
 
 
 def call(module: Callable[..., Any], value: Any, keywords: Mapping[str, Any] | None = None) -> Any:
-    """Call a stage with what the stage before it returned, and with keywords of the step.
+    """Call a stage with the output of the stage before it, and with keyword arguments of the step.
 
     A tuple or list gives the positional arguments, a mapping gives keyword arguments, and anything
     else is the only argument. A tuple or list of one value is that value. A named tuple is one
@@ -104,23 +108,25 @@ def call(module: Callable[..., Any], value: Any, keywords: Mapping[str, Any] | N
 
 
 def as_value(arguments: tuple[Any, ...]) -> Any:
-    """Return the output of a stage by which the next one is called with these arguments."""
+    """Return the value with which :func:`call` gives a stage these arguments."""
     return arguments[0] if len(arguments) == 1 else arguments
 
 
 def rows_of(value: ValueMeta) -> int | None:
-    """Return the first dimension that all tensors share; None if they differ."""
+    """Return the first dimension that all tensors share, or None."""
     rows = {meta.shape[:1] for meta in value.metas}
-    return rows.pop()[0] if len(rows) == 1 and () not in rows else None
+    if len(rows) != 1 or () in rows:
+        return None
+    return rows.pop()[0]
 
 
 def merge(outputs: Sequence[Any]) -> Any:
     """Merge the outputs of microbatches: concatenate tensors along their first dimension, stack
     scalars.
 
-    Another value stays as it is if all microbatches have it, and else becomes a list with one entry
-    a microbatch. Outputs of different containers, or with tensors that differ in dtype or in more
-    than their first dimension, do not fit together: they stay a list of outputs.
+    A value other than a tensor stays as it is if all microbatches have it, and else becomes a list
+    with one entry a microbatch. Outputs do not fit together if their containers differ, or their
+    tensors differ in dtype or in more than the first dimension: they stay a list of outputs.
     """
     rows = []
     forms = []
@@ -135,14 +141,16 @@ def merge(outputs: Sequence[Any]) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply ``change`` to each tensor in a caller's tuples, lists and dicts; anything else stays what it is."""
+    """Apply ``change`` to each tensor in a caller's tuples, lists and dicts; keep the rest."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tensors(change, each) for key, each in value.items()}
     if isinstance(value, tuple | list):
         changed = [map_tensors(change, each) for each in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*changed)
+        return type(value)(changed)
     return value
 
 
@@ -159,8 +167,11 @@ def meta_of(leaf: Any) -> Any:
 
 def _normalized(value: Any) -> Any:
     """Turn a list into a tuple, as torch.export does, and a tuple of one value into that value."""
-    value = tuple(value) if type(value) is list else value
-    return value[0] if type(value) is tuple and len(value) == 1 else value
+    if type(value) is list:
+        value = tuple(value)
+    if type(value) is tuple and len(value) == 1:
+        return value[0]
+    return value
 
 
 def _meta(leaf: Any) -> TensorMeta | None:
@@ -180,19 +191,24 @@ def _meta(leaf: Any) -> TensorMeta | None:
 
 
 def _form(leaf: Any) -> Any:
-    """Return what the leaves of all microbatches share if they can be merged."""
-    return (leaf.dtype, leaf.dim(), leaf.shape[1:]) if isinstance(leaf, Tensor) else None
+    """Return the properties that leaves must share to be merged; None for anything but a tensor."""
+    if not isinstance(leaf, Tensor):
+        return None
+    return leaf.dtype, leaf.dim(), leaf.shape[1:]
 
 
 def _merged(leaves: tuple[Any, ...]) -> Any:
     first = leaves[0]
     if isinstance(first, Tensor):
         return torch.cat(leaves) if first.dim() else torch.stack(leaves)
-    return first if all(_is_same(leaf, first) for leaf in leaves) else list(leaves)
+    if all(_is_same(leaf, first) for leaf in leaves):
+        return first
+    return list(leaves)
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two objects are one or equal; 1, 1.0 and True differ, and arrays have no single answer."""
+    """Return whether two objects are one, or of one class and equal."""
     if one is other:
         return True
+    # By class too, as 1 == True; an array compares to an array, which is no answer.
     return type(one) is type(other) and (one == other) is True

@@ -414,8 +414,8 @@ class Wrong(nn.Module):
 
 
 REFUSALS = {
-    "no scalar": r"loss is of shape \(2, 4\): give a scalar",
-    "a number": "loss is a float: give a scalar",
+    "no scalar": r"loss is a tensor of shape \(2, 4\)",
+    "a number": "loss is a float",
     "no gradient": "loss has no gradient",
     "to integers": "tensor is torch.int64",
     "twice": "used twice in this microbatch",
