@@ -1,9 +1,9 @@
 """Starting ranks: from a notebook, a shell, or Slurm. Importing this imports no torch.
 
-`on_ranks` runs a function on real processes; `run_torchrun`, and the ``%torchrun`` magic that
-``%load_ext course_pp.launch`` adds, run a script as it would be typed. Beside a Slurm cluster both
-run there, with the settings of site.toml, unless told otherwise (``where="local"``, ``%torchrun
---local``, or COURSE_PP_WHERE=local for all).
+`on_ranks` runs a function on real processes. `run_torchrun` runs a script as it would be typed;
+``%load_ext course_pp.launch`` adds it as the magic ``%torchrun``. Where a Slurm cluster answers,
+both run there with the settings of site.toml. To stay on this machine, pass ``where="local"``,
+type ``%torchrun --local``, or set COURSE_PP_WHERE=local for all calls.
 """
 
 import gc
@@ -28,20 +28,22 @@ __all__ = [
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Add ``%torchrun``, and begin to import torch if ranks run here; ``%load_ext course_pp.launch`` calls this."""
+    """Add ``%torchrun``; IPython calls this for ``%load_ext course_pp.launch``."""
     ipython.register_magic_function(torchrun_magic, "line", "torchrun")
     _begin_imports(ipython)
+    # The server imports torch while the learner still reads, so the first call need not wait.
     if where.certainly_here():
         SERVERS.get()
 
 
 def _begin_imports(ipython: Any) -> None:
-    """Enter `imports_that_stay` until the cell has run or, outside one, until the first begins.
+    """Enter `imports_that_stay` until this cell has run or, outside a cell, until the first begins.
 
-    What its cell imports after it stays, so the garbage collector passes over it.
+    Modules that the cell imports later stay for good, so the garbage collector passes over them.
     """
-    gc.collect()  # what is garbage by now does not stay
-    imports, events = imports_that_stay(), ("pre_execute", "post_execute")
+    gc.collect()  # objects that are garbage by now must not stay
+    imports = imports_that_stay()
+    events = ("pre_execute", "post_execute")
 
     def end() -> None:
         imports.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""What goes between a rank and its caller: the messages, how they are pickled, and how their bytes travel."""
+"""The messages between a rank and its caller, how they are pickled, and how their bytes travel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ CACHED = type(functools.cache(len))
 
 @dataclass(frozen=True)
 class RankJob:
-    """Everything a rank needs besides the function: what was asked for, and its caller's surroundings."""
+    """The options of a call and the surroundings of its caller: all that a rank needs but ``fn``.
+
+    Attributes:
+        sources: entries of ``linecache`` whose text is in no file, such as notebook cells.
+        port: port of the store that rank 0 hosts on the loopback address.
+    """
 
     world_size: int
     backend: str | None
@@ -35,37 +40,48 @@ class RankJob:
     sys_path: tuple[str, ...]
     cwd: str
     argv: tuple[str, ...]
-    sources: Mapping[str, Any]  # of ``linecache`` what exists in no file, such as notebook cells
+    sources: Mapping[str, Any]
     rank: int = 0
-    port: int = 0  # of the store that rank 0 hosts on the loopback address
+    port: int = 0
 
 
 class Said(Enum):
-    """What takes no more words."""
+    """A message that needs no fields. READY and OVER go to the caller, ASK goes to a rank."""
 
     READY = "the function is about to be called"
     OVER = "the function has returned or raised; its result or exception is pickled and sent next"
-    ASK = "from the caller: say what you are doing"
+    ASK = "say what you are doing"
 
 
 @dataclass(frozen=True)
 class Returned:
-    """The function returned."""
+    """The function returned.
 
-    value: bytes  # pickled
-    # modules of this package that the process it was forked from had not
+    Attributes:
+        value: the pickled result.
+        imported: modules of this package that the rank imported and its server had not.
+    """
+
+    value: bytes
     imported: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Raised:
-    """The function raised."""
+    """The function raised.
 
-    exception: bytes | None  # pickled, where it can be
-    summary: str  # ``Type: message``
-    text: str  # the rank's traceback
-    at: float  # monotonic clock, seconds; comparable between processes of one machine
-    # whether the exception itself says that another rank failed first
+    Attributes:
+        exception: the pickled exception; None if it does not pickle.
+        summary: the exception as ``Type: message``.
+        text: the rank's traceback.
+        at: time in seconds of the monotonic clock, which all processes of one machine share.
+        began_elsewhere: whether the exception itself says that another rank failed first.
+    """
+
+    exception: bytes | None
+    summary: str
+    text: str
+    at: float
     began_elsewhere: bool = False
 
 
@@ -77,10 +93,11 @@ class Left:
 
 
 def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle ``(fn, args)``: what a cell or a script defines is sent whole, what is installed by name."""
+    """Pickle ``(fn, args)``: functions of cells and scripts as a whole, installed ones by name."""
     import cloudpickle
 
     module = inspect.getmodule(fn)
+    # A caller may have registered the module already; then it must stay registered.
     known = cloudpickle.list_registry_pickle_by_value()
     by_value = module is not None and _is_script(module) and module.__name__ not in known
     try:
@@ -98,24 +115,26 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dumps(value: object) -> bytes:
-    """Pickle with cloudpickle, and also what it refuses: modules of a class of their own, as torch's settings are."""
+    """Pickle with cloudpickle, and also two kinds that it refuses.
+
+    They are modules of a class of their own, such as the settings of torch, and cached functions of
+    cells and scripts.
+    """
     import cloudpickle
 
     def is_sent_whole(fn: Any) -> bool:
+        whole = ("__main__", *cloudpickle.list_registry_pickle_by_value())
         name = getattr(fn, "__module__", None)
-        return name not in sys.modules or name in (
-            "__main__",
-            *cloudpickle.list_registry_pickle_by_value(),
-        )
+        return name not in sys.modules or name in whole
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             # cloudpickle sends along every loaded submodule whose name a function mentions, and
-            # knows plain modules only: `dist` beside any `.config` would drag in
-            # torch.distributed.config, which is of a class of its own.
+            # knows plain modules only. A function that uses `dist` and any `.config` would drag in
+            # torch.distributed.config, whose class is its own.
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 return importlib.import_module, (obj.__name__,)
-            # Left alone it is sent by its name, which no rank knows.
+            # By default a cached function is sent by its name, which no rank knows.
             if isinstance(obj, CACHED) and is_sent_whole(obj.__wrapped__):
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
             return super().reducer_override(obj)
@@ -130,14 +149,14 @@ def _cached(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 
 def _is_script(module: ModuleType) -> bool:
-    """Return whether the file is run rather than imported, and is sent whole, so that no rank has
-    to import it.
+    """Return whether the functions of ``module`` are sent whole, so that no rank has to import it.
 
-    That is a file in no package which is not installed, and a test module, whose import would bring
-    pytest along.
+    A script is a file that is neither installed nor part of a package. A test module counts as one:
+    its import would bring pytest along.
     """
     file = os.path.abspath(getattr(module, "__file__", None) or "")
     library = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    # cloudpickle sends the functions of __main__ whole without being told.
     if module.__name__ == "__main__" or any(file.startswith(folder + os.sep) for folder in library):
         return False
     from_pytest = (
@@ -146,9 +165,9 @@ def _is_script(module: ModuleType) -> bool:
     return file.endswith(".py") and (from_pytest or not module.__package__)
 
 
-# A message on a stream socket is eight bytes that hold a length, then so many bytes. A rank blocks
-# in `send` and `receive`. The caller uses a `Channel`, which never blocks, so that a message of any
-# size keeps to the time limit. Where the other end is gone, they raise EOFError or OSError.
+# A message on a stream socket is a length in eight bytes, then that many bytes. A rank blocks in
+# `send` and `receive`. The caller uses a `Channel`, which never blocks: a message of any size keeps
+# to the time limit. All of them raise EOFError or OSError if the other end is gone.
 
 
 def send(connection: socket.socket, message: bytes) -> None:
@@ -173,7 +192,7 @@ def _exactly(connection: socket.socket, n_bytes: int) -> bytearray:
 
 
 class Channel:
-    """The caller's end. Each call moves the bytes that can be moved at once, and returns."""
+    """The caller's end. No call waits: each moves the bytes that the socket takes or has now."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -182,8 +201,9 @@ class Channel:
         self._expect(_LENGTH.size, is_length=True)
 
     def _expect(self, n_bytes: int, is_length: bool) -> None:
-        self._data, self._is_length = bytearray(n_bytes), is_length
+        self._data = bytearray(n_bytes)
         self._room = memoryview(self._data)
+        self._is_length = is_length
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -197,14 +217,14 @@ class Channel:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a part of a message has arrived, and not yet the whole."""
+        """Whether a part of a message has arrived, but not all of it."""
         return not self._is_length or len(self._room) < _LENGTH.size
 
     def send(self, message: bytes) -> None:
         self._unsent += [memoryview(_LENGTH.pack(len(message))), memoryview(message)]
 
     def write(self) -> None:
-        """Send what the socket takes now."""
+        """Send as many bytes as the socket takes now."""
         with contextlib.suppress(BlockingIOError):
             while self._unsent:
                 sent = self._socket.send(self._unsent[0])
@@ -220,12 +240,14 @@ class Channel:
             return None
 
     def read_all(self) -> list[bytearray]:
-        """Read all that has arrived; return the messages that it completes."""
+        """Read all bytes that have arrived; return the messages that they complete."""
         messages = []
+        # Ends by BlockingIOError, an OSError, when the socket is empty.
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = self._read()
-                messages += [] if message is None else [message]
+                if message is not None:
+                    messages.append(message)
         return messages
 
     def _read(self) -> bytearray | None:
@@ -235,8 +257,10 @@ class Channel:
         self._room = self._room[got:]
         if self._room:
             return None
-        data, was_length = self._data, self._is_length
-        self._expect(
-            _LENGTH.unpack(data)[0] if was_length else _LENGTH.size, is_length=not was_length
-        )
-        return None if was_length else data
+        data = self._data
+        if self._is_length:
+            (length,) = _LENGTH.unpack(data)
+            self._expect(length, is_length=False)
+            return None
+        self._expect(_LENGTH.size, is_length=True)
+        return data

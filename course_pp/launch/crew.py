@@ -34,21 +34,23 @@ from course_pp.launch.watch import RankReport
 _START_LIMIT_S = 90.0
 _ANSWER_LIMIT_S = 2.0
 _END_LIMIT_S = 10.0
-# How long the echo of a lost peer waits for the news of what happened to the peer.
+# A rank that lost its peer often reports it before the peer's own news arrives.
 _ECHO_S = 2.0
 # A pipe holds 16 pages, and a page has 64 KiB at most: one read empties it.
 _PIPE_BYTES = 1 << 20
 
 
 class _RankLink:
-    """The caller's view of one rank: three connections and how it ended."""
+    """The caller's view of one rank: its connections, what it has said, and how it ended."""
 
     def __init__(self, number: int) -> None:
         self.number = number
+        # The stack closes what is open so far if a later line finds no descriptor left.
         with contextlib.ExitStack() as opened:
             control, far_control = map(opened.enter_context, socket.socketpair())
             self.life, far_life = map(opened.enter_context, socket.socketpair())
-            (out, far_out), (err, far_err) = (map(opened.enter_context, _pipe()) for _ in range(2))
+            out, far_out = map(opened.enter_context, _pipe())
+            err, far_err = map(opened.enter_context, _pipe())
             self._open = opened.pop_all()
         self._far: tuple[socket.socket | FileIO, ...] = (far_control, far_life, far_out, far_err)
         self.channel = Channel(control)
@@ -79,58 +81,52 @@ class _RankLink:
 
     @property
     def running(self) -> bool:
-        """Whether it has not said how its function ended, and lives."""
+        """Whether the process lives and has not said how its function ended."""
         return self.end is None and self.exit_code is None
 
     @property
     def can_answer(self) -> bool:
-        """Whether it is free to say what it does: not in the middle of a message, in either direction."""
+        """Whether the rank can say what it does: no half of a message is on its way, to or fro."""
         return self.running and not self.channel.is_sending and not self.channel.is_receiving
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no result."""
+        """Whether the rank will send no result."""
         return isinstance(self.end, Raised | Left) or self.exit_code is not None
 
     @property
     def is_echo(self) -> bool:
-        """Whether it only failed because another rank did."""
+        """Whether the rank only failed because another one did."""
         return isinstance(self.end, Raised) and is_echo(self.end.summary, self.end.began_elsewhere)
 
     @property
     def precedence(self) -> tuple[bool, float]:
-        """Order of failures: the echo of another's comes last, then by time; a death is never an echo."""
-        return self.is_echo, self.end.at if isinstance(self.end, Raised) else time.monotonic()
+        """The key by which failures are sorted: echoes come last, then the time decides."""
+        at = self.end.at if isinstance(self.end, Raised) else time.monotonic()
+        return self.is_echo, at
 
     def error(self, n: int) -> BaseException:
         if (code := self.exit_code) is not None:
-            when = (
-                "while it sent what its function returned or raised"
-                if self.over
-                else "before its function returned"
-            )
-            how = (
-                f"ended with exit code {code}"
-                if code >= 0
-                else f"was ended by {signal_name(-code)}"
-            )
-            return RankDied(
-                f"rank {self.number} {how} {when}. {why_ended(code)}", self.number, code
-            )
+            how = f"rank {self.number} was ended by {signal_name(-code)}"
+            if code >= 0:
+                how = f"rank {self.number} ended with exit code {code}"
+            when = "before its function returned"
+            if self.over:
+                when = "while it sent what its function returned or raised"
+            return RankDied(f"{how} {when}. {why_ended(code)}", self.number, code)
         if isinstance(self.end, Left):
             code = self.end.exit_code
             left = f"rank {self.number} left through sys.exit({code}) before its function returned"
             return RankDied(f"{left}. Return a value instead.", self.number, code)
         assert isinstance(self.end, Raised)
+        if self.end.exception is not None:
+            # Some exceptions cannot be built again, and some refuse a cause or a note.
+            with contextlib.suppress(Exception, SystemExit):
+                error = pickle.loads(self.end.exception)
+                # A rank's KeyboardInterrupt would pass for one of the caller's own.
+                if isinstance(error, Exception):
+                    return self._marked(error, self.end, n)
         substitute = LaunchError(f"rank {self.number} raised {self.end.summary}")
-        # That is where the exception cannot be built again or not be marked, or is no `Exception`:
-        # here a KeyboardInterrupt would pass for one of the caller's own.
-        with contextlib.suppress(Exception, SystemExit):
-            error = (
-                pickle.loads(self.end.exception) if self.end.exception is not None else substitute
-            )
-            if isinstance(error, Exception):
-                return self._marked(error, self.end, n)
         return self._marked(substitute, self.end, n)
 
     def _marked(self, error: Exception, raised: Raised, n: int) -> Exception:
@@ -140,7 +136,10 @@ class _RankLink:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """Return a pipe whose ends close with the objects that own them, even when an interrupt comes between two lines."""
+    """Return the two ends of a pipe as objects, which close when nobody holds them any more.
+
+    So no descriptor is lost when an interrupt comes between two lines.
+    """
     read, write = os.pipe()
     return FileIO(read, "r"), FileIO(write, "w")
 
@@ -161,7 +160,9 @@ class Crew:
 
     def start(self, payload: bytes) -> None:
         """Fork the ranks and begin to send them their work."""
-        with socket.socket() as listener:  # for the store of rank 0
+        # Rank 0 inherits the socket on which its store listens: a port number alone could be taken
+        # by another process before the rank gets to bind it.
+        with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(socket.SOMAXCONN)
             port = listener.getsockname()[1]
@@ -176,14 +177,15 @@ class Crew:
             self._watch(rank)
 
     def _watch(self, rank: _RankLink) -> None:
-        read, register = selectors.EVENT_READ, self._selector.register
-        register(rank.channel, read | selectors.EVENT_WRITE, partial(self._exchange, rank))
-        register(rank.life, read, partial(self._read_status, rank))
+        read = selectors.EVENT_READ
+        either = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self._selector.register(rank.channel, either, partial(self._exchange, rank))
+        self._selector.register(rank.life, read, partial(self._read_status, rank))
         for pipe, lines in rank.outputs.items():
-            register(pipe, read, partial(self._read_output, pipe, lines))
+            self._selector.register(pipe, read, partial(self._read_output, pipe, lines))
 
     def results(self) -> list[bytes]:
-        """Wait for every rank; return what they returned, pickled, or raise what the first failing one did."""
+        """Return the pickled results, or raise the exception of the first rank that failed."""
         __tracebackhide__ = True
         begun = time.monotonic()
         try:
@@ -200,15 +202,20 @@ class Crew:
 
     def _wait_for_results(self) -> None:
         __tracebackhide__ = True
-        limit, begun = time.monotonic() + _START_LIMIT_S, False
+        limit_s = _START_LIMIT_S
+        limit = time.monotonic() + limit_s
+        begun = False
         while any(rank.end is None for rank in self._ranks):
             self._poll(limit - time.monotonic())
             self._raise_first_failure()
+            # The caller's limit is for fn: importing torch and meeting do not count.
             if not begun and all(rank.ready for rank in self._ranks):
-                limit, begun = time.monotonic() + self._job.timeout_s, True
+                begun = True
+                limit_s = self._job.timeout_s
+                limit = time.monotonic() + limit_s
             if time.monotonic() >= limit:
                 waits = self._ask()
-                message = explain(waits, self._job.timeout_s if begun else _START_LIMIT_S)
+                message = explain(waits, limit_s)
                 if not begun:
                     message += (
                         "\nfn was not called yet: ranks import torch, rebuild fn and args, and meet"
@@ -239,7 +246,8 @@ class Crew:
     def _take(self, rank: _RankLink, message: Said | RankReport | Returned | Raised | Left) -> None:
         self._server.warm = True
         if isinstance(message, Said):
-            rank.ready, rank.over = True, message is Said.OVER
+            rank.ready = True
+            rank.over = message is Said.OVER
         elif isinstance(message, RankReport):
             rank.report = message
         else:
@@ -250,7 +258,7 @@ class Crew:
         self._selector.unregister(rank.life)
         if not data:
             raise self._server.lost()
-        # What the rank said before it ended comes on another connection, and counts as said before.
+        # The rank's last messages come on another connection, and were sent before it ended.
         for message in rank.channel.read_all():
             self._take(rank, pickle.loads(message))
         (rank.exit_code,) = STATUS.unpack(data)
@@ -268,36 +276,34 @@ class Crew:
         if first is None:
             return
         settled = time.monotonic() + _ECHO_S
-        # A peer of this rank is dead or about to say what went wrong; its news decides.
-        while (
-            first.is_echo
-            and any(rank.running for rank in self._ranks)
-            and time.monotonic() < settled
-        ):
+        # A peer of this rank is dead or about to say why it failed; its news decides.
+        while first.is_echo and time.monotonic() < settled:
+            if not any(rank.running for rank in self._ranks):
+                break
             self._poll(settled - time.monotonic())
             first = self._first_failure() or first
         raise first.error(self._n)
 
     def _first_failure(self) -> _RankLink | None:
-        return min(
-            (rank for rank in self._ranks if rank.failed),
-            key=lambda rank: rank.precedence,
-            default=None,
-        )
+        failed = [rank for rank in self._ranks if rank.failed]
+        return min(failed, key=lambda rank: rank.precedence, default=None)
 
     def _ask(self) -> tuple[Wait, ...]:
+        """Ask the ranks that can answer what they do, and return what every rank does."""
         asked = [rank for rank in self._ranks if rank.can_answer]
         for rank in asked:
             with contextlib.suppress(OSError):
                 rank.channel.send(pickle.dumps(Said.ASK))
                 rank.channel.write()
         limit = time.monotonic() + _ANSWER_LIMIT_S
-        while time.monotonic() < limit and any(
-            rank.running and rank.report is None for rank in asked
-        ):
+        while any(rank.running and rank.report is None for rank in asked):
+            if time.monotonic() >= limit:
+                break
             self._poll(limit - time.monotonic())
         self._drain()
+
         waits = waits_from((rank.number, rank.report, rank.end is not None) for rank in self._ranks)
+        # Only the caller knows that a rank's function is over: the rank reports its innermost line.
         over = {rank.number for rank in self._ranks if rank.running and rank.over}
         return tuple(
             replace(wait, operation=SENDING, peers=()) if wait.rank in over else wait
@@ -305,7 +311,10 @@ class Crew:
         )
 
     def _drain(self) -> None:
-        """Print what is in the pipes, and no more: ranks may write faster than what we print to can take."""
+        """Print the bytes that are in the pipes now, and no more.
+
+        Ranks may write faster than our own output takes it.
+        """
         outputs = {pipe for rank in self._ranks for pipe in rank.outputs}
         for key, _ in self._selector.select(0):
             if key.fileobj in outputs:
@@ -317,29 +326,31 @@ class Crew:
         value: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        # An interrupt in here cuts the waiting and printing short; whatever is open closes, which
-        # ends ranks as well.
+        # An interrupt in here cuts the waiting and the printing short. The connections close all
+        # the same, and that ends the ranks as well.
         with self._open:
             for rank in self._ranks:
                 with contextlib.suppress(OSError):
                     rank.life.shutdown(socket.SHUT_WR)
             self._wait_for_ends()
             self._preload()
-            # What is raised already comes before the news that more could not be printed.
-            with contextlib.suppress(*(() if kind is None else (OSError, ValueError))):
+            # An exception on its way is worth more than the news that printing failed.
+            unimportant = () if kind is None else (OSError, ValueError)
+            with contextlib.suppress(*unimportant):
                 self._drain()
                 for rank in self._ranks:
                     for lines in rank.outputs.values():
                         lines.close()
 
     def _preload(self) -> None:
-        """Have the server import what these ranks had to. Only now: it ends no rank while it imports."""
-        imported = {
-            name
-            for rank in self._ranks
-            if isinstance(rank.end, Returned)
-            for name in rank.end.imported
-        }
+        """Have the server import the modules that these ranks imported; the next ranks have them.
+
+        Called last, because the server cannot end a rank while it imports.
+        """
+        imported: set[str] = set()
+        for rank in self._ranks:
+            if isinstance(rank.end, Returned):
+                imported.update(rank.end.imported)
         if imported:
             self._server.preload(tuple(sorted(imported)))
 
@@ -348,7 +359,7 @@ class Crew:
         for rank in self._ranks:
             rank.life.settimeout(max(0.1, limit - time.monotonic()))
             with contextlib.suppress(OSError):
-                # While the server still imports torch there is no rank yet; when forked it finds
-                # itself unwanted.
+                # While the server still imports torch there is no rank yet. It will find its
+                # connections closed, so there is nothing to wait for.
                 if self._server.warm:
                     rank.life.recv(STATUS.size)

@@ -22,11 +22,10 @@ _ECHO = re.compile(
 
 
 def is_echo(summary: str, began_elsewhere: bool) -> bool:
-    """Return whether an exception only says that a peer is gone or has failed: the cause lies with
-    that peer.
+    """Return whether an exception only says that a peer has failed: the cause lies with that peer.
 
-    torch and gloo name a lost connection in the ``summary``, ``Type: message``; ours say it by an
-    attribute.
+    Exceptions of torch and gloo name a lost connection in their ``summary``, ``Type: message``.
+    Exceptions of this package have the attribute ``began_elsewhere``.
     """
     return began_elsewhere or bool(_ECHO.search(summary))
 
@@ -55,25 +54,30 @@ def why_ended(exit_code: int) -> str:
 
 
 def is_cell(filename: str) -> bool:
+    """Return whether ``linecache`` has the source, but not from a file."""
     entry = linecache.cache.get(filename, ())
-    # The others have a modification time, or are not read yet.
+    # The entry of a file has a modification time, or one element while it is not read yet.
     return len(entry) == 4 and entry[1] is None
 
 
 class _Sentence(BaseException):
-    """An exception that a notebook shows as the cell's line and the message, without our own frames."""
+    """An exception that a notebook shows as the cell's line and the message, without our frames."""
 
     def _render_traceback_(self) -> list[str]:
-        # What IPython calls in place of printing a traceback.
-        cells = [
-            frame for frame in traceback.extract_tb(self.__traceback__) if is_cell(frame.filename)
-        ]
-        shown = [f"----> {cells[-1].lineno} {cells[-1].line}"] if cells else []
-        before = self.__cause__ or (None if self.__suppress_context__ else self.__context__)
+        # IPython calls this method, if there is one, in place of printing a traceback.
+        before = self.__cause__
+        if before is None and not self.__suppress_context__:
+            before = self.__context__
+        shown = []
         if isinstance(before, RankTraceback):
-            shown.insert(0, str(before))
+            shown.append(str(before))
         elif before is not None:
-            shown.insert(0, "".join(traceback.format_exception(before)))
+            shown.append("".join(traceback.format_exception(before)))
+
+        frames = traceback.extract_tb(self.__traceback__)
+        cells = [frame for frame in frames if is_cell(frame.filename)]
+        if cells:
+            shown.append(f"----> {cells[-1].lineno} {cells[-1].line}")
         return [*shown, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
 
 
@@ -82,7 +86,10 @@ class LaunchError(_Sentence, RuntimeError):
 
 
 class RankDied(LaunchError):
-    """The process of ``rank`` ended before its function returned; exit code ``-n`` means that signal ``n`` ended it."""
+    """The process of ``rank`` ended before its function returned.
+
+    An ``exit_code`` of ``-n`` means that signal ``n`` ended it.
+    """
 
     def __init__(self, message: str, rank: int, exit_code: int) -> None:
         super().__init__(message)
@@ -94,7 +101,10 @@ class RankDied(LaunchError):
 
 
 class RanksHung(_Sentence, TimeoutError):
-    """Ranks were still running at the time limit; ``waits`` is what every rank was doing then, in rank order."""
+    """Ranks were still running at the time limit.
+
+    ``waits`` says what every rank did at that moment, in rank order.
+    """
 
     def __init__(self, message: str, waits: tuple[Wait, ...] = ()) -> None:
         super().__init__(message)
@@ -102,15 +112,14 @@ class RanksHung(_Sentence, TimeoutError):
 
 
 class RankTraceback(Exception):
-    """A rank's own traceback, as text; the cause of the exception that the caller gets."""
+    """A rank's own traceback as text. It is the cause of the exception that the caller gets."""
 
 
 def keep_first_frame(error: Exception) -> None:
-    """Cut the traceback of an error that explains itself after the frame that caught it; the rest
-    are our own.
+    """Cut our own frames off the traceback of an error that explains itself.
 
-    It is a refusal of this package, or comes from a rank and brings the rank's traceback. Others
-    may be our faults.
+    That is a refusal of this package, or an error of a rank, which brings the rank's traceback. Any
+    other error may be a fault of ours, and keeps its frames.
     """
     if error.__traceback__ is not None and (
         isinstance(error.__cause__, RankTraceback) or _is_refusal(error)
@@ -119,7 +128,10 @@ def keep_first_frame(error: Exception) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a ``raise`` of this package made the error: Python makes the same kinds for a fault in it."""
+    """Return whether a ``raise`` in this package made the error.
+
+    A fault in our code raises the same types, but Python raises them, not a ``raise`` statement.
+    """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -138,27 +150,32 @@ SENDING = "sends what its function returned or raised"
 
 @dataclass(frozen=True)
 class Wait:
-    """What one rank was doing when it was asked.
+    """The state of one rank at the moment when it was asked.
 
     Attributes:
-        operation: name of the call of ``torch.distributed`` it waits in, or `COMPUTES`, `RETURNED`,
-            `SILENT` (native code that lets no other thread run), or `SENDING` (pickles and sends
-            its result or exception).
+        rank: number of the rank.
+        operation: name of the call of ``torch.distributed`` that it waits in, or `COMPUTES`,
+            `RETURNED`, `SILENT` (native code that lets no other thread run), or `SENDING` (pickles
+            and sends its result or exception).
+        peers: ranks that it waits for.
         where: the user's source line, for example ``"cell line 4: dist.recv(x, src=1)"``; may be
             empty.
     """
 
     rank: int
     operation: str
-    peers: tuple[int, ...]  # that it waits for
+    peers: tuple[int, ...]
     where: str
 
 
 def waits_from(ranks: Iterable[tuple[int, RankReport | None, bool]]) -> tuple[Wait, ...]:
-    """Turn each rank's (rank, report, has returned) into what it waits for: in a collective, for who is not in it."""
+    """Turn (rank, report, has returned) of each rank into its `Wait`.
+
+    A rank in a collective waits for those ranks of its group that have not joined it.
+    """
     ranks = tuple(ranks)
     calls = {rank: report.call for rank, report, _ in ranks if report is not None}
-    return tuple(_wait(rank, report, returned, calls) for rank, report, returned in ranks)
+    return tuple(_wait(rank, report, returned, calls=calls) for rank, report, returned in ranks)
 
 
 def _wait(
@@ -168,28 +185,33 @@ def _wait(
         return Wait(rank, RETURNED, (), "")
     if report is None:
         return Wait(rank, SILENT, (), "")
-    call, where = report.call, ""
+    where = ""
     if report.file:
         place = "cell" if has_name_of_cell(report.file) else os.path.basename(report.file)
-        where = f"{place} line {report.line}" + (f": {report.text}" if report.text else "")
+        where = f"{place} line {report.line}"
+        if report.text:
+            where += f": {report.text}"
+    call = report.call
     if call is None:
         return Wait(rank, COMPUTES, (), where)
     if call.peer is not None:
         return Wait(rank, call.operation, (call.peer,), where)
-    absent = [
-        peer
-        for peer in call.group
-        if peer != rank and not (call.collective and calls.get(peer) == call)
-    ]
+    absent = []
+    for peer in call.group:
+        joined = call.collective and calls.get(peer) == call
+        if peer != rank and not joined:
+            absent.append(peer)
     return Wait(rank, call.operation, tuple(absent), where)
 
 
 def explain(waits: Sequence[Wait], seconds: float, interrupted: bool = False) -> str:
-    """Return one message, a line a rank: who waits for whom and where, a cycle if there is one, what to change."""
+    """Return one message: a line for each running rank with its state, then the `diagnosis`."""
     running = [wait for wait in waits if wait.operation != RETURNED]
     count = "1 rank" if len(running) == 1 else f"{len(running)} ranks"
-    states = "\n".join(f"  {state(wait)}" for wait in running)
-    return f"{count} still running after {seconds:g} s:\n{states}\n{diagnosis(waits, interrupted)}".rstrip()
+    lines = [f"{count} still running after {seconds:g} s:"]
+    lines += [f"  {state(wait)}" for wait in running]
+    lines.append(diagnosis(waits, interrupted))
+    return "\n".join(lines).rstrip()
 
 
 def state(wait: Wait) -> str:
@@ -210,22 +232,23 @@ def _named(ranks: Sequence[int]) -> str:
 def waiting_ring(waits: Sequence[Wait]) -> tuple[Wait, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``."""
     by_rank = {wait.rank: wait for wait in waits}
-    return tuple(
-        by_rank[rank] for rank in find_cycle({rank: wait.peers for rank, wait in by_rank.items()})
-    )
+    waits_for = {wait.rank: wait.peers for wait in waits}
+    return tuple(by_rank[rank] for rank in find_cycle(waits_for))
 
 
 def diagnosis(waits: Sequence[Wait], interrupted: bool = False) -> str:
-    """Say who holds up whom, and what to change: who interrupted did not wait for the time limit."""
+    """Say which rank holds up which, and what to change.
+
+    If the learner ``interrupted`` the run, advice to raise the time limit would be out of place.
+    """
     cycle = waiting_ring(waits)
     if cycle:
-        following = (*cycle[1:], cycle[0])
-        (one, other), *others = zip(cycle, following, strict=True)
-        links = [
-            f"Rank {one.rank} waits for rank {other.rank}",
-            *(f"rank {a.rank} for rank {b.rank}" for a, b in others),
-        ]
-        return f"{', '.join(links[:-1])} and {links[-1]}: none can move. {_way_out(cycle)}"
+        links: list[str] = []
+        for one, other in zip(cycle, (*cycle[1:], cycle[0]), strict=True):
+            waits_for = "for" if links else "waits for"
+            links.append(f"rank {one.rank} {waits_for} rank {other.rank}")
+        ring = f"{', '.join(links[:-1])} and {links[-1]}"
+        return f"{ring.capitalize()}: none can move. {_way_out(cycle)}"
     return " ".join(_about_missing(waits, interrupted))
 
 
@@ -239,9 +262,11 @@ def _way_out(cycle: Sequence[Wait]) -> str:
 
 
 def _about_missing(waits: Sequence[Wait], interrupted: bool) -> list[str]:
+    """Say, where no ring is to blame, which ranks the others wait for."""
     awaited = {peer for wait in waits for peer in wait.peers}
     idle = [wait for wait in waits if wait.rank in awaited and not wait.peers]
     gone = [wait.rank for wait in idle if wait.operation in (RETURNED, SENDING)]
+    busy = [wait.rank for wait in idle if wait.operation not in (RETURNED, SENDING)]
     sentences = []
     if gone:
         have, it = ("has", "it") if len(gone) == 1 else ("have", "they")
@@ -249,17 +274,18 @@ def _about_missing(waits: Sequence[Wait], interrupted: bool) -> list[str]:
             f"{_named(gone).capitalize()} {have} returned: {it} will neither send, receive nor join"
             " any more."
         )
-    if busy := [wait.rank for wait in idle if wait.rank not in gone]:
-        sentences.append(
-            f"Look at {_named(busy)} first: the others wait for"
-            f" {'it' if len(busy) == 1 else 'them'}."
-        )
-    if not sentences and any(wait.operation == SENDING for wait in waits):
+    if busy:
+        them = "it" if len(busy) == 1 else "them"
+        sentences.append(f"Look at {_named(busy)} first: the others wait for {them}.")
+    if sentences:
+        return sentences
+
+    # Nobody waits for another rank, so time is the matter.
+    operations = {wait.operation for wait in waits}
+    if SENDING in operations:
         advice = "Let" if interrupted else "Raise timeout_s, or let"
-        sentences.append(f"{advice} the ranks return less.")
-    if not sentences and all(
-        wait.operation == COMPUTES for wait in waits if wait.operation != RETURNED
-    ):
+        return [f"{advice} the ranks return less."]
+    if operations <= {COMPUTES, RETURNED}:
         advice = "look" if interrupted else "raise timeout_s, or look"
-        sentences.append(f"Nobody waits for a message: {advice} for a loop that does not end.")
-    return sentences
+        return [f"Nobody waits for a message: {advice} for a loop that does not end."]
+    return []

@@ -1,16 +1,16 @@
 """The process that ranks are forked from, and its caller's end.
 
-Importing torch costs more than a second, so it is paid once: this process imports it, starts no
-thread, and forks a rank for each request. ``multiprocessing``'s fork server cannot stand in for it:
-there a child outlives a caller that is killed, what a child started is nobody's, and all that a
-process forks shares one server, with the environment of its first call.
+Importing torch costs more than a second, so it is paid once: this process imports torch, starts no
+thread, and forks a rank for each request. The fork server of ``multiprocessing`` cannot stand in
+for it. There a child outlives a caller that is killed, nobody ends the processes that a child
+started, and all calls of a process share one server with the environment of the first call.
 
-A request to fork is one byte on the server's socket with the rank's file descriptors: control
-socket, life socket, standard output and error and, for the rank that hosts the store, a listening
-socket. The server answers on the life socket, once the rank has ended, with its exit status. When
-the other end of a life socket closes, whether on purpose or because the caller was killed, the
-server ends the rank's process group. Only the server reaps ranks, so it never signals a process id
-that has been given to someone else.
+A request to fork is one byte on the server's socket. The rank's file descriptors travel with it:
+control socket, life socket, standard output and error and, for the rank that hosts the store, a
+listening socket. Once the rank has ended, the server writes its exit status to the life socket.
+When the other end of a life socket closes, on purpose or because the caller was killed, the server
+ends the rank's process group. Only the server reaps ranks, so it never signals a process id that
+the system has given to another process.
 """
 
 from __future__ import annotations
@@ -105,30 +105,31 @@ class ForkServer:
 
     def lost(self) -> LaunchError:
         self.stop()
+        because = f": {self._last_words}" if self._last_words else ""
         return LaunchError(
-            f"the process that starts ranks ended{self._last_words and f': {self._last_words}'}."
+            f"the process that starts ranks ended{because}."
             f" Check that `{sys.executable} -c 'import torch.distributed.pipelining'` works, then"
             " call again."
         )
 
     def stop(self) -> None:
-        """End the process: by closing the socket, or by a signal if it is stopped or stuck in an import."""
+        """End the process. It ends by itself when the socket closes, unless it is stuck."""
         self._socket.close()
         try:
             self.process.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
+            # A debugger has stopped it, or an import does not come to an end.
             self.process.kill()
             self.process.wait()
         if not self._errors.closed:
             self._errors.seek(0)
-            self._last_words = "".join(
-                self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            )
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            self._last_words = lines[-1] if lines else ""
         self._open.close()
 
 
 class ForkServers:
-    """Holds at most one server a process; starts it when it is first needed, and again if it was lost."""
+    """Holds at most one server a process; starts one when it is needed and there is none."""
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
@@ -155,13 +156,13 @@ SERVERS = ForkServers()
 
 
 def serve(sock_fd: int) -> None:
-    """Fork ranks until the caller at the other end of ``sock_fd`` is gone, then end those that are left."""
+    """Fork ranks until the caller at the other end of ``sock_fd`` is gone; then end all ranks."""
     parent = os.getppid()
-    # Of a caller that blocks them we would never hear that a rank has ended.
+    # If the caller blocked SIGCHLD we would never learn that a rank has ended.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # Some modules of torch ask for GPUs while they are imported. Unless NVML answers, the CUDA
-    # runtime does, and no process forked after that can use it. Ranks have the environment of their
-    # call.
+    # Some modules of torch ask for GPUs while they are imported. They must ask NVML: once they have
+    # asked the CUDA runtime, no process forked from here can use it. Ranks never see the variable,
+    # because they get the environment of their call.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with _importing_for_ranks():
         import cloudpickle  # noqa: F401
@@ -171,8 +172,8 @@ def serve(sock_fd: int) -> None:
 
         watch.instrument(sys.modules["torch.distributed.distributed_c10d"])
     if sys.platform.startswith("linux"):
-        # Orphaned descendants become children of this process, whatever group or session they moved
-        # to.
+        # A process that a rank started and left behind becomes a child of this one, whatever group
+        # or session it moved to. So we can find it and end it.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _Forker(socket.socket(fileno=sock_fd), parent).run()
 
@@ -186,6 +187,7 @@ class _Forker:
         self._lives: dict[int, socket.socket] = {}
         self._preloaded: dict[str, float] = {}
         self._selector = selectors.DefaultSelector()
+        # SIGCHLD writes to this pipe, so that one `select` waits for ranks and for sockets.
         self._child_read, self._child_write = os.pipe()
         os.set_blocking(self._child_write, False)
         os.set_blocking(self._child_read, False)
@@ -194,11 +196,12 @@ class _Forker:
 
     def run(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Only a signal that has a handler wakes the pipe.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._child_write, warn_on_full_buffer=False)
         try:
-            # A caller that forked keeps the socket open beyond its own death: hence the look at the
-            # parent.
+            # A child of the caller may hold our socket open when the caller is dead, so we also
+            # look whether the caller is still our parent.
             while os.getppid() == self._parent:
                 for key, _ in self._selector.select(_CHECK_PARENT_S):
                     if key.fileobj is self._requests:
@@ -215,9 +218,10 @@ class _Forker:
             _end_orphans()
 
     def _answer(self) -> bool:
-        """Do what is asked for; return False once the caller is gone."""
+        """Serve one request; return False once the caller is gone."""
         data, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
         if data == _FORK:
+            # The system drops descriptors for which this process has no room.
             if len(fds) < _FEWEST_DESCRIPTORS:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             self._forget_what_changed()
@@ -231,20 +235,23 @@ class _Forker:
         before = set(sys.modules)
         with _importing_for_ranks():
             for name in modules:
-                # A rank has imported it, so it fails only if its file has changed; the next rank
-                # will then say so.
+                # A rank has imported this module, so the import fails only if a file has changed
+                # since. The next rank will then report it.
                 with contextlib.suppress(BaseException):
                     importlib.import_module(name)
         package = __name__.partition(".")[0] + "."
-        own = (name for name in sys.modules.keys() - before if name.startswith(package))
-        self._preloaded |= {name: _changed_at(name) for name in own}
+        for name in sys.modules.keys() - before:
+            if name.startswith(package):
+                self._preloaded[name] = _changed_at(name)
 
     def _forget_what_changed(self) -> None:
-        """Forget what was imported for ranks once any of its files has changed, so that ranks import it anew."""
+        """Forget all preloaded modules if a file of one has changed; ranks then import it anew."""
         if all(_changed_at(name) == then for name, then in self._preloaded.items()):
             return
         for name in self._preloaded:
-            module, (parent, _, child) = sys.modules.pop(name), name.rpartition(".")
+            module = sys.modules.pop(name)
+            # `from parent import child` would still find the old module in its parent.
+            parent, _, child = name.rpartition(".")
             if getattr(sys.modules.get(parent), child, None) is module:
                 delattr(sys.modules[parent], child)
         self._preloaded.clear()
@@ -253,8 +260,8 @@ class _Forker:
         pid = os.fork()
         if pid == 0:
             self._become_rank(fds)
-        # Both sides set the group: whichever is first, nobody can signal the pid before it leads
-        # its group.
+        # Server and rank both set the group. Whichever runs first, the rank leads its group before
+        # anybody can signal it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         control, life, *others = fds
@@ -266,12 +273,14 @@ class _Forker:
     def _become_rank(self, fds: list[int]) -> None:
         try:
             os.setpgid(0, 0)
+            # Undo the settings of `run`: fn may start processes and wait for them.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             control, life, out, err, *listener = fds
             os.dup2(out, 1)
             os.dup2(err, 2)
+            # The connections of other ranks must close when the server closes them.
             self._selector.close()
             self._requests.close()
             for other in self._lives.values():
@@ -287,13 +296,13 @@ class _Forker:
             os._exit(1)
 
     def _end(self, pid: int) -> None:
-        # It may have been reaped since the selector looked; its number is no longer ours then.
+        # The rank may have been reaped since the selector looked. Then the number is not ours.
         if pid in self._lives:
             self._selector.unregister(self._lives[pid])
             _end_group(pid)
 
     def _reap(self) -> None:
-        """Collect the ranks that have ended, and say so to whoever waits for them."""
+        """Collect the ranks that have ended, and send their exit status to their callers."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._child_read, 4096)
         ended = []
@@ -313,7 +322,7 @@ class _Forker:
 
 
 def _changed_at(module: str) -> float:
-    """Return when the file of a module was last written; 0 if there is none."""
+    """Return the time at which the file of a module was last written; 0 if there is no file."""
     file = getattr(sys.modules[module], "__file__", None)
     try:
         return os.stat(file).st_mtime if file else 0.0
@@ -323,16 +332,19 @@ def _changed_at(module: str) -> float:
 
 @contextlib.contextmanager
 def _importing_for_ranks() -> Iterator[None]:
-    """Make what is imported inside cheap to fork: the collector passes over it, and it lies in few pages."""
+    """Make the modules that are imported inside cheap to fork.
+
+    The garbage collector passes over them, and they lie in few pages.
+    """
     with imports_that_stay():
         yield
     _use_huge_pages()
 
 
 def _reaped(pid: int) -> int | None:
-    """Return the exit code of a rank that has ended, whose group is then ended too; None while the rank runs."""
-    # Until it is reaped, the dead leader keeps its number and so its group's: the safe moment to
-    # signal the group.
+    """Return the exit code of a rank that has ended, and end its group; None while it runs."""
+    # Until the dead leader is reaped, its number belongs to it and so to its group. Now is the only
+    # moment at which the group can be signalled safely.
     if hasattr(os, "waitid"):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
@@ -346,19 +358,22 @@ def _reaped(pid: int) -> int | None:
 
 
 def _end_group(pid: int) -> None:
-    """End a rank that is not reaped yet, and its group; the rank may have moved to another one."""
+    """End a rank that is not reaped yet, and its group. The rank itself may have left the group."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
 
 
 def _end_orphans() -> None:
-    """End what ranks left behind. To be called when no rank is left: every child is an orphan then."""
+    """End the processes that ranks left behind. Call it when no rank is left.
+
+    Every child of this process is such an orphan then.
+    """
     children = f"/proc/self/task/{os.getpid()}/children"
     with contextlib.suppress(OSError):
-        # The children of an orphan are orphans in their turn.
-        while orphans := [int(pid) for pid in _read(children).split()]:
-            for pid in orphans:
+        # When an orphan ends, its children become ours in their turn.
+        while orphans := _read(children).split():
+            for pid in map(int, orphans):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
@@ -369,11 +384,10 @@ def _read(file: str) -> str:
 
 
 def _use_huge_pages() -> None:
-    """Move what was imported into huge pages, so that a fork copies a hundred page-table entries,
-    not 50,000.
+    """Move this process's memory into huge pages, where Linux is 6.1 or later.
 
-    Asked for range by range (Linux 6.1 and later): allocator settings would stay on in the ranks,
-    where learners measure.
+    A fork then copies a hundred page-table entries, not 50,000. Each range is asked for by itself:
+    a setting of the allocator would stay on in the ranks, where learners measure.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -385,8 +399,10 @@ def _use_huge_pages() -> None:
         return
     for line in maps.splitlines():
         span, mode, _, _, inode, *name = line.split()
+        # Only private memory that belongs to no file can be moved.
         if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            begin, end = (int(address, 16) for address in span.split("-"))
-            begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+            first, last = span.split("-")
+            begin = -(-int(first, 16) // _HUGE_PAGE) * _HUGE_PAGE
+            end = int(last, 16) // _HUGE_PAGE * _HUGE_PAGE
             if begin < end:
                 madvise(begin, end - begin, _MADV_COLLAPSE)

@@ -1,11 +1,12 @@
-"""Runs srun so that its job cannot outlive whoever started it: ``python guard.py STARTER FOLDER
-srun ...``.
+"""Runs srun so that no job outlives its starter: ``python guard.py STARTER FOLDER srun ...``.
 
-Standard input is a pipe that the starter holds open; what it writes is passed on to srun. When it
-closes, on purpose or because the starter was killed, or when process STARTER is no longer our
-parent, srun is told to terminate, which cancels the job whether it runs or still queues; if Slurm
-still has it after that, it is cancelled by number, and FOLDER goes. Imports the standard library
-only, and is run by path, as the leader of a session of its own.
+The starter holds the other end of our standard input open, and its lines are passed on to srun.
+When that pipe closes, on purpose or because the starter was killed, or when process STARTER is no
+longer our parent, srun is told to terminate. That cancels the job, whether it runs or still queues.
+If Slurm has the job even then, the guard cancels it by number. At last it removes FOLDER.
+
+This file imports the standard library only, and is run by path as the leader of a session of its
+own.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-# Of every job of the course: one scancel ends a user's, and a job that idles sees whether others
-# wait.
+# Every job of the course has this name. One scancel ends all jobs of a user, and a job that idles
+# can see whether others wait.
 NAME = "course_pp"
-# Our jobs, each with the session from which srun sent it: there lies the difference between jobs of
-# one name.
+# Lists our jobs, each with the session that sent it, by which a guard knows its own job.
 SESSIONS = (
     "squeue",
     "--noheader",
@@ -37,8 +37,9 @@ SESSIONS = (
 )
 _ALIVE = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
 _GRACE_S = 5.0
-# scancel itself tries for some 20 s; a controller that restarts may be away for longer.
-_ANSWER_LIMIT_S, _CANCEL_S = 30.0, 60.0
+# scancel itself tries for some 20 s. A controller that restarts may be away for longer.
+_ANSWER_LIMIT_S = 30.0
+_CANCEL_S = 60.0
 _CHECK_PARENT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -47,6 +48,7 @@ def main(starter: int, folder: str, argv: list[str]) -> int:
     libc = ctypes.CDLL(None)
 
     def end_with_guard() -> None:
+        # Even a guard that is killed takes srun with it.
         if sys.platform.startswith("linux"):
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -57,8 +59,8 @@ def main(starter: int, folder: str, argv: list[str]) -> int:
     ended = threading.Event()
 
     def end() -> None:
-        # What the starter forked keeps the pipe open beyond its death: hence the look at the
-        # parent.
+        # A child of the starter may hold the pipe open when the starter is dead, so we also look
+        # whether the starter is still our parent.
         while os.getppid() == starter:
             if select.select([0], [], [], _CHECK_PARENT_S)[0]:
                 if not (data := os.read(0, 1 << 16)):
@@ -84,14 +86,17 @@ def main(starter: int, folder: str, argv: list[str]) -> int:
 
 
 def sent_from(session: int, rows: Sequence[str]) -> list[str]:
-    """Return the numbers of the jobs that the session has sent, given the lines that ``SESSIONS``
-    answers.
+    """Return the numbers of the jobs that ``session`` has sent, given the lines of `SESSIONS`.
 
     Two containers may use one number for a session. If both submit as one user of Slurm, each takes
     jobs of the other for its own.
     """
-    jobs = map(str.split, rows)
-    return [number for number, *sender in filter(None, jobs) if sender == [str(session)]]
+    numbers = []
+    for row in rows:
+        number, *sender = row.split() or [""]
+        if sender == [str(session)]:
+            numbers.append(number)
+    return numbers
 
 
 def cancelled() -> bool:
@@ -101,18 +106,17 @@ def cancelled() -> bool:
             (*SESSIONS, _ALIVE), capture_output=True, text=True, timeout=_ANSWER_LIMIT_S
         )
         if found.returncode:
+            # squeue calls a configuration that cannot be used "fatal": no later try will differ.
             return "fatal" in found.stderr
         numbers = sent_from(os.getsid(0), found.stdout.splitlines())
-        return (
-            not numbers
-            or not subprocess.run(
-                ["scancel", "--quiet", *numbers], timeout=_ANSWER_LIMIT_S
-            ).returncode
-        )
+        if not numbers:
+            return True
+        cancel = subprocess.run(["scancel", "--quiet", *numbers], timeout=_ANSWER_LIMIT_S)
+        return cancel.returncode == 0
     except subprocess.TimeoutExpired:
         return False
     except OSError:
-        return True
+        return True  # Slurm's commands are not installed here
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node and brings back
-how they ended.
+"""The caller's end of ``on_ranks`` under Slurm: hands calls to `remote` on a node.
 
-A job serves one call after another, as the process that ranks fork from does on this machine: only
-the first call waits in the queue and for torch. It ends when no call has come for a while, sooner
-or between two calls if others wait for its cores, when a call is interrupted, and with us.
+A job serves one call after another, so only the first call waits in the queue and for torch. The
+job ends when no call has come for a while, when a call is interrupted, and when this process ends.
+If other jobs wait for its cores, it ends sooner, or between two calls.
 """
 
 from __future__ import annotations
@@ -28,36 +27,45 @@ from course_pp.launch.slurm import Job
 from course_pp.launch.surroundings import shell
 from course_pp.launch.where import Needs, Place, Site
 
-# By so much a job outlasts the time for which it is given calls: one that is just on its way finds
-# it waiting.
+# The job waits this much longer than we give it calls, so that no call arrives too late.
 _ON_ITS_WAY_S = 5
 _ROOM = "Make room there, or set folder in site.toml to another one that all nodes see."
 
-
-# Printed by the node when it has taken a call, by number, and when the call's end lies in the
-# folder.
-BEGUN, ENDED = "course_pp begins call", "course_pp ended call"
+# The node prints these, each with the call's number, when it has taken a call and when the file
+# with the call's end lies in the folder.
+BEGUN = "course_pp begins call"
+ENDED = "course_pp ended call"
 
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A call of ``on_ranks`` on its way to a node."""
+    """A call of ``on_ranks`` on its way to a node.
 
-    # without an environment, nor a search path if the nodes have an interpreter of their own
+    Attributes:
+        job: options and surroundings of the call, but no environment. The search path is empty if
+            the nodes have an interpreter of their own.
+        payload: function and arguments, pickled.
+        environ: variables that changed since the last call; None for a variable that is gone.
+        python: version of our Python. Pickled functions only travel between equal versions.
+    """
+
     job: RankJob
-    payload: bytes  # function and arguments, pickled
-    # changes since the last call; None where gone
+    payload: bytes
     environ: Mapping[str, str | None] = field(default_factory=dict)
-    python: tuple[int, int] = sys.version_info[:2]  # functions travel between equal ones only
+    python: tuple[int, int] = sys.version_info[:2]
 
 
 @dataclass(frozen=True)
 class End:
-    """How a call ended on the node."""
+    """The end of a call on the node.
 
-    # one pickle a rank; None if ``raised`` says why there are none
+    Attributes:
+        results: one pickled result a rank; None if the call failed.
+        raised: the exception of a call that failed, with its cause and its notes, pickled.
+    """
+
     results: tuple[bytes, ...] | None
-    raised: bytes | None = None  # exception, its cause and its notes, pickled
+    raised: bytes | None = None
 
 
 def call_file(folder: Path, number: int) -> Path:
@@ -69,7 +77,7 @@ def end_file(folder: Path, number: int) -> Path:
 
 
 def write(file: Path, value: object) -> None:
-    """Write a pickle so that another node sees all of it or, where that raises OSError, nothing."""
+    """Write a pickle so that another node sees all of it or, if OSError is raised, nothing."""
     half = file.with_suffix(".part")
     try:
         half.write_bytes(pickle.dumps(value))
@@ -81,26 +89,25 @@ def write(file: Path, value: object) -> None:
 
 
 class _Task(Process):
-    """The one task of a Slurm job. It answers every call that needs no more than the first one did."""
+    """The one task of a Slurm job. It answers every call that needs no more than the first one."""
 
     def __init__(self, place: Place, needs: Needs) -> None:
-        self.needs, self.owner = needs, os.getpid()
+        self.needs = needs
+        self.owner = os.getpid()
         self.keep_s = place.site.keep_s
         self._environ: Mapping[str, str] = of_no_rank(os.environ)
+        # Number of the last call that was sent, that the node has taken, that has ended.
         self._calls = self._begun = self._answers = 0
         self._answered_at = 0.0
-        # number of the notebook cell that has shown where its ranks run
+        # Number of the notebook cell that has shown where its ranks run.
         self.said_in: int | None = None
         with contextlib.ExitStack() as started:
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
-            program = [
-                "-m",
-                "course_pp.launch.remote",
-                str(self._folder),
-                str(self.keep_s + _ON_ITS_WAY_S),
-            ]
+            patience_s = self.keep_s + _ON_ITS_WAY_S
+            program = ["-m", "course_pp.launch.remote", str(self._folder), str(patience_s)]
             # A step gives way to nobody: its cores stay with the job in which it runs.
-            program += [NAME] if place.job is None else []
+            if place.job is None:
+                program.append(NAME)
             command = Command(
                 argv=tuple(place.command([place.site.python or sys.executable], program)),
                 shown=shlex.join(place.command([place.site.python or "python"], program)),
@@ -110,23 +117,30 @@ class _Task(Process):
             super().__init__(command, {}, self._folder, started)
 
     def fits(self, needs: Needs, site: Site, job: str | None) -> bool:
+        """Return whether the task can serve a call that needs this."""
         ours = self.command.place
-        alike = self.owner == os.getpid() and (ours.site, ours.job) == (site, job)
+        if self.owner != os.getpid() or (ours.site, ours.job) != (site, job):
+            return False
         # Inside another job there are the GPUs of that one.
-        gpus = needs.gpus and job is None and bool(site.gres)
-        enough = (needs.ranks or 1) <= (self.needs.ranks or 1) and gpus <= self.needs.gpus
+        wants_gpus = needs.gpus and job is None and bool(site.gres)
+        if wants_gpus and not self.needs.gpus:
+            return False
+        if (needs.ranks or 1) > (self.needs.ranks or 1):
+            return False
         waits = not self.answered() or time.monotonic() < self._answered_at + self.keep_s
-        return (
-            alike and enough and waits and self.running and self._job.seconds_left() > needs.seconds
-        )
+        # Last, because this asks the controller.
+        return waits and self.running and self._job.seconds_left() > needs.seconds
 
     def end(self, call: RemoteCall, limit_s: float) -> End | None:
-        """Return how the call ended; None if the job, after serving other calls, ended before it took this one."""
+        """Return how the call ended.
+
+        None if the job served earlier calls and ended before it took this one.
+        """
         __tracebackhide__ = True
-        before, self._environ = self._environ, of_no_rank(os.environ)
-        changed = {
-            name: self._environ.get(name) for name, _ in before.items() ^ self._environ.items()
-        }
+        before = self._environ
+        self._environ = of_no_rank(os.environ)
+        differing = before.items() ^ self._environ.items()
+        changed = {name: self._environ.get(name) for name, _ in differing}
         self._calls += 1
         number = self._calls
         try:
@@ -138,7 +152,8 @@ class _Task(Process):
         self.tell(str(number))
         self.wait(limit_s)
         if self._answers < number:
-            if 1 < number > self._begun:
+            # The job gave way to another one while this call was on its way.
+            if number > 1 and self._begun < number:
                 return None
             raise self.error() or LaunchError(
                 "the Slurm job ended before the ranks had answered. Call again."
@@ -171,7 +186,8 @@ class _Task(Process):
         if line.startswith(BEGUN):
             self._begun = int(line.removeprefix(BEGUN))
         elif line.startswith(ENDED):
-            self._answers, self._answered_at = int(line.removeprefix(ENDED)), time.monotonic()
+            self._answers = int(line.removeprefix(ENDED))
+            self._answered_at = time.monotonic()
         else:
             super().take_line(stream, line)
 
@@ -182,7 +198,7 @@ class _Task(Process):
 
 
 class Tasks:
-    """Holds at most one Slurm job a process, and keeps it from call to call."""
+    """Holds at most one Slurm job a process, and keeps the job from call to call."""
 
     def __init__(self) -> None:
         self._task: _Task | None = None
@@ -191,7 +207,8 @@ class Tasks:
         os.register_at_fork(after_in_child=self._forget_threads)
 
     def _forget_threads(self) -> None:
-        # One call after another: threads of one process share the job.
+        # The threads of one process share the job, and call it one after another. A thread that
+        # held the lock at a fork does not exist in the child.
         self._lock = threading.Lock()
 
     def kept(self, needs: Needs, site: Site, job: str | None) -> Place | None:
@@ -199,15 +216,16 @@ class Tasks:
         return task.command.place if task is not None and task.fits(needs, site, job) else None
 
     def results(self, place: Place, needs: Needs, call: RemoteCall) -> list[bytes]:
-        """Run the call in a Slurm job; return what every rank returned, pickled, or raise what it raised there."""
+        """Run the call in a Slurm job; return its pickled results, or raise its exception."""
         __tracebackhide__ = True
         with self._lock:
-            # None at most once: then the job is a new one.
+            # The end is None at most once, because the next try takes a new job.
             while (end := self._end(place, needs, call)) is None:
                 pass
         if end.results is None:
             error, cause, notes = pickle.loads(end.raised or b"")
-            error.__cause__, error.__notes__ = cause, list(notes)
+            error.__cause__ = cause
+            error.__notes__ = list(notes)
             raise error
         return list(end.results)
 
@@ -226,7 +244,9 @@ class Tasks:
     def _get(self, place: Place, needs: Needs) -> _Task:
         task = self._task
         if task is not None and task.fits(needs, place.site, place.job):
-            if task.said_in != (cell := _cell()) or cell is None:
+            # A cell may call `on_ranks` in a loop: one line is enough.
+            cell = _cell()
+            if cell is None or cell != task.said_in:
                 print(
                     f"Ranks run in Slurm job {task.number}, kept since the last call.", flush=True
                 )
@@ -239,7 +259,8 @@ class Tasks:
         return task
 
     def release(self) -> None:
-        """End a job that only waits for its next call, so that our next job does not queue behind it."""
+        """End a job that only waits for its next call; our next job would queue behind it."""
+        # If another thread holds the lock, its call is running.
         if self._lock.acquire(blocking=False):
             try:
                 self.stop()
@@ -247,8 +268,9 @@ class Tasks:
                 self._lock.release()
 
     def stop(self, because: type[BaseException] | None = None) -> None:
-        """End the job, if it is ours and not a parent process's."""
-        task, self._task = self._task, None
+        """End the job, unless it belongs to a parent process."""
+        task = self._task
+        self._task = None
         if task is not None and task.owner == os.getpid():
             task.__exit__(because)
 

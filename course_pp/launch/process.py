@@ -1,4 +1,4 @@
-"""A command that starts ranks, followed line by line: on this machine, or through srun as a job of ours."""
+"""A command that starts ranks, followed line by line: on this machine, or through srun as a job."""
 
 from __future__ import annotations
 
@@ -30,65 +30,62 @@ POLL_S = 0.2
 GRACE_S = 5.0
 LAST_LINES = 12
 _LABELLED = re.compile(r"\[rank (\d+)\] ?(.*)", re.S)
-# What torchrun, a cluster or `get_world_info` sets for a rank: a launcher that inherits it would
-# pass for a rank.
-_OF_A_RANK = {
-    *(f"{prefix}RANK" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
-    *(f"{prefix}WORLD_SIZE" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_")),
-    *("MASTER_ADDR", "MASTER_PORT"),
-    *(
-        f"TORCHELASTIC_{what}"
-        for what in ("RESTART_COUNT", "MAX_RESTARTS", "RUN_ID", "USE_AGENT_STORE", "ERROR_FILE")
-    ),
-    *(
-        f"SLURM_{what}"
-        for what in ("PROCID", "LOCALID", "NODEID", "GTIDS", "TASK_PID", "NTASKS", "NPROCS")
-    ),
-    *(
-        f"SLURM_{what}"
-        for what in ("NTASKS_PER_NODE", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES_PER_TASK")
-    ),
-    # What the surrounding job asked for its own tasks; srun would ask the same for ours, of which
-    # there is one a node.
-    *(
-        f"SLURM_{what}"
-        for what in ("GPUS", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "NTASKS_PER_GPU", "CPUS_PER_GPU")
-    ),
-    *(
-        f"SLURM_{what}"
-        for what in ("NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "GPU_BIND", "DISTRIBUTION")
-    ),
-    *(f"SLURM_{what}" for what in ("THREADS_PER_CORE", "HINT", "EXACT")),
-    # Would cut the ranks off from labels and watchdog, or label their lines a second time.
-    *("SLURM_EXPORT_ENV", "SRUN_EXPORT_ENV", "SLURM_LABELIO"),
-}
+# Variables that torchrun, a cluster or `get_world_info` set for a rank. A launcher that inherits
+# them would pass for a rank.
+_NUMBERS = """
+    RANK LOCAL_RANK GROUP_RANK ROLE_RANK
+    WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE
+    MASTER_ADDR MASTER_PORT
+    TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+    TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE
+    SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_GTIDS SLURM_TASK_PID SLURM_NTASKS SLURM_NPROCS
+    SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK
+"""
+# Requests of the surrounding job for its own tasks. srun would ask the same for our task, of which
+# there is one a node.
+_REQUESTS = """
+    SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_GPUS_PER_SOCKET SLURM_NTASKS_PER_GPU SLURM_CPUS_PER_GPU
+    SLURM_NTASKS_PER_CORE SLURM_NTASKS_PER_SOCKET SLURM_GPU_BIND SLURM_DISTRIBUTION
+    SLURM_THREADS_PER_CORE SLURM_HINT SLURM_EXACT
+"""
+# The first two would keep the variables of labels and watchdog from the ranks. The third would
+# label their lines a second time.
+_OUTPUT = "SLURM_EXPORT_ENV SRUN_EXPORT_ENV SLURM_LABELIO"
+_OF_A_RANK = {*_NUMBERS.split(), *_REQUESTS.split(), *_OUTPUT.split()}
 _OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A launch, ready to run."""
+    """A launch, ready to run.
+
+    Attributes:
+        argv: the words of the command.
+        shown: the same command as a learner would type it in the current folder.
+        environ: variables to add. They stand here so that ``shown`` stays short.
+        place: the place where it runs.
+    """
 
     argv: tuple[str, ...]
-    shown: str  # the same as a learner would type it in the current folder
-    environ: Mapping[str, str]  # variables to add; they keep ``shown`` as short as it was typed
+    shown: str
+    environ: Mapping[str, str]
     place: Place
 
 
 def of_no_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the variables that describe one rank, or one step, of another run."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP)
-    }
+    """Return ``environ`` without the variables that describe a rank or a step of another run."""
+    kept = {}
+    for name, value in environ.items():
+        if name not in _OF_A_RANK and not name.startswith(_OF_A_STEP):
+            kept[name] = value
+    return kept
 
 
 class Process:
-    """A running command. Leaving the context ends it, and with it its job.
+    """A running command. Leaving the context ends the command, and with it its job.
 
-    Its job's guard removes ``folder``, which the run shares with its nodes, if this process is
-    killed. What is ``opened`` is closed at the end; it is taken over once the command has started.
+    The run shares ``folder`` with its nodes; the guard of its job removes it if this process is
+    killed. The object takes over ``opened`` once the command has started, and closes it at the end.
     """
 
     def __init__(
@@ -109,15 +106,9 @@ class Process:
         argv: tuple[str, ...] = command.argv
         local = command.place.local
         if not local:
-            argv = (
-                sys.executable,
-                "-I",
-                "-S",
-                guard.__file__,
-                str(os.getpid()),
-                str(folder),
-                *argv,
-            )
+            # -I -S: the guard needs no package, and starts sooner without a look at them.
+            guarded = (sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), str(folder))
+            argv = (*guarded, *argv)
             environ = {**environ, "SLURM_JOB_NAME": guard.NAME}
         self._process = subprocess.Popen(
             argv,
@@ -125,14 +116,14 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environ,
-            # An interrupt is for us; the launcher is then told to end its ranks first. Our job is
-            # known by the session.
+            # An interrupt must reach us alone: we tell the launcher to end its ranks first. The
+            # session also tells our job from other jobs of the same name.
             start_new_session=True,
         )
         self.job = None if local else Job(self._process.pid, environ, command.place.job)
         if self._process.stdin is not None:
-            # From here on whatever goes wrong, an interrupt too, ends the job: its guard looks at
-            # the end of this pipe.
+            # From here on any failure, even an interrupt, ends the job: its guard sees the pipe
+            # close.
             opened.callback(self._hang_up)
         self._open_streams = 2
         for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
@@ -158,18 +149,20 @@ class Process:
         with self._open:
             self._end()
         if self.job is not None and kind is KeyboardInterrupt:
-            print(f"{self.job.called} is {'being ' if self.running else ''}cancelled.", flush=True)
+            state = "being cancelled" if self.running else "cancelled"
+            print(f"{self.job.called} is {state}.", flush=True)
 
     def wait(self, timeout_s: float) -> None:
-        """Print what comes until the command has ended or given its answer."""
+        """Print the command's lines until it has ended or given its answer."""
         __tracebackhide__ = True
         limit = None
         while self._open_streams and not self.answered():
+            # The time in the queue does not count.
             if limit is None and self._has_started():
                 limit = time.monotonic() + timeout_s
             wait = POLL_S if limit is None else min(POLL_S, limit - time.monotonic())
-            # Something that outlives the launcher may hold its streams open: hence the look at the
-            # process.
+            # A process that outlives the launcher may hold its streams open, so we also look
+            # whether the launcher runs.
             if not self.poll(wait) and not self.running:
                 break
             if limit is not None and time.monotonic() >= limit:
@@ -178,19 +171,22 @@ class Process:
     def error(self) -> BaseException | None:
         """Return the exception for a command that has ended; None if it ended well."""
         code = self._process.wait(GRACE_S)
-        # When its node is lost, srun says so and ends with exit code 0.
+        # When its node is lost, srun reports an error and ends with exit code 0.
         if not code and not any(line.startswith("srun: error:") for line in self.launcher_said):
             return None
         if self.job is not None:
-            asked = shlex.join(self.command.place.srun)
-            if verdict := self.job.verdict(
-                self.launcher_said, asked, self.a_rank_failed(), bool(self.printed)
-            ):
+            verdict = self.job.verdict(
+                self.launcher_said,
+                asked=shlex.join(self.command.place.srun),
+                a_rank_failed=self.a_rank_failed(),
+                a_rank_spoke=bool(self.printed),
+            )
+            if verdict is not None:
                 return verdict
         return self.failure(code) if code else None
 
     def answered(self) -> bool:
-        """Whether there is nothing left to wait for, though the command still runs."""
+        """Return whether the command has given its answer, though it still runs."""
         return False
 
     @property
@@ -214,7 +210,10 @@ class Process:
         return TimeoutError(f"still running after {seconds:g} s.")
 
     def a_rank_failed(self) -> bool:
-        """Return whether a rank failed: then Slurm's word that the step was cancelled is only its consequence."""
+        """Return whether a rank failed.
+
+        Slurm then cancels the step, so its report of that is a consequence and not the cause.
+        """
         return False
 
     def poll(self, seconds: float) -> bool:
@@ -250,8 +249,8 @@ class Process:
             said.append(re.sub(r"^\[rank\d+\]: ?", "", match[2]))
             show(stream, line)
         else:
-            # The launcher's own words: a page for a failed rank, which one sentence of ours
-            # replaces.
+            # The launcher's own words are not shown: it prints a page for a failed rank, which one
+            # sentence of ours replaces.
             self.launcher_said.append(line)
             if self.job is not None and is_news(line):
                 self.job.look_soon()
@@ -262,11 +261,11 @@ class Process:
             self._process.terminate()
         limit = time.monotonic() + (GRACE_S if self.job is None else 4 * GRACE_S)
         while self._process.poll() is None and time.monotonic() < limit:
-            # Reads on, or a launcher that writes to a full pipe would never end.
+            # We must read on: a launcher that writes to a full pipe would never end.
             self.poll(POLL_S)
         self.end_ranks()
         if self.running and self.job is not None:
-            # The controller is slow to take the job back, and its guard goes on trying.
+            # A slow controller still has the job. Its guard goes on trying, without the learner.
             threading.Thread(target=self._process.wait, daemon=True).start()
         elif self.running:
             self._process.kill()
@@ -274,17 +273,20 @@ class Process:
         self.end_ranks()
 
     def _hang_up(self) -> None:
-        # Tells the guard to cancel the job.
+        # The guard cancels the job when its standard input ends.
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
 
     def end_ranks(self) -> None:
-        """End what a launcher on this machine may have left."""
+        """End the ranks that a launcher on this machine may have left behind."""
 
 
 def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
-    """Make a temporary folder that every node sees and no other user can replace: what lies in it is unpickled."""
+    """Make a temporary folder in ``parent``, which every node sees.
+
+    ValueError if another user could replace it: we unpickle the files that lie in it.
+    """
     remedy = "Set folder in site.toml to one that is yours and that all nodes see."
     if not parent:
         raise ValueError(f"folder is {parent!r}, which names none. {remedy}")
@@ -298,12 +300,14 @@ def shared_folder(parent: str) -> contextlib.AbstractContextManager[str]:
         raise ValueError(
             f"folder is {parent!r}, in which none can be made ({error}). {remedy}"
         ) from None
+    # Who may write to a folder may rename what others have there, unless it is sticky as /tmp is.
     ours = found.st_uid == os.geteuid()
-    if not found.st_mode & stat.S_ISVTX and not (
-        ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
+    sticky = bool(found.st_mode & stat.S_ISVTX)
+    others_write = bool(found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    if not sticky and (others_write or not ours):
         made.cleanup()
-        remedy = f"`chmod go-w {folder}` mends that." if ours else remedy
+        if ours:
+            remedy = f"`chmod go-w {folder}` mends that."
         raise ValueError(
             f"folder is {parent!r}, where others may exchange what ranks are given. {remedy}"
         )

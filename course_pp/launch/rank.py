@@ -1,4 +1,4 @@
-"""What happens in a rank of ``on_ranks``."""
+"""The life of a rank of ``on_ranks``, from the fork on."""
 
 from __future__ import annotations
 
@@ -20,21 +20,26 @@ from course_pp.launch import watch
 from course_pp.launch.channel import Left, Raised, RankJob, Returned, Said, dumps, receive, send
 
 _INSIDE = "COURSE_PP_RANK_PID"
-# What course_pp.training imports besides torch: importing them starts no thread and reads no
-# environment.
+# Packages that course_pp.training imports besides torch. Their import starts no thread and reads no
+# variable of the environment.
 _HARMLESS = {"tokenizers", "xxhash"}
 
 
 class _Caller:
-    """The control connection, to which both the main thread and the one that answers questions write."""
+    """The control connection, shared by the main thread and one that answers questions."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
-        self._connection, self._rank = connection, rank
-        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._connection = connection
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         threading.Thread(target=self._answer, name="course_pp-watch", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send it, but nothing from a process that the function forked. Raises OSError if the connection is closed."""
+        """Send the message. Does nothing in a process that the function forked.
+
+        Raises OSError if the connection is closed.
+        """
         if os.getpid() != self._pid:
             return
         data = pickle.dumps(message)
@@ -59,7 +64,7 @@ def inside() -> bool:
 def main(control: int, listener: int | None) -> None:
     """Run the function, send how it ended, and wait to be ended.
 
-    It never returns of itself: a rank that left would close its connections, and its peers' errors
+    This function never returns. A rank that left would close its connections, and its peers' errors
     about that could reach the caller before the reason does.
     """
     pid = os.getpid()  # fn may fork
@@ -67,22 +72,24 @@ def main(control: int, listener: int | None) -> None:
     job: RankJob = pickle.loads(receive(connection))
     payload = receive(connection)
     caller = _Caller(connection, job.rank)
-    # Held here until the end: rank 0's store serves ranks that are slower than rank 0's function.
+    # Held until the end: rank 0's store also serves ranks that are slower than rank 0's function.
     stores: list[object] = []
-    outcome = _outcome(job, payload, listener, caller, stores)
+    outcome = _outcome(job, payload, listener, caller=caller, stores=stores)
     if os.getpid() != pid:
-        # A child that fn forked and that came out of fn, too: only the rank itself sends a result.
+        # A child that fn forked has come out of fn, too. Only the rank itself sends a result.
+        if isinstance(outcome, Left):
+            os._exit(outcome.exit_code)
         if isinstance(outcome, Raised):
             print(outcome.text, file=sys.stderr)
-        os._exit(outcome.exit_code if isinstance(outcome, Left) else isinstance(outcome, Raised))
+            os._exit(1)
+        os._exit(0)
     try:
         caller.send(outcome)
     except OSError as error:
+        lost = f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n"
+        # fn may have closed sys.stderr, too.
         with contextlib.suppress(OSError):
-            os.write(
-                2,
-                f"this rank cannot reach its caller any more: {error}. Did fn close descriptors?\n".encode(),
-            )
+            os.write(2, lost.encode())
         os._exit(1)
     threading.Event().wait()
 
@@ -119,12 +126,12 @@ def _outcome(
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-            ctypes.CDLL(None).fflush(None)
+            ctypes.CDLL(None).fflush(None)  # for lines that native code has printed
     _say_over(caller)
     try:
         data = dumps(value)
-        # What cannot be built again, never comes to an end of it, or ends the process, does so here
-        # and not there.
+        # If building the value again fails, hangs or ends the process, let that happen to this
+        # process and not to the caller's.
         pickle.loads(data)
     except BaseException as e:
         what = type(value).__qualname__
@@ -137,33 +144,34 @@ def _outcome(
 
 
 def _say_over(caller: _Caller) -> None:
-    # Whoever cannot say this will hear so again with the outcome.
+    # If the connection is gone, sending the outcome will fail too, and `main` reports that.
     with contextlib.suppress(OSError):
         caller.send(Said.OVER)
 
 
 def _own_modules(inherited: set[str]) -> tuple[str, ...]:
-    """Return the modules of this package that this rank imported; none if they imported another
-    package, too.
+    """Return the modules of this package that this rank imported; the server imports them next.
 
-    The server imports them for the next call. Another package may start threads, which a server
-    that forks must not have, or read the environment of this call; those of `_HARMLESS` do neither.
+    Return none if the rank also imported a package that is new to the server. Such a package may
+    start threads, which a server that forks must not have, or read the environment of this call.
+    The packages of `_HARMLESS` do neither.
     """
-    new = sys.modules.keys() - inherited
-    known = (
-        {name.partition(".")[0] for name in inherited}
-        | sys.stdlib_module_names
-        | _HARMLESS
-        | {"course_pp"}
-    )
-    if any(name.partition(".")[0] not in known for name in new):
-        return ()
-    return tuple(sorted(name for name in new if name.partition(".")[0] == "course_pp"))
+    known = {name.partition(".")[0] for name in inherited}
+    known |= sys.stdlib_module_names | _HARMLESS | {"course_pp"}
+    ours = []
+    for name in sys.modules.keys() - inherited:
+        package = name.partition(".")[0]
+        if package not in known:
+            return ()
+        if package == "course_pp":
+            ours.append(name)
+    return tuple(sorted(ours))
 
 
 def _enter(job: RankJob) -> None:
     """Make this process look like the caller's, as rank ``job.rank``."""
-    rank, size = str(job.rank), str(job.world_size)
+    rank = str(job.rank)
+    size = str(job.world_size)
     os.environ.clear()
     os.environ.update(job.environ)
     os.environ.update(
@@ -174,7 +182,8 @@ def _enter(job: RankJob) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
         OMP_NUM_THREADS=str(job.threads),
-        # Makes env:// connect to the store that is already there instead of binding the port again.
+        # With this, env:// connects to the store that is there already; else it would bind the port
+        # a second time.
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
@@ -185,7 +194,7 @@ def _enter(job: RankJob) -> None:
     sys.argv[:] = job.argv
     os.chdir(job.cwd)
     linecache.cache.update(job.sources)
-    # The caller reads UTF-8, whatever the locale.
+    # The caller reads UTF-8, whatever the locale of this process is.
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = open(  # noqa: SIM115
             number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
@@ -194,19 +203,17 @@ def _enter(job: RankJob) -> None:
 
 
 def _join(job: RankJob, listener: int | None) -> Any:
-    """Connect the rank's store, and make the default process group unless there is no backend."""
+    """Connect the rank's store, and make the default process group if there is a backend."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(job.threads)
-    # The watchdog answers at the time limit; the group's own must not come first.
+    # At the time limit the caller says which rank hangs. Torch's own limit must not come first.
     timeout = timedelta(seconds=job.timeout_s + 60)
-    hosts: dict[str, Any] = (
-        {} if listener is None else {"wait_for_workers": False, "master_listen_fd": listener}
-    )
-    store = dist.TCPStore(
-        "127.0.0.1", job.port, job.world_size, listener is not None, timeout, **hosts
-    )
+    hosting: dict[str, Any] = {}
+    if listener is not None:
+        hosting = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener}
+    store = dist.TCPStore("127.0.0.1", job.port, job.world_size, timeout=timeout, **hosting)
     if job.backend is None:
         return store
     if job.backend == "nccl":
@@ -234,8 +241,9 @@ def _raised(error: BaseException) -> Raised:
     summary = "".join(traceback.format_exception_only(error)).strip()
     try:
         blob = dumps(error)
-        # Many an exception class pickles and then cannot be built again.
+        # Many exceptions can be pickled but not built again.
         pickle.loads(blob)
     except BaseException:
         blob = None
-    return Raised(blob, summary, text, at, bool(getattr(error, "began_elsewhere", False)))
+    began_elsewhere = bool(getattr(error, "began_elsewhere", False))
+    return Raised(blob, summary, text=text, at=at, began_elsewhere=began_elsewhere)

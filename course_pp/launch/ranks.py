@@ -20,9 +20,8 @@ from course_pp.launch.on_slurm import TASKS, RemoteCall
 from course_pp.launch.surroundings import job_here, standard_descriptors_taken
 from course_pp.launch.where import Needs, decide, on_a_node
 
-_MOST_RANKS = 4096  # of one machine: it would come to a standstill
-# select() counts milliseconds in 32 bits, hence at most 24 days; torch's store and gloo give up
-# later.
+_MOST_RANKS = 4096  # more would bring one machine to a standstill
+# select() counts milliseconds in 32 bits, hence at most 24 days. Torch's store and gloo count on.
 _MOST_S = 1_000_000
 
 
@@ -35,27 +34,28 @@ def on_ranks(
     threads: int = 1,
     where: str | None = None,
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on ``n`` processes, with the process group ready, and return their
-    results.
+    """Run ``fn(rank, *args)`` on ``n`` processes, and return their results in rank order.
 
-    What the ranks print appears here, each line labelled with its rank. No process is left behind,
-    however the call ends.
+    The process group is ready when ``fn`` begins. Lines that ranks print appear here, each labelled
+    with its rank. However the call ends, no process is left behind.
 
     Args:
-        fn: called with the rank first; may be defined in a cell. It, ``args`` and its results must
-            pickle.
-        timeout_s: limit in seconds, counted from the moment all ranks are ready.
-        backend: of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for no
-            process group, in which case ``init_process_group`` with ``env://`` works in ``fn``.
+        fn: function whose first parameter is the rank; a cell may define it. The function, ``args``
+            and its results must pickle.
+        timeout_s: limit in seconds, counted from the moment when all ranks are ready.
+        backend: backend of the process group: ``"gloo"``, ``"nccl"`` (device = rank), or None for
+            no process group. With None, ``init_process_group`` with ``env://`` works in ``fn``.
         threads: intra-operation threads of each rank.
-        where: ``"local"``; ``"slurm"``, one node of a cluster; or None: the node of the Slurm job
-            in which this runs, else a job of its own where a cluster answers, which is kept for the
-            next calls and has GPUs unless ``backend`` is gloo; else this machine.
+        where: ``"local"``, ``"slurm"`` (one node of a cluster), or None. None takes the node of the
+            Slurm job that surrounds this process. Without such a job it takes a job of its own
+            where a cluster answers, else this machine. That job is kept for the next calls, and has
+            GPUs unless ``backend`` is gloo.
 
     Raises:
-        Whatever the first failing rank raised, with that rank's traceback as its cause.
+        Exception: the one that the first failing rank raised, with that rank's traceback as its
+            cause.
         RankDied: a rank was killed or left the process.
-        RanksHung: at the time limit; says which rank waits for whom.
+        RanksHung: ranks still ran at the time limit; the message says which rank waits for which.
         LaunchError: the ranks could not be started, an exception cannot be sent back, or Slurm
             refused or ended the job.
     """
@@ -72,19 +72,24 @@ def on_ranks(
         refuse_bad_limit(timeout_s)
         _refuse_bad_call(fn, args)
         payload = pickled(fn, args)
+
         needs = Needs.of_call(n, timeout_s, backend)
-        place = decide(needs, "local" if where is None and on_a_node() else where, kept=TASKS.kept)
+        if where is None and on_a_node():
+            where = "local"
+        place = decide(needs, where, kept=TASKS.kept)
         if place.fallen_back:
             _say_once(place.said)
-        job = job_here(n, backend, threads, timeout_s)
+
+        job = job_here(n, backend, threads=threads, timeout_s=timeout_s)
         if place.local:
             results = run_ranks(job, payload)
         else:
-            own_interpreter = place.site.python or place.site.container
-            call = RemoteCall(
-                replace(job, environ={}, sys_path=() if own_interpreter else job.sys_path), payload
-            )
-            results = TASKS.results(place, needs, call)
+            # The task sends changes of the environment by itself. A node that has an interpreter of
+            # its own finds its packages elsewhere than this one.
+            job = replace(job, environ={})
+            if place.site.python or place.site.container:
+                job = replace(job, sys_path=())
+            results = TASKS.results(place, needs, RemoteCall(job, payload))
         return [_rebuilt(rank, result) for rank, result in enumerate(results)]
     except Exception as error:
         keep_first_frame(error)
@@ -92,7 +97,7 @@ def on_ranks(
 
 
 def run_ranks(job: RankJob, payload: bytes) -> list[bytes]:
-    """Run a pickled function and its arguments on this machine; return what each rank returned, pickled."""
+    """Run a pickled function with its arguments on this machine; return its pickled results."""
     __tracebackhide__ = True
     with contextlib.ExitStack() as opened:
         with standard_descriptors_taken():
@@ -129,12 +134,12 @@ def _refuse_bad_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 @cache
 def _say_once(sentence: str) -> None:
-    """Print it, unless this process has: a script may call `on_ranks` a hundred times."""
+    """Print the sentence, but once a process: a script may call `on_ranks` a hundred times."""
     print(sentence, flush=True)
 
 
 def _rebuilt(rank: int, pickled: bytes) -> Any:
-    """Return what the function returned. Raises TypeError if only the rank can rebuild it."""
+    """Return the unpickled result. Raises TypeError if only the rank can rebuild it."""
     __tracebackhide__ = True
     try:
         return pickle.loads(pickled)

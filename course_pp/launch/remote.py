@@ -1,11 +1,13 @@
-"""The node's end of ``on_ranks`` under Slurm: ``python -m course_pp.launch.remote FOLDER PATIENCE
-[NAME]``, one task.
+"""The node's end of ``on_ranks`` under Slurm, one task.
 
-Standard input brings the numbers of calls, whose files lie in FOLDER. The ranks are started here as
-they are in a notebook, and how each call ended is written beside it. After PATIENCE seconds without
-a call the job ends. If a job called NAME, of whomever, waits in the queue for what this one holds,
-it ends after some seconds without a call, or, where there are none, between two calls once the
-other has waited for its turn. It never ends during a call.
+It runs as ``python -m course_pp.launch.remote FOLDER PATIENCE [NAME]``. Standard input brings the
+numbers of calls, whose files lie in FOLDER. This task starts the ranks as a notebook does, and
+writes the end of each call beside it.
+
+The job ends after PATIENCE seconds without a call. It gives way to a job of any user that is called
+NAME and waits in the queue for the cores of this one. Then it ends after some seconds without a
+call; if calls follow each other without such a pause, it ends between two calls once the other job
+has waited for its turn. It never ends during a call.
 """
 
 from __future__ import annotations
@@ -31,26 +33,25 @@ from course_pp.launch.ranks import run_ranks
 from course_pp.launch.surroundings import job_here
 
 _FIRST_CALL_S = 60.0
-# Between an idle job's looks at the queue. By chance, or all jobs of a class give way to the one
-# that waits.
+# The time between an idle job's looks at the queue is random. If all jobs of a class looked at
+# once, all would give way to the one that waits.
 _LOOK_S = 10.0, 20.0
-# By so long a wait another job has earned the turn of one whose calls follow each other without
-# such a pause.
+# A job has earned a turn when it has waited this long for one whose calls never pause.
 _TURN_S = 60.0
 _ANSWER_LIMIT_S = 5.0
-# Number, user and reason of a job that waits for what we hold: cores, a group's share of them, or
-# our user's.
-_WAITS_FOR_US = re.compile(
-    r"^(\d+) (?:"
-    r"\d+ (?:Resources|Priority|(?:QOS|Assoc)Grp(?:Cpu|Mem|Node|Jobs)Limit|(?:QOS|Assoc)GrpGRES|Max\w+PerAccount)"
-    rf"|{os.getuid()} (?:QOSMax\w+PerUser(?:Limit)?|AssocMaxJobsLimit))$",
-    re.M,
+# Matches number, user and reason of a job that waits for cores that we hold. The reasons of the
+# first kind concern jobs of all users, those of the second only jobs of our own user.
+_ANY_USER = (
+    r"Resources|Priority|(?:QOS|Assoc)Grp(?:Cpu|Mem|Node|Jobs)Limit|(?:QOS|Assoc)GrpGRES"
+    r"|Max\w+PerAccount"
 )
+_OUR_USER = r"QOSMax\w+PerUser(?:Limit)?|AssocMaxJobsLimit"
+_WAITS_FOR_US = re.compile(rf"^(\d+) (?:\d+ (?:{_ANY_USER})|{os.getuid()} (?:{_OUR_USER}))$", re.M)
 
 
 def main(folder: Path, patience_s: float, gives_way_to: str = "") -> None:
-    """Answer calls until none has come for ``patience_s`` seconds, the caller is gone, or others wait."""
-    SERVERS.get()  # begins to import torch
+    """Answer calls until the caller is gone, others wait, or ``patience_s`` pass without a call."""
+    SERVERS.get()  # it begins to import torch
     others = _Others(gives_way_to) if gives_way_to else None
     numbers = _next_calls(_FIRST_CALL_S)
     while numbers:
@@ -74,15 +75,15 @@ def _next_calls(patience_s: float, others: _Others | None = None) -> list[int]:
 
 
 class _Others:
-    """Jobs of a name that wait in our partition for what we hold, as far as the cluster tells."""
+    """Jobs of one name that wait in our partition for our cores, as far as the cluster tells."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._looked_at = time.monotonic()
-        self._seen_at: dict[str, float] = {}  # by number, when it was first seen to wait
+        self._seen_at: dict[str, float] = {}  # {job: time at which it was first seen to wait}
 
     def wait(self) -> bool:
-        """Look, and return whether there are any."""
+        """Ask the cluster, and return whether such jobs wait."""
         argv = ["squeue", "--noheader", "--states=PD", f"--name={self._name}", "-o", "%i %U %r"]
         if partition := os.environ.get("SLURM_JOB_PARTITION"):
             argv.append(f"--partition={partition}")
@@ -97,7 +98,8 @@ class _Others:
         return bool(numbers)
 
     def have_a_turn(self) -> bool:
-        """Return whether one has waited for long enough; looks no more often than an idle job does."""
+        """Return whether a job has waited long enough for its turn."""
+        # A job that is called often must not ask the controller more often than an idle one.
         if time.monotonic() < self._looked_at + _LOOK_S[0] or not self.wait():
             return False
         return self._looked_at - min(self._seen_at.values()) >= _TURN_S
@@ -121,9 +123,13 @@ def _end(file: Path) -> End:
     try:
         call = _read(file)
         _become(call)
-        job = job_here(call.job.world_size, call.job.backend, call.job.threads, call.job.timeout_s)
+        asked = call.job
+        job = job_here(
+            asked.world_size, asked.backend, threads=asked.threads, timeout_s=asked.timeout_s
+        )
         return End(tuple(run_ranks(job, call.payload)))
     except BaseException as error:
+        # Whatever happens, the caller waits for an answer.
         return End(None, _dumped(error))
 
 
@@ -142,9 +148,8 @@ def _read(file: Path) -> RemoteCall:
 def _become(call: RemoteCall) -> None:
     """Make this process look like the caller's to its ranks."""
     if call.python != sys.version_info[:2]:
-        theirs, ours = (
-            ".".join(map(str, version)) for version in (call.python, sys.version_info[:2])
-        )
+        theirs = "{}.{}".format(*call.python)
+        ours = "{}.{}".format(*sys.version_info)
         raise LaunchError(
             f"you call from Python {theirs}, and the node runs Python {ours}, between which"
             f" functions cannot travel. Set python in site.toml to a Python {theirs} on the nodes."

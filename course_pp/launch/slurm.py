@@ -13,12 +13,14 @@ from course_pp.launch.errors import LaunchError
 from course_pp.launch.guard import NAME, SESSIONS, sent_from
 
 _ANSWER_LIMIT_S = 5.0
-# Every user's looks at the queue end at one controller: the longer a job has waited, the rarer they
-# are.
-_FIRST_LOOK_S, _LOOK_S, _RAREST_LOOK_S = 0.3, 2.0, 30.0
-# Who holds the cores is told to those who wait longer than a job takes to start, and is no news for
-# a while.
-_HELD_FIRST_S, _HELD_S, _MOST_HOLDERS = 2.0, 60.0, 3
+# All users ask one controller, so we look at the queue the more rarely the longer a job has waited.
+_FIRST_LOOK_S = 0.3
+_LOOK_S = 2.0
+_RAREST_LOOK_S = 30.0
+# A job that starts at once needs no line on who holds the cores. Later, one a minute is enough.
+_HELD_FIRST_S = 2.0
+_HELD_S = 60.0
+_MOST_HOLDERS = 3
 _COMPLETING_S = 3.0
 _REASONS = {
     "Resources": "it begins when enough of the nodes is free",
@@ -35,14 +37,16 @@ _REASONS = {
     "AssocGrpGRES": "your account's GPUs are all in use",
     "BeginTime": "it begins later",
 }
-# Slurm refuses such a request only where EnforcePartLimits is set, and else queues it, for ever.
+# A job with one of these reasons never starts. Slurm refuses it only where EnforcePartLimits is
+# set, and else queues it for ever.
 _INCURABLE = re.compile(
-    r"PartitionTimeLimit|PartitionNodeLimit|PartitionDown|PartitionInactive|BadConstraints|InvalidAccount|InvalidQOS"
-    r"|(?:Assoc|QOS)Max\w*PerJob\w*"
+    r"PartitionTimeLimit|PartitionNodeLimit|PartitionDown|PartitionInactive|BadConstraints"
+    r"|InvalidAccount|InvalidQOS|(?:Assoc|QOS)Max\w*PerJob\w*"
 )
+# One look may fall on a moment at which the cluster is being changed.
 _INCURABLE_LOOKS = 2
 _QUEUED, _BOOTING = "PD", "CF"
-# The last word of a job, and what to make of it.
+# The last state of a job, and its meaning and remedy.
 _STATES = {
     "TIMEOUT": (
         "reached its time limit in Slurm. Raise time_limit in site.toml, or do less in one run."
@@ -79,7 +83,10 @@ _SETTINGS = (
 
 
 class Job:
-    """One job, known by the session that sends it until Slurm has told its number; or a step ``inside`` that job."""
+    """One job, or a step of the job ``inside``.
+
+    A job is known by the session that sends it until Slurm has told its number.
+    """
 
     def __init__(self, session: int, environ: Mapping[str, str], inside: str | None = None) -> None:
         self.session = session
@@ -95,29 +102,26 @@ class Job:
 
     @property
     def called(self) -> str:
-        """``Slurm job 12``, ``the run in Slurm job 12``, or ``the Slurm job`` as long as it has no number."""
-        who = f"Slurm job {self.number}" if self.number else "the Slurm job"
-        return f"the run in {who}" if self.step else who
+        """``Slurm job 12``, ``the run in Slurm job 12``, or ``the Slurm job`` without a number."""
+        name = f"Slurm job {self.number}" if self.number else "the Slurm job"
+        return f"the run in {name}" if self.step else name
 
     def queue_line(self) -> str | None:
-        """Return where the job stands in the queue, and a line on who holds the cores; asks Slurm
-        now and then.
+        """Return the job's place in the queue, and a line on who holds the cores.
 
-        Each is returned only if it has changed; None if neither has.
-
-        Raises LaunchError where Slurm keeps the job in the queue for a reason that waiting does not
-        cure.
+        Slurm is asked now and then only. A line is left out if it has not changed; None if neither
+        has. Raises LaunchError if Slurm keeps the job in the queue for a reason that waiting does
+        not cure.
         """
         if self.started or time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RAREST_LOOK_S)
+
         number = self._found()
-        rows = (
-            self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r")
-            if number
-            else []
-        )
+        if not number:
+            return None
+        rows = self._ask("squeue", "--noheader", f"--jobs={number}", "-o", "%t|%P|%r")
         if not rows or rows[0].count("|") < 2:
             return None
         state, partition, reason = rows[0].split("|", 2)
@@ -126,65 +130,60 @@ class Job:
             return None
         if state == _BOOTING:
             return self._news(f"job {number}: its nodes are starting")
+
         self._incurable_looks = self._incurable_looks + 1 if _INCURABLE.match(reason) else 0
         if self._incurable_looks == _INCURABLE_LOOKS:
             raise LaunchError(
                 f"Slurm cannot run this: partition {partition}{_because(reason)}. {_SETTINGS}"
             )
-        how = "" if self._last_line else "; interrupt the cell to cancel it"
+        hint = "" if self._last_line else "; interrupt the cell to cancel it"
         place = self._place(number, partition)
-        line = self._news(
-            f"job {number} waits in partition {partition}: {place}{_because(reason)}", how
-        )
-        return "\n".join(filter(None, (line, self._held(partition)))) or None
+        waits = f"job {number} waits in partition {partition}: {place}{_because(reason)}"
+        lines = (self._news(waits, hint), self._held(partition))
+        return "\n".join(filter(None, lines)) or None
 
     def look_soon(self) -> None:
-        """Have the next `queue_line` ask Slurm: srun has just said how the job gets on."""
-        self._next_look, self._pause_s = 0.0, _LOOK_S
+        """Have the next `queue_line` ask Slurm, because srun has just reported on the job."""
+        self._next_look = 0.0
+        self._pause_s = _LOOK_S
 
     def _news(self, line: str, more: str = "") -> str | None:
-        news, self._last_line = line != self._last_line, line
-        return line + more if news else None
+        """Return ``line + more``; None if the line is the same as the last one."""
+        if line == self._last_line:
+            return None
+        self._last_line = line
+        return line + more
 
     def seconds_left(self) -> float:
         """Return the seconds until Slurm ends the job; 0 if it does not say, or the job is gone."""
         rows = self._ask("squeue", "--noheader", f"--jobs={self._found()}", "-o", "%L")
-        if rows and rows[0].strip() in ("UNLIMITED", "NOT_SET"):
+        left = rows[0].strip() if rows else ""
+        if left in ("UNLIMITED", "NOT_SET"):
             return float("inf")
-        match = re.fullmatch(
-            r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", rows[0].strip() if rows else ""
-        )
+        # Days-hours:minutes:seconds, of which only the seconds always stand there.
+        match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", left)
         if match is None:
             return 0.0
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
     def _found(self) -> str:
-        """Return the number of the job, which may have begun or ended before the first look; empty if none."""
+        """Return the number of the job; empty if Slurm does not know the job yet."""
         if self.number is None:
-            self.number = next(
-                iter(sent_from(self.session, self._ask(*SESSIONS, "--states=all"))), None
-            )
+            # All states: the job may have begun or ended before the first look.
+            numbers = sent_from(self.session, self._ask(*SESSIONS, "--states=all"))
+            self.number = numbers[0] if numbers else None
         return self.number or ""
 
     def _place(self, number: str, partition: str) -> str:
-        queue = self._ask(
-            "squeue",
-            "--noheader",
-            f"--partition={partition}",
-            "--states=PD",
-            "--sort=-p,i",
-            "-o",
-            "%i",
-        )
-        return (
-            f"place {queue.index(number) + 1} of {len(queue)}"
-            if number in queue
-            else "place unknown"
-        )
+        waiting = (f"--partition={partition}", "--states=PD", "--sort=-p,i", "-o", "%i")
+        queue = self._ask("squeue", "--noheader", *waiting)
+        if number not in queue:
+            return "place unknown"
+        return f"place {queue.index(number) + 1} of {len(queue)}"
 
     def _held(self, partition: str) -> str | None:
-        """Return who holds the partition's cores, if it is time to tell and it is not what was told last."""
+        """Return a line on who holds the cores; None if it is too early or the line is the same."""
         if time.monotonic() < self._next_held:
             return None
         self._next_held = time.monotonic() + _HELD_S
@@ -196,31 +195,37 @@ class Job:
         try:
             taken, _, out, total = (sum(map(int, column)) for column in zip(*cores, strict=True))
             holders = _holders([job.split("|", 5) for job in jobs], taken)
-        except (ValueError, IndexError):  # a line that is none of these: no reason to end the wait
+        except (ValueError, IndexError):
+            # A line that we cannot read is no reason to end the wait.
             return None
         away = f", {out} out of service" if out else ""
         line = f"{taken} of {total} cores are taken{away}{holders}."
-        news, self._last_held = line != self._last_held, line
-        return line if news else None
+        if line == self._last_held:
+            return None
+        self._last_held = line
+        return line
 
     def verdict(
         self, said: Sequence[str], asked: str, a_rank_failed: bool, a_rank_spoke: bool = False
     ) -> LaunchError | None:
-        """Return why Slurm itself ended the run; None if it only passes on that the command failed.
+        """Return the reason for which Slurm itself ended the run; None if the command failed.
 
-        ``said`` are lines of srun and slurmstepd. Where a rank has failed, that one is to be named
-        instead.
+        Args:
+            said: lines of srun and slurmstepd.
+            asked: the request, as a learner would type it.
+            a_rank_failed: whether a rank has failed. The caller then names that rank instead of a
+                step that was cancelled.
+            a_rank_spoke: whether a rank has printed something.
         """
         text = "\n".join(said)
         state = "" if self.step else self._state()
+        # Words of srun are more exact than the state of the job.
         state = next((known for words, known in _SAID if re.search(words, text)), state)
-        # Where one task fails, srun cancels the others in the same words.
+        # When one task fails, srun cancels the others in the same words as an administrator's
+        # scancel.
         blamed = a_rank_failed or _FAILED_TASK.search(text)
-        if (
-            state not in _STATES
-            and not blamed
-            and ("CANCELLED AT" in text or "has been revoked" in text)
-        ):
+        cancelled = "CANCELLED AT" in text or "has been revoked" in text
+        if state not in _STATES and cancelled and not blamed:
             state = "CANCELLED"
         if state in _STATES:
             return LaunchError(f"{self.called} {_STATES[state]}")
@@ -228,35 +233,35 @@ class Job:
             return LaunchError(
                 f"Slurm refused the request: {match[1]}. It was: {asked}. {_SETTINGS}"
             )
+
+        # If all lines are srun's own and no task had its turn, srun has refused its options.
         own = [line for line in said if not is_news(line)]
-        if (
-            own
-            and all(
-                line.startswith(("srun: ", 'Try "srun ')) and not _OF_A_TASK.match(line)
-                for line in own
-            )
-            and not a_rank_spoke
-        ):
-            lines = "\n".join(own)
-            return LaunchError(f"srun refused to start: {asked}. {_SETTINGS} It said:\n{lines}")
-        return None
+        for line in own:
+            if not line.startswith(("srun: ", 'Try "srun ')) or _OF_A_TASK.match(line):
+                return None
+        if not own or a_rank_spoke:
+            return None
+        lines = "\n".join(own)
+        return LaunchError(f"srun refused to start: {asked}. {_SETTINGS} It said:\n{lines}")
 
     def _state(self) -> str:
         if not (number := self._found()):
             return ""
         limit = time.monotonic() + _COMPLETING_S
         while True:
-            match = re.search(
-                r"JobState=(\w+)", "\n".join(self._ask("scontrol", "show", "job", number))
-            )
+            told = "\n".join(self._ask("scontrol", "show", "job", number))
+            match = re.search(r"JobState=(\w+)", told)
             state = match[1] if match else ""
-            # Nodes still clean up after it; what it ended with is said afterwards.
+            # While nodes clean up after the job, Slurm does not say how it ended.
             if state != "COMPLETING" or time.monotonic() > limit:
                 return state
             time.sleep(_FIRST_LOOK_S)
 
     def _ask(self, *argv: str) -> list[str]:
-        """Return the lines of an answer; none if there is no answer, which is no reason to give up."""
+        """Return the lines of an answer; none if there is no answer.
+
+        A controller that is away for a moment is no reason to give a job up.
+        """
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             answer = subprocess.run(
                 argv,
@@ -272,37 +277,47 @@ class Job:
 
 
 def is_news(line: str) -> bool:
-    """Return whether srun only says how the job gets on in the queue."""
+    """Return whether a line of srun only reports on the job's way through the queue."""
     return bool(_NEWS.match(line))
 
 
 def _holders(jobs: Sequence[Sequence[str]], taken: int) -> str:
-    """Return who has so many cores, given jobs of (number, user's number, user's name, cores, nodes, name)."""
+    """Return the end of a sentence that says which users hold the ``taken`` cores.
+
+    Args:
+        jobs: a (number, user's number, user's name, cores, nodes, name) for each running job.
+        taken: cores in use, also those of jobs that are not among ``jobs``.
+    """
     held: dict[str, list[Sequence[str]]] = {}
     for job in jobs:
-        held.setdefault("yours" if job[1] == str(os.getuid()) else job[2], []).append(job)
-    cores = {who: sum(int(job[3]) for job in theirs) for who, theirs in held.items()}
-    # Ours first, then whoever holds most.
-    order = sorted(held, key=lambda who: (who != "yours", -cores[who]))
+        user = "yours" if job[1] == str(os.getuid()) else job[2]
+        held.setdefault(user, []).append(job)
+    cores = {user: sum(int(job[3]) for job in theirs) for user, theirs in held.items()}
+
+    # Our own jobs come first: those we can end ourselves.
+    order = sorted(held, key=lambda user: (user != "yours", -cores[user]))
     parts = []
-    for who in order[:_MOST_HOLDERS]:
-        nodes = sorted({job[4] for job in held[who]})
-        where = ", ".join(nodes[:_MOST_HOLDERS]) + (", …" if len(nodes) > _MOST_HOLDERS else "")
-        n = len(held[who])
-        parts.append(f"{cores[who]} by {n} {'job' if n == 1 else 'jobs'} of {who} on {where}")
+    for user in order[:_MOST_HOLDERS]:
+        nodes = sorted({job[4] for job in held[user]})
+        where = ", ".join(nodes[:_MOST_HOLDERS])
+        if len(nodes) > _MOST_HOLDERS:
+            where += ", …"
+        n = len(held[user])
+        parts.append(f"{cores[user]} by {n} {'job' if n == 1 else 'jobs'} of {user} on {where}")
     if others := order[_MOST_HOLDERS:]:
-        parts.append(f"{sum(cores[who] for who in others)} by {len(others)} more users")
+        parts.append(f"{sum(cores[user] for user in others)} by {len(others)} more users")
     if (hidden := taken - sum(cores.values())) > 0:
         parts.append(
             f"{hidden} by jobs of other partitions, or that this cluster does not show you"
         )
+
+    ending = f": {'; '.join(parts)}" if parts else ""
     ours = [job[0] for job in held.get("yours", ()) if job[5] == NAME]
-    remedy = (
-        f". Restarting a notebook's kernel ends its job, as does `scancel {' '.join(ours)}`"
-        if ours
-        else ""
-    )
-    return (f": {'; '.join(parts)}" if parts else "") + remedy
+    if ours:
+        ending += (
+            f". Restarting a notebook's kernel ends its job, as does `scancel {' '.join(ours)}`"
+        )
+    return ending
 
 
 def _because(reason: str) -> str:

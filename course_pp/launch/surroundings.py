@@ -1,4 +1,4 @@
-"""What a call takes from the process it is made in, and gives back to it: cells, descriptors, printed lines."""
+"""The surroundings of a call: the cells and descriptors of its process, and the lines it prints."""
 
 from __future__ import annotations
 
@@ -21,26 +21,31 @@ def shell() -> Any:
 
 
 def job_here(world_size: int, backend: str | None, threads: int, timeout_s: float) -> RankJob:
-    """Return what the ranks of a call from this process need."""
+    """Describe a call from this process to its ranks."""
+    # No file holds the source of a cell: a rank's traceback needs it from here.
+    cells = {name: entry for name, entry in linecache.cache.items() if is_cell(name)}
     return RankJob(
-        world_size,
-        backend,
-        threads,
-        timeout_s,
+        world_size=world_size,
+        backend=backend,
+        threads=threads,
+        timeout_s=timeout_s,
         environ=dict(os.environ),
         sys_path=tuple(search_path()),
         cwd=os.getcwd(),
         argv=tuple(getattr(sys, "argv", ())),
-        sources={name: entry for name, entry in linecache.cache.items() if is_cell(name)},
+        sources=cells,
     )
 
 
 @contextlib.contextmanager
 def standard_descriptors_taken() -> Iterator[None]:
-    """Keep what is opened inside off the numbers 0 to 2: where they are closed, ``print`` would write into it."""
+    """Keep files that are opened inside off the descriptors 0 to 2.
+
+    If the process has closed those, ``print`` would write into such a file.
+    """
     placeholders = []
     try:
-        # For reading only: what is printed to them is refused as before.
+        # Opened for reading only, so that printing to them fails as it did before.
         while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
             placeholders.append(number)
         os.close(number)
@@ -51,7 +56,7 @@ def standard_descriptors_taken() -> Iterator[None]:
 
 
 class Lines:
-    """Cuts the bytes of one stream into whole lines, and calls ``emit`` with each as text, without its end."""
+    """Cuts the bytes of one stream into lines; ``emit`` gets each as text, without its line end."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -66,27 +71,29 @@ class Lines:
             self._emit_text(line)
 
     def close(self) -> None:
-        """Hand on a last line that had no end."""
+        """Emit a last line that had no end."""
         if rest := self._take_rest():
             self._emit_text(rest)
 
     def _take_rest(self) -> bytes:
-        """Take what came since the last line end. Joined once: a long line arrives in thousands of pieces."""
-        rest, self._rest = b"".join(self._rest), []
+        """Take the bytes since the last line end."""
+        # Joined only here: a long line arrives in thousands of pieces.
+        rest = b"".join(self._rest)
+        self._rest = []
         return rest
 
     def _emit_text(self, line: bytes) -> None:
-        # A progress bar rewrites its line after a carriage return: what it showed last is what is
-        # kept.
+        # A progress bar rewrites its line after a carriage return: keep its last state only.
         self._emit(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
 
 
 def show(stream: str, line: str) -> None:
-    """Print a line on ``sys.stdout`` or ``sys.stderr``, if it is there; what it has no code for becomes an escape."""
+    """Print a line on ``sys.stdout`` or ``sys.stderr``, if the process has that stream."""
     file: TextIO | None = getattr(sys, stream)
     if file is None:
         return
     try:
         file.write(f"{line}\n")
     except UnicodeEncodeError as error:
+        # A stream in ASCII or Latin-1 gets an escape for each character that it cannot show.
         file.write(f"{line}\n".encode(error.encoding, "backslashreplace").decode(error.encoding))

@@ -1,4 +1,4 @@
-"""``run_torchrun``: a torchrun that raises when a rank fails, hangs or is interrupted, and leaves nothing behind."""
+"""``run_torchrun``: a torchrun that raises if a rank fails or hangs, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _FLAGS = {
 }
 _RENDEZVOUS = ("--rdzv-", "--master-", "--node-rank", "--standalone")
 _ANSWER_LIMIT_S = 2.0
-# A port can be called by anyone: who has not said in so many bytes that it is ours is not heard.
+# Anyone can connect to a port: drop a connection whose first bytes do not carry our mark.
 _MOST_INTRODUCTION_BYTES = 4096
 _MARK = "COURSE_PP_TORCHRUN"
 _SOCKET = "watch"
@@ -64,18 +64,17 @@ _MOST_ADDRESS_BYTES = 103
 def run_torchrun(
     args: Sequence[str], *, timeout_s: float = 300.0, where: str | None = None
 ) -> tuple[str, ...]:
-    """Run ``torchrun ARGS`` and print where, the exact command, and what the ranks print, labelled
-    line by line.
+    """Run ``torchrun ARGS``; print the place, the exact command, and the ranks' lines with labels.
 
-    Inside a Slurm job the ranks run in it. Next to a cluster they run in a job of their own, for
-    which the one that `on_ranks` keeps for its next call is given up; otherwise on this machine.
-    torchrun labels whatever it finds when it looks, so a line that a rank writes in pieces may come
-    out in pieces.
+    Inside a Slurm job the ranks run in that job. Next to a cluster they run in a job of their own,
+    and the job that `on_ranks` keeps for its next call is given up. Otherwise they run on this
+    machine. torchrun labels the text that it finds when it looks, so a line that a rank writes in
+    pieces may come out in pieces.
 
     Args:
-        args: what a learner types after ``torchrun``. The script is looked for here, then from the
-            root of the repository.
-        timeout_s: limit in seconds for the whole run, not counting the wait in a queue.
+        args: words that a learner types after ``torchrun``. The script is looked for here, then
+            from the root of the repository.
+        timeout_s: limit in seconds for the whole run, without the wait in a queue.
         where: ``"local"``, ``"slurm"``, or None to choose as above.
 
     Returns:
@@ -83,8 +82,8 @@ def run_torchrun(
 
     Raises:
         LaunchError: a rank failed, or Slurm refused or ended the job.
-        RanksHung: the limit is over; says which rank waits for whom.
-        FileNotFoundError: no such script.
+        RanksHung: ranks still ran at the limit; the message says which rank waits for which.
+        FileNotFoundError: there is no such script.
     """
     __tracebackhide__ = True  # a reader looks for the line of the cell, not for ours
     try:
@@ -101,11 +100,10 @@ def run_torchrun(
 
 
 def torchrun_magic(line: str) -> None:
-    """``%torchrun [--timeout SECONDS] [--local] ARGS...``: run ``torchrun ARGS...``; fail if a rank
-    fails.
+    """Run ``torchrun ARGS...`` for ``%torchrun [--timeout SECONDS] [--local] ARGS...``.
 
-    ``--timeout`` is the limit once it has left a queue (300 s unless given); ``--local`` keeps off
-    Slurm.
+    The cell fails if a rank fails. ``--timeout`` is the limit after the wait in a queue (300 s
+    unless given); ``--local`` stays on this machine.
     """
     __tracebackhide__ = True
     args, timeout_s, local = split_magic(line)
@@ -113,25 +111,27 @@ def torchrun_magic(line: str) -> None:
 
 
 def split_magic(line: str) -> tuple[list[str], float, bool]:
-    """Take the magic's own two options out of the line; return (torchrun's arguments, seconds, local)."""
-    args, timeout_s, local = shlex.split(line), 300.0, False
+    """Return (torchrun's arguments, seconds, local): the line without the magic's own options."""
+    args = shlex.split(line)
+    timeout_s = 300.0
+    local = False
     at = 0
-    # --local takes no value, unlike the options of torchrun: it is taken out before the script is
-    # looked for.
+    # Only options before the script are ours; later ones belong to the script.
     while at < len(args) and args[at].startswith("-"):
-        option, _, value = args[at].partition("=")
+        option, equals, value = args[at].partition("=")
         if option == "--local":
             local = True
             del args[at]
         elif option == "--timeout":
+            words = 1 if equals else 2
             value = value or "".join(args[at + 1 : at + 2])
             try:
                 timeout_s = float(value)
             except ValueError:
                 raise ValueError(f"--timeout {value!r} is not a number of seconds.") from None
-            del args[at : at + 1 + ("=" not in args[at])]
+            del args[at : at + words]
         else:
-            at += 1 if script_index([args[at], "x"]) == 1 else 2
+            at += _words(args[at])
     return args, timeout_s, local
 
 
@@ -139,8 +139,8 @@ def build(args: Sequence[str], where: str | None = None, timeout_s: float = 300.
     """Build the launch of ``torchrun ARGS``.
 
     Under Slurm torchrun itself runs as one task on each node. On one node, the rendezvous takes a
-    free port; several nodes meet at the first one. Variables that are set already win, and so does
-    a rendezvous among the options.
+    free port; several nodes meet at the first one. A rendezvous among the options takes precedence
+    over ours, and so do variables that are set already.
     """
     __tracebackhide__ = True
     args = list(args)
@@ -153,44 +153,51 @@ def build(args: Sequence[str], where: str | None = None, timeout_s: float = 300.
     options = [_dashed(option) for option in args[:at]]
     if not {"-m", "--module", "--no-python"} & set(options):
         args[at] = _found(args[at])
+
     nodes = _number(options, "--nnodes") or 1
-    ranks = (
-        _number(options, "--nproc-per-node")
-        if any(o.startswith("--nproc-per-node") for o in options)
-        else 1
-    )
-    chosen = any(o.startswith(_RENDEZVOUS) for o in options)
+    ranks: int | None = 1
+    if any(option.startswith("--nproc-per-node") for option in options):
+        ranks = _number(options, "--nproc-per-node")  # None for the word "gpu"
     place = decide(Needs(nodes, ranks, timeout_s), where)
+
+    chosen = any(option.startswith(_RENDEZVOUS) for option in options)
     meets = nodes > 1 and not chosen and not place.local
+    threads = 1 if place.local else place.site.cpus_per_rank
     run = [place.site.python or sys.executable, "-m", "torch.distributed.run"]
     return Command(
-        argv=tuple(place.command(run, args, meets)),
-        shown=shlex.join(place.command(["torchrun"], args, meets)),
-        environ=_defaults(
-            nodes == 1 and not chosen, 1 if place.local else place.site.cpus_per_rank
-        ),
+        argv=tuple(place.command(run, args, meets=meets)),
+        shown=shlex.join(place.command(["torchrun"], args, meets=meets)),
+        environ=_defaults(nodes == 1 and not chosen, threads),
         place=place,
     )
 
 
 def script_index(args: Sequence[str]) -> int | None:
-    """Return the index of the script, where torchrun's own options end. Most options take a value."""
+    """Return the index of the script, at which torchrun's own options end."""
     at = 0
     while at < len(args):
         if not args[at].startswith("-"):
             return at
-        at += 1 if "=" in args[at] or _dashed(args[at]) in _FLAGS else 2
+        at += _words(args[at])
     return None
 
 
+def _words(option: str) -> int:
+    """Return how many words an option of torchrun takes: most take a value as the second one."""
+    return 1 if "=" in option or _dashed(option) in _FLAGS else 2
+
+
 def _dashed(option: str) -> str:
-    """Spell an option with dashes; torchrun takes underscores, too."""
+    """Spell an option with dashes. torchrun takes underscores, too."""
     name, equals, value = option.partition("=")
     return name.replace("_", "-") + equals + value
 
 
 def _number(options: Sequence[str], wanted: str) -> int | None:
-    """Return the value of an option, of ``MIN:MAX`` the larger; None if it is not given or no number."""
+    """Return the value of an option; None if it is not given or is no number.
+
+    The value of ``MIN:MAX`` is MAX.
+    """
     for option, following in zip_longest(options, options[1:], fillvalue=""):
         name, _, value = option.partition("=")
         if name == wanted:
@@ -204,14 +211,12 @@ def _found(script: str) -> str:
     if path.exists():
         return script
     here = Path.cwd()
-    root = next(
-        (
-            f
-            for f in (here, *here.parents)
-            if (f / "pyproject.toml").exists() or (f / "source_code").is_dir()
-        ),
-        here,
-    )
+    root = here
+    for folder in (here, *here.parents):
+        # A working copy from a wheel has the scripts, but no pyproject.toml.
+        if (folder / "pyproject.toml").exists() or (folder / "source_code").is_dir():
+            root = folder
+            break
     if not path.is_absolute() and (root / path).exists():
         return os.path.relpath(root / path, here)
     where = f"{here}" if root == here else f"{here} nor in {root}"
@@ -226,8 +231,8 @@ def _defaults(one_node: bool, threads: int) -> dict[str, str]:
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
     }
     if one_node:
-        # Port 0 of the loopback address: no clash with a neighbour, no look-up of the machine's own
-        # name.
+        # A free port cannot clash with a neighbour's run. The loopback address needs no look-up of
+        # the machine's own name, which fails on some laptops.
         wanted |= {
             "PET_STANDALONE": "1",
             "PET_LOCAL_ADDR": "127.0.0.1",
@@ -237,7 +242,7 @@ def _defaults(one_node: bool, threads: int) -> dict[str, str]:
 
 
 class _Peer:
-    """A process of the run that has introduced itself over the watchdog's socket."""
+    """A connection to the watchdog's socket, which a process of the run has made, or a stranger."""
 
     def __init__(self, connection: socket.socket, mark: str, one_clock: bool) -> None:
         self.connection = connection
@@ -252,9 +257,11 @@ class _Peer:
         self.gone = False
 
     def tell(self, line: str) -> None:
+        """Take one line that came over the connection; ignore a stranger's."""
         try:
             fields: dict[str, Any] = json.loads(line)
-            # The mark is known to our own processes only.
+            # Only processes of this run know the mark. A plain == would tell a stranger by its time
+            # how much of a guess is right.
             introduced = self.known or hmac.compare_digest(
                 fields["mark"].encode(), self._mark.encode()
             )
@@ -263,40 +270,47 @@ class _Peer:
         if not introduced:
             return
         if not self.known:
-            self.known, self.rank, self.pid = True, fields["rank"], fields["pid"]
+            self.known = True
+            self.rank = fields["rank"]
+            self.pid = fields["pid"]
         elif "report" in fields:
             self.report = RankReport.from_dict(fields["report"])
         else:
-            # Clocks of several nodes cannot be compared; the moment of arrival has to do.
+            # The clocks of two nodes cannot be compared, so the moment of arrival counts.
             at = fields["at"] if self._one_clock else time.monotonic()
-            self.raised = fields["raised"], at, fields["elsewhere"]
+            self.raised = (fields["raised"], at, fields["elsewhere"])
 
 
 class _Launched(Process):
-    """One launcher with its ranks, who answer over a watchdog's socket. Leaving the context ends them all."""
+    """One launcher with its ranks. Leaving the context ends them all.
+
+    The ranks answer over the watchdog's socket, which `watch` connects to in each of them.
+    """
 
     def __init__(self, command: Command) -> None:
         self._mark = uuid.uuid4().hex
         self._peers: list[_Peer] = []
         with contextlib.ExitStack() as started:
-            made = (
-                _short_folder() if command.place.local else shared_folder(command.place.site.folder)
-            )
-            folder = Path(started.enter_context(made))
-            family = socket.AF_UNIX if command.place.local else socket.AF_INET
-            self._listener = started.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            # For ranks on other nodes, a free port.
-            self._listener.bind(str(folder / _SOCKET) if command.place.local else ("", 0))
+            if command.place.local:
+                folder = Path(started.enter_context(_short_folder()))
+                self._listener = started.enter_context(socket.socket(socket.AF_UNIX))
+                self._listener.bind(str(folder / _SOCKET))
+            else:
+                # Ranks on other nodes cannot reach a socket in a folder, so we take a free port.
+                folder = Path(started.enter_context(shared_folder(command.place.site.folder)))
+                self._listener = started.enter_context(socket.socket(socket.AF_INET))
+                self._listener.bind(("", 0))
             self._listener.listen(socket.SOMAXCONN)
             super().__init__(command, self._environ(folder), folder, started)
         self.watch(self._listener, self._accept)
 
     def follow(self, timeout_s: float) -> tuple[str, ...]:
-        """Print what the ranks print until all have ended, and return it."""
+        """Print the ranks' lines until all ranks have ended, and return the lines."""
         __tracebackhide__ = True
         self.wait(timeout_s)
         if (error := self.error()) is not None:
             raise error
+        # Warnings of a launcher whose ranks all ended well.
         for line in self.launcher_said:
             if not is_news(line):
                 show("stderr", line)
@@ -308,19 +322,23 @@ class _Launched(Process):
         shutil.copyfile(watch.__file__, site / "sitecustomize.py")
         (folder / "logs").mkdir()
         address = self._listener.getsockname()
-        return {
-            **({} if "PET_LOG_DIR" in os.environ else {"PET_LOG_DIR": str(folder / "logs")}),
+        environ = {
+            # Python runs a sitecustomize.py on this path first in every process.
             "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])),
             "COURSE_PP_WATCH": address if isinstance(address, str) else str(address[1]),
             _MARK: self._mark,
         }
+        if "PET_LOG_DIR" not in os.environ:
+            environ["PET_LOG_DIR"] = str(folder / "logs")
+        return environ
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again, or as many as may be open
+        except OSError:
+            # The process is gone again, or we have as many files open as we may.
             return
-        peer = _Peer(self._open.enter_context(connection), self._mark, self.job is None)
+        peer = _Peer(self._open.enter_context(connection), self._mark, one_clock=self.job is None)
         self._peers.append(peer)
         self.watch(connection, partial(self._hear, peer, Lines(peer.tell)))
 
@@ -330,9 +348,10 @@ class _Launched(Process):
             data = peer.connection.recv(1 << 16)
         lines.feed(data)
         peer.heard_bytes += len(data)
-        if not data or not (
-            peer.known or (peer.heard_bytes <= _MOST_INTRODUCTION_BYTES and b"\n" not in data)
-        ):
+        # The first line of our own processes is short, and carries the mark.
+        introduced = b"\n" in data or peer.heard_bytes > _MOST_INTRODUCTION_BYTES
+        stranger = introduced and not peer.known
+        if not data or stranger:
             peer.gone = True
             self.forget(peer.connection)
             peer.connection.close()
@@ -350,28 +369,30 @@ class _Launched(Process):
             peer.rank: peer.raised for peer in self._peers if peer.rank is not None and peer.raised
         }
         if not failed:
-            # Exit code 2: the arguments are wrong, and the last line says which; before it comes
-            # the usage.
-            said = "\n".join(self.launcher_said[-1 if exit_code == 2 else -LAST_LINES :])
+            # With exit code 2 the arguments are wrong. The usage comes first, and only the last
+            # line says which argument.
+            shown = 1 if exit_code == 2 else LAST_LINES
+            said = "\n".join(self.launcher_said[-shown:])
             return LaunchError(
                 f"torchrun ended with exit code {exit_code} and named no rank. It said:\n{said}"
             )
 
         def precedence(rank: int) -> tuple[bool, float, bool]:
             summary, at, elsewhere = raised.get(rank, ("", float("inf"), False))
-            # What ended with SIGTERM was most likely ended by the launcher, because of another
-            # rank.
+            # A rank that ended with SIGTERM was most likely ended by the launcher, because of
+            # another rank.
             return is_echo(summary, elsewhere), at, failed[rank] == -signal.SIGTERM
 
         first = min(failed, key=precedence)
         code = failed[first]
         how = f"exit code {code}" if code >= 0 else signal_name(-code)
-        # The sentence of ours goes on behind it; a message may end with a full stop, and one of
-        # on_ranks does.
-        because = f": {raised[first][0].removesuffix('.')}" if first in raised else ""
+        if first in raised:
+            # Our sentence goes on behind the message, which may end with a full stop.
+            summary, _, _ = raised[first]
+            how += f": {summary.removesuffix('.')}"
         last = self.ranks_said[first, "stderr"] or self.ranks_said[first, "stdout"]
         lines = "\n".join(["Its last lines:", *last]) if last else "It printed nothing."
-        return LaunchError(f"rank {first} failed with {how}{because}. {lines}")
+        return LaunchError(f"rank {first} failed with {how}. {lines}")
 
     def hung(self, seconds: float) -> RanksHung:
         asked = [peer for peer in self._peers if peer.rank is not None and not peer.gone]
@@ -379,10 +400,11 @@ class _Launched(Process):
             with contextlib.suppress(OSError):
                 peer.connection.sendall(b"?")
         limit = time.monotonic() + _ANSWER_LIMIT_S
-        while time.monotonic() < limit and any(
-            peer.report is None and not peer.gone for peer in asked
-        ):
+        while any(peer.report is None and not peer.gone for peer in asked):
+            if time.monotonic() >= limit:
+                break
             self.poll(limit - time.monotonic())
+        # After a restart a rank has several connections. The last one counts.
         known = {peer.rank: peer for peer in self._peers if peer.rank is not None}
         waits = waits_from((rank, known[rank].report, known[rank].gone) for rank in sorted(known))
         if not waits:
@@ -394,22 +416,26 @@ class _Launched(Process):
     def end_ranks(self) -> None:
         """End what torchrun leaves behind on this machine: each rank leads a session of its own."""
         if self.job is not None:
-            return  # process ids of other machines; srun ends what it started
+            return  # the process ids are of other machines, where srun ends its ranks
         for peer in self._peers:
             if not peer.gone and peer.rank is not None:
                 _kill(peer.pid)
+        # A rank may have lost its connection, or started processes of its own.
         for pid in _marked(self._mark):
             if pid != self.pid:
                 _kill(pid)
 
 
 def _short_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder in which a socket can be bound; in /tmp if the usual place has too long a name."""
+    """Make a temporary folder in which a socket can be bound.
+
+    It lies in /tmp if the name of the usual place is too long.
+    """
     make = partial(tempfile.TemporaryDirectory, prefix="course_pp_", ignore_cleanup_errors=True)
     folder = make()
-    # It goes on PYTHONPATH, too.
-    listed = os.pathsep not in folder.name
-    if listed and len(os.fsencode(os.path.join(folder.name, _SOCKET))) <= _MOST_ADDRESS_BYTES:
+    address = os.fsencode(os.path.join(folder.name, _SOCKET))
+    # The folder also goes on PYTHONPATH, which a colon in its name would cut in two.
+    if os.pathsep not in folder.name and len(address) <= _MOST_ADDRESS_BYTES:
         return folder
     folder.cleanup()
     return make(dir="/tmp")
@@ -421,7 +447,7 @@ def _kill(pid: int) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes whose environment carries ``mark``, where the system shows environments (Linux)."""
+    """Yield the ids of processes whose environment carries ``mark``; none where it is not shown."""
     wanted = f"{_MARK}={mark}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""Inside a rank: answers what the rank is doing, and ends it when nobody is left to ask.
+"""Inside a rank: says what the rank is doing, and ends it when its caller is gone.
 
 Every blocking call of ``torch.distributed`` ends in a method of ``ProcessGroup`` that returns a
 ``Work``, or in ``Work.wait``. `instrument` wraps these, so that the peer of a pending ``irecv`` is
 known long after the call. The user's source line comes from the frames of the main thread.
 
-This module imports the standard library only and nothing from its package: a copy of it named
-``sitecustomize.py`` stands on the PYTHONPATH of ranks of torchrun, and so runs first in each of
-their processes.
+This module imports the standard library only and nothing from its package. A copy of it named
+``sitecustomize.py`` stands on the PYTHONPATH of torchrun's ranks, so Python runs it first in each
+of their processes.
 """
 
 from __future__ import annotations
@@ -34,49 +34,67 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, cast
 
-# Of each operation the methods; the underscored ones are what torch 2.11 calls from its public
-# functions.
+# Methods of ProcessGroup for each operation. torch 2.11 calls those with an underscore from its
+# public functions.
 _COLLECTIVES = {
     "all_reduce": ("allreduce", "allreduce_coalesced"),
     "broadcast": ("broadcast",),
     "reduce": ("reduce",),
     "all_gather": (
-        *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
-        *("all_gather_single", "all_gather_single_coalesced", "_allgather_base"),
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "_allgather_base",
     ),
     "gather": ("gather",),
     "scatter": ("scatter",),
     "reduce_scatter": (
-        *("reduce_scatter", "reduce_scatter_tensor_coalesced"),
-        *("reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+        "reduce_scatter",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "_reduce_scatter_base",
     ),
     "all_to_all": ("alltoall", "alltoall_base", "all_to_all_single"),
     "barrier": ("barrier", "monitored_barrier"),
 }
-_CONNECT_S = 2.0
 _POINT_TO_POINT = {"send": ("send",), "recv": ("recv", "recv_anysource")}
-
-
+_CONNECT_S = 2.0
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @dataclass(frozen=True)
 class WatchedCall:
-    """A message or a collective that has begun."""
+    """A message or a collective that has begun.
 
-    operation: str  # its name in ``torch.distributed``
-    group: tuple[int, ...]  # global ranks of the process group
-    # global rank at the other end of a message; None for a receive from any rank, too
+    Attributes:
+        operation: name of the function in ``torch.distributed``.
+        group: global ranks of the process group.
+        peer: global rank at the other end of a message; None for a collective and for a receive
+            from any rank.
+        collective: whether every rank of the group has to join.
+    """
+
+    operation: str
+    group: tuple[int, ...]
     peer: int | None = None
-    collective: bool = True  # whether every rank of the group has to join
+    collective: bool = True
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank does now, and its innermost source line outside this package, torch and the standard library."""
+    """The state of a rank: the call it is in, and its source line.
+
+    Attributes:
+        call: the call; None outside ``torch.distributed``.
+        file, line, text: the innermost source line outside this package, torch and the standard
+            library.
+    """
 
     rank: int
-    call: WatchedCall | None  # None when it is not in a call of ``torch.distributed``
+    call: WatchedCall | None
     file: str
     line: int
     text: str
@@ -90,12 +108,12 @@ class RankReport:
 
 
 class Calls:
-    """Which call each thread is blocked in, and which call each pending ``Work`` belongs to."""
+    """The call in which each thread is blocked, and the call to which each ``Work`` belongs."""
 
     def __init__(self) -> None:
         self._blocked: dict[int, WatchedCall] = {}
         self._pending: weakref.WeakKeyDictionary[Any, WatchedCall] = weakref.WeakKeyDictionary()
-        # Asking torch takes longer than a small message does.
+        # A cache, because asking torch takes longer than a small message does.
         self._ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
     def ranks_of(self, group: Any, c10d: ModuleType) -> tuple[int, ...]:
@@ -133,20 +151,29 @@ class Calls:
         return self._pending.get(work)
 
     def current(self, thread: int) -> WatchedCall | None:
-        """Return the call that ``thread`` is blocked in, else that of any other: backward has its own threads."""
+        """Return the call that ``thread`` is blocked in, else the call of any other thread.
+
+        Backward runs in threads of its own.
+        """
+        # list(): other threads change the dict meanwhile.
         return self._blocked.get(thread) or next(iter(list(self._blocked.values())), None)
 
 
 def instrument(c10d: ModuleType) -> None:
-    """Wrap the blocking methods of ``c10d.ProcessGroup`` and ``c10d.Work``; a second call changes nothing."""
+    """Wrap the blocking methods of ``c10d.ProcessGroup`` and ``c10d.Work``.
+
+    No-op the second time, so it is safe to call repeatedly.
+    """
     if getattr(c10d.ProcessGroup, "course_pp_calls", None) is not None:
         return
     calls = c10d.ProcessGroup.course_pp_calls = Calls()
     for operation, names in {**_COLLECTIVES, **_POINT_TO_POINT}.items():
         for name in names:
+            # Not every version of torch has all of them.
             method = getattr(c10d.ProcessGroup, name, None)
             if method is not None:
-                setattr(c10d.ProcessGroup, name, _starting(method, name, operation, c10d, calls))
+                wrapped = _starting(method, name, operation=operation, c10d=c10d, calls=calls)
+                setattr(c10d.ProcessGroup, name, wrapped)
 
     wait = c10d.Work.wait
 
@@ -163,7 +190,7 @@ def _starting(
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def start(group: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _call(c10d, calls, group, name, operation, args)
+        call = _call(c10d, calls, group=group, name=name, operation=operation, args=args)
         with calls.blocked_in(call):
             work = method(group, *args, **kwargs)
         if work is not None:
@@ -179,31 +206,31 @@ def _call(
     ranks = calls.ranks_of(group, c10d)
     peer = None
     if name in ("send", "recv") and len(args) > 1:
-        # Left to the library, a number that is too large ends the process and a negative one waits
-        # for ever.
-        if not 0 <= args[1] < len(ranks):
+        number = args[1]
+        # Gloo ends the process for a number that is too large, and waits for ever for a negative
+        # one.
+        if not 0 <= number < len(ranks):
             to_or_from = "sends to" if name == "send" else "receives from"
-            end = (
-                "first rank has nobody before it"
-                if args[1] < 0
-                else "last rank has nobody after it"
-            )
+            end = "last rank has nobody after it"
+            if number < 0:
+                end = "first rank has nobody before it"
             raise NoSuchRank(
-                f"rank {group.rank()} {to_or_from} rank {args[1]}, but the group's ranks are 0 to"
+                f"rank {group.rank()} {to_or_from} rank {number}, but the group's ranks are 0 to"
                 f" {len(ranks) - 1}: in a ring, take it modulo {len(ranks)}; in a line, the {end}",
-                args[1],
+                number,
             )
-        if args[1] == group.rank() and "gloo" in str(group.name()):
+        # NCCL can send a message to its own rank, gloo cannot.
+        if number == group.rank() and "gloo" in str(group.name()):
             to_or_from = "send to" if name == "send" else "receive from"
             raise ValueError(
-                f"rank {args[1]} cannot {to_or_from} itself: messages go to another rank"
+                f"rank {number} cannot {to_or_from} itself: messages go to another rank"
             )
-        peer = ranks[args[1]]
-    return WatchedCall(operation, ranks, peer, collective=operation not in _POINT_TO_POINT)
+        peer = ranks[number]
+    return WatchedCall(operation, ranks, peer=peer, collective=operation not in _POINT_TO_POINT)
 
 
 class NoSuchRank(ValueError):
-    """A message was to go to, or to come from, ``peer``, which is no rank of the group."""
+    """A message to, or from, ``peer``, which is no rank of the group."""
 
     def __init__(self, text: str, peer: int) -> None:
         super().__init__(text)
@@ -214,6 +241,7 @@ class NoSuchRank(ValueError):
 
 
 def report(rank: int) -> RankReport:
+    """Return what this process, which is ``rank``, does now."""
     main = threading.main_thread().ident
     frame = sys._current_frames().get(cast(int, main))
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
@@ -222,29 +250,29 @@ def report(rank: int) -> RankReport:
     if call is None and c10d is not None and frame is not None:
         call = _unwrapped_call(frame, c10d)
     written = [f for f in _outwards(frame) if not _is_library(f.f_code.co_filename)]
-    # The course's own helpers wait for what the user's line asked of them.
-    user = next(
-        (f for f in written if not f.f_code.co_filename.startswith(_PACKAGE)),
-        next(iter(written), None),
-    )
-    if user is None:
-        return RankReport(rank, call, "", 0, "")
-    # Between two lines a frame has none.
-    file, line = user.f_code.co_filename, user.f_lineno or user.f_code.co_firstlineno
-    return RankReport(rank, call, file, line, linecache.getline(file, line).strip())
+    # The course's own frames only serve the user's line, so they come second.
+    users = [f for f in written if not f.f_code.co_filename.startswith(_PACKAGE)]
+    innermost = next(iter(users or written), None)
+    if innermost is None:
+        return RankReport(rank, call, file="", line=0, text="")
+    file = innermost.f_code.co_filename
+    # Between two lines a frame has no line number.
+    line = innermost.f_lineno or innermost.f_code.co_firstlineno
+    return RankReport(rank, call, file=file, line=line, text=linecache.getline(file, line).strip())
 
 
 def _unwrapped_call(frame: FrameType, c10d: ModuleType) -> WatchedCall | None:
-    """Find a call such as ``new_group``, which blocks before any Work exists; all ranks have to join it."""
+    """Find a call such as ``new_group``, which blocks before any Work exists.
+
+    All ranks have to join such a call.
+    """
     found = None
     for f in _outwards(frame):
         name = f.f_code.co_name
-        if (
-            f.f_code.co_filename == c10d.__file__
-            and not name.startswith("_")
-            and name.isidentifier()
-        ):
-            found = name
+        # Not a name such as "<listcomp>".
+        is_public = name.isidentifier() and not name.startswith("_")
+        if is_public and f.f_code.co_filename == c10d.__file__:
+            found = name  # the outermost one, which the user has called
     if found is None or found == "wrapper" or not c10d.is_initialized():
         return None
     return WatchedCall(found, tuple(range(c10d.get_world_size())))
@@ -258,6 +286,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_library(file: str) -> bool:
     here = os.path.dirname(os.path.abspath(__file__))
+    # Generated code has a name such as "<frozen runpy>"; the user's own may have one of two.
     if file.startswith("<") and not has_name_of_cell(file) and file not in ("<stdin>", "<string>"):
         return True
     if re.search(r"[\\/](site|dist)-packages[\\/](torch|cloudpickle|tqdm)[\\/]", file):
@@ -272,12 +301,15 @@ def has_name_of_cell(file: str) -> bool:
 
 
 def attend(address: str, rank: int | None) -> None:
-    """Connect a process under torchrun to whoever started it, and answer there until it ends.
+    """Connect a process under torchrun to `run_torchrun`, and answer there until the process ends.
 
-    The ``address`` is a Unix socket, or a TCP port of the machine from which srun was called. One
-    JSON object a line goes out: who this is, then an answer to each line that comes in, then, if
-    the script raises, the exception. When the connection ends, a rank ends its process group at
-    once; the launcher (``rank`` None) is asked to terminate.
+    The process sends JSON objects, one a line: its rank, process id and mark, then a report for
+    each byte that comes in, then, if the script raises, the exception. When the connection ends, a
+    rank ends its process group at once; the launcher gets SIGTERM.
+
+    Args:
+        address: a Unix socket, or a TCP port of the machine from which srun was called.
+        rank: the rank of this process; None if it is the launcher.
     """
     connection = _connected(address)
     lock = threading.Lock()
@@ -291,6 +323,7 @@ def attend(address: str, rank: int | None) -> None:
             while connection.recv(1):
                 if rank is not None:
                     tell({"report": asdict(report(rank))})
+        # torchrun ends its ranks when it is told to terminate.
         if rank is None:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
@@ -313,6 +346,7 @@ def attend(address: str, rank: int | None) -> None:
 
 
 def end_this_process() -> None:
+    """End this process at once, and its process group if it leads one."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -320,11 +354,10 @@ def end_this_process() -> None:
 
 def _connected(address: str) -> socket.socket:
     if address.isdigit():
-        # A firewall between the nodes and where the notebook runs drops the call, and the run goes
-        # on unwatched.
-        connection = socket.create_connection(
-            (os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(address)), _CONNECT_S
-        )
+        starter = (os.environ["SLURM_LAUNCH_NODE_IPADDR"], int(address))
+        # A firewall between the nodes and the notebook's machine may drop the call. The run must
+        # then go on unwatched, hence the limit.
+        connection = socket.create_connection(starter, _CONNECT_S)
         connection.settimeout(None)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -333,7 +366,10 @@ def _connected(address: str) -> socket.socket:
 
 
 class InstrumentOnImport(importlib.abc.MetaPathFinder):
-    """On ``sys.meta_path``: instruments torch.distributed as soon as the script has imported it."""
+    """A finder that instruments torch.distributed as soon as the script has imported it.
+
+    To import torch here would cost a second in every process, also in those that need no torch.
+    """
 
     _target = "torch.distributed.distributed_c10d"
 
@@ -359,23 +395,23 @@ def _attend_from_the_start() -> None:
     if rank is None:
         attend(os.environ["COURSE_PP_WATCH"], None)
         return
-    # What the rank starts in turn is no rank.
+    # pop(): a process that the rank starts is no rank.
     attend(os.environ.pop("COURSE_PP_WATCH"), int(rank))
     sys.meta_path.insert(0, InstrumentOnImport())
 
 
 def _run_shadowed_sitecustomize() -> None:
+    # An environment may have a sitecustomize.py of its own, which ours hides.
     here = os.path.dirname(os.path.abspath(__file__))
-    spec = importlib.machinery.PathFinder.find_spec(
-        "sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != here]
-    )
+    elsewhere = [folder for folder in sys.path if os.path.abspath(folder) != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         module = sys.modules["sitecustomize"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
 
 
 if __name__ == "sitecustomize" and "COURSE_PP_WATCH" in os.environ:
-    # Where the address cannot be reached the run goes on without a watchdog.
+    # If nobody answers at the address, the run goes on without a watchdog.
     with contextlib.suppress(OSError, KeyError):
         _attend_from_the_start()
     _run_shadowed_sitecustomize()

@@ -1,8 +1,7 @@
-"""The one place that decides where ranks run: on this machine, inside a Slurm job, or in a job of
-their own.
+"""Decides where ranks run: on this machine, inside a Slurm job, or in a job of their own.
 
-What a cluster calls its things (partition, account, GPUs, modules) stands in one file, site.toml,
-never in a notebook.
+The names that a cluster gives to its partitions, accounts, GPUs and modules stand in one file,
+site.toml, never in a notebook.
 """
 
 from __future__ import annotations
@@ -29,40 +28,38 @@ _FILE = "site.toml"
 _ROOT_MARKS = (".git", "pyproject.toml")
 _ABOVE_THE_PACKAGE = Path(__file__).resolve().parents[2]
 _ANSWER_LIMIT_S = 5.0
-# Left over between a run's own time limit, which says who waits for whom, and the job's, which does
-# not.
+# The run's own time limit must come first: its message says which rank waits for which.
 _SLACK_S = 60
-# For the calls that follow the first one in the same job.
+# Time for the calls that follow the first one in the same job.
 _CALLS_S = 600
-# Beside a call's own limit, in a job: to start Python and torch from files that come over the
-# network, and to end.
+# A job also needs time to load Python and torch over the network, and to end.
 _START_AND_END_S = 120.0
 
 
 @checked
 @dataclass(frozen=True)
 class Site:
-    """How jobs are submitted here. Every field has a default with which most clusters answer.
+    """The settings with which jobs are submitted here. The defaults work on most clusters.
 
     Attributes:
-        partition, account: of the jobs; empty takes the cluster's own default.
-        cpu_partition: of jobs without GPUs, such as those of ``on_ranks`` over gloo; empty takes
-            ``partition``.
-        time_limit: of a job, as Slurm writes it (``"00:10:00"``); empty asks for little more than
-            the run's own limit, and for ten minutes of further calls of ``on_ranks``.
-        gres: how GPUs are asked for. ``"gpu:{n}"`` becomes ``--gres=gpu:2``; what begins with a
-            dash, such as ``"--gpus-per-node={n}"``, is taken as it is; empty asks for none.
-        gpus_per_node: at most so many are asked for on a node; None asks the cluster.
-        cpus_per_rank: cores asked for, a rank.
-        setup: lines of bash that a task runs first, for example ``module load cuda``; one that
-            fails ends it.
-        container: goes before the command, for example ``apptainer exec --nv course.sif``.
+        partition, account: Slurm's names for both; empty takes the cluster's own default.
+        cpu_partition: the partition for jobs without GPUs, such as those of ``on_ranks`` over gloo;
+            empty takes ``partition``.
+        time_limit: the limit of a job, as Slurm writes it (``"00:10:00"``). Empty asks for little
+            more than the run's own limit, and for ten minutes of further calls of ``on_ranks``.
+        gres: the request for GPUs. ``"gpu:{n}"`` becomes ``--gres=gpu:2``. A text that begins with
+            a dash, such as ``"--gpus-per-node={n}"``, is passed as it is. Empty asks for none.
+        gpus_per_node: the most GPUs to ask for on a node; None asks the cluster.
+        cpus_per_rank: cores to ask for, a rank.
+        setup: lines of bash that a task runs first, for example ``module load cuda``. If one fails,
+            the task ends.
+        container: words before the command, for example ``apptainer exec --nv course.sif``.
         python: the interpreter on the nodes; empty is the one that runs here.
         options: more options of srun, but no job name.
-        folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` are each person's
-            own.
-        keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless others of
-            the course wait for its cores; 0 takes a new job for each.
+        folder: a folder that all nodes see; ``~`` and variables such as ``$USER`` stand for each
+            person's own.
+        keep_s: seconds for which the job of ``on_ranks`` waits for the next call, unless other jobs
+            of the course wait for its cores; 0 takes a new job for each call.
     """
 
     partition: str = ""
@@ -89,9 +86,9 @@ def load_site() -> Site:
 def site_file() -> Path | None:
     """Return the file that `load_site` reads, the nearest to the person; None if there is none.
 
-    The first of these: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to the root of
-    the repository; ``~/.config/course_pp/site.toml``; site.toml in the root of the clone that this
-    package lies in, for all who share it.
+    The first of these that exists: ``$COURSE_PP_SITE``; site.toml here or in a folder above, up to
+    the root of the repository; ``~/.config/course_pp/site.toml``; site.toml in the root of the
+    clone that holds this package, for all who share the clone.
     """
     if named := os.environ.get("COURSE_PP_SITE"):
         if not Path(named).is_file():
@@ -99,7 +96,8 @@ def site_file() -> Path | None:
                 f"COURSE_PP_SITE is {named!r}, which is no file. Correct it, or unset it."
             )
         return Path(named)
-    places, here = [], Path.cwd()
+    here = Path.cwd()
+    places = []
     for folder in (here, *here.parents):
         places.append(folder / _FILE)
         if _is_a_repository(folder):
@@ -109,7 +107,7 @@ def site_file() -> Path | None:
         places = places[:1]
     with contextlib.suppress(RuntimeError):  # a user without a home
         places.append(Path.home() / ".config" / "course_pp" / _FILE)
-    if _is_a_repository(_ABOVE_THE_PACKAGE):  # not among installed packages
+    if _is_a_repository(_ABOVE_THE_PACKAGE):  # a clone, not the folder of installed packages
         places.append(_ABOVE_THE_PACKAGE / _FILE)
     return next((file for file in places if file.is_file()), None)
 
@@ -128,6 +126,7 @@ def _read(file: Path) -> Site:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
+
     known = [field.name for field in dataclasses.fields(Site)]
     for key in values.keys() - known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
@@ -138,11 +137,15 @@ def _read(file: Path) -> Site:
         site = Site(**values)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    if named := [option for option in site.options if option.startswith(("-J", "--job-"))]:
-        raise ValueError(
-            f"{file}: options name the job by {named[0]!r}; leave that out: jobs of the course know"
-            " each other by name."
-        )
+
+    # Jobs of the course find each other by name, to give way to one that waits.
+    for option in site.options:
+        if option.startswith(("-J", "--job-")):
+            raise ValueError(
+                f"{file}: options name the job by {option!r}; leave that out: jobs of the course"
+                " know each other by name."
+            )
+    # A pattern that gives the same text for 1 and for 2 GPUs does not use {n}.
     try:
         counts = not site.gres or site.gres.format(n=1) != site.gres.format(n=2)
     except (KeyError, IndexError, ValueError):
@@ -159,29 +162,40 @@ def _read(file: Path) -> Site:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs."""
+    """The request of a run."""
 
     nodes: int
     ranks: int | None  # on each node; None if the launcher finds out by itself
     seconds: float  # the run's own time limit
-    calls: bool = False  # whether the job is kept for more of the kind
+    calls: bool = False  # whether the job is kept for further calls
     gpus: bool = True  # whether ranks compute on GPUs where there are some
 
     @classmethod
     def of_call(cls, n: int, timeout_s: float, backend: str | None) -> Needs:
-        """Return what a call of ``on_ranks`` needs. Ranks that meet over gloo leave the GPUs to others."""
-        return cls(1, n, timeout_s + _START_AND_END_S, calls=True, gpus=backend != "gloo")
+        """Return the request of a call of ``on_ranks``.
+
+        Ranks that meet over gloo leave the GPUs to others.
+        """
+        return cls(1, n, seconds=timeout_s + _START_AND_END_S, calls=True, gpus=backend != "gloo")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks run, and the decision as a sentence."""
+    """The place where ranks run.
+
+    Attributes:
+        said: the decision as a sentence.
+        srun: words before the command of each node; empty on this machine.
+        job: the number of the surrounding job, if ranks run inside one.
+        site: the settings of the cluster.
+        fallen_back: whether ranks run on this machine although there is an srun, and the caller
+            did not ask for that.
+    """
 
     said: str
-    srun: tuple[str, ...] = ()  # before the command of each node; empty on this machine
-    job: str | None = None  # id of the surrounding job, if ranks run inside one
+    srun: tuple[str, ...] = ()
+    job: str | None = None
     site: Site = field(default_factory=Site)
-    # on this machine although srun is there and the caller did not ask for it
     fallen_back: bool = False
 
     @property
@@ -191,11 +205,10 @@ class Place:
     def command(
         self, program: Sequence[str], args: Sequence[str], meets: bool = False
     ) -> list[str]:
-        """Return ``program args`` as it runs here: behind srun, in its container, after its set-up
-        lines.
+        """Return ``program args`` behind srun, in its container, after its set-up lines.
 
-        ``meets`` adds torchrun's options by which several nodes find each other. They number
-        themselves as Slurm does.
+        ``meets`` adds the options by which the torchruns of several nodes find each other. Nodes
+        take the numbers that Slurm gave them.
         """
         if self.local:
             return [*program, *args]
@@ -204,8 +217,8 @@ class Place:
             return [*self.srun, *program, *args]
         lines = []
         if self.site.setup:
-            # A set-up line that fails ends the task, and is named: many fail without a word. What
-            # stands on standard input is for the program.
+            # Many set-up lines fail without a word, so the trap names the line. Standard input
+            # belongs to the program: a set-up line must not read it.
             strict = r'set -e; trap "echo set-up failed: \$BASH_COMMAND >&2" ERR'
             lines += [strict, "{", *self.site.setup, "} </dev/null"]
         options = ""
@@ -222,12 +235,16 @@ def decide(
     where: str | None = None,
     kept: Callable[[Needs, Site, str | None], Place | None] = lambda needs, site, job: None,
 ) -> Place:
-    """Decide for a Slurm job we are in, else for a job of our own if a cluster answers, else for
-    this machine.
+    """Decide where a run takes place.
 
-    ``where="local"`` and ``"slurm"`` leave no choice; None takes ``$COURSE_PP_WHERE`` or decides.
-    ``kept`` returns the place of a waiting job that will do, given the request, the cluster's
-    settings and the surrounding job.
+    A Slurm job that surrounds this process comes first, then a job of our own if a cluster answers,
+    then this machine.
+
+    Args:
+        where: ``"local"`` or ``"slurm"``, which leave no choice; None takes ``$COURSE_PP_WHERE``
+            or decides.
+        kept: a function of the request, the cluster's settings and the surrounding job. It returns
+            the place of a job that already waits for such a run, or None.
     """
     where = where or os.environ.get("COURSE_PP_WHERE") or None
     if where not in ("local", "slurm", None):
@@ -243,7 +260,8 @@ def decide(
                 " out."
             )
         return Place(_on_this_machine(needs))
-    site, job = load_site(), os.environ.get("SLURM_JOB_ID")
+    site = load_site()
+    job = os.environ.get("SLURM_JOB_ID")
     if waiting := kept(needs, site, job):
         return waiting
     if job is not None:
@@ -259,12 +277,15 @@ def decide(
 
 
 def certainly_here() -> bool:
-    """Whether the next `on_ranks` runs on this machine, as far as can be said without asking a cluster."""
+    """Return whether the next `on_ranks` runs on this machine; False if only a cluster knows."""
     return os.environ.get("COURSE_PP_WHERE") == "local" or on_a_node() or not shutil.which("srun")
 
 
 def on_a_node() -> bool:
-    """Return whether this is a node of a Slurm job. A step would only start the same ranks here, seconds later."""
+    """Return whether this is a node of a Slurm job.
+
+    There a step of Slurm would only start the same ranks on the same node, seconds later.
+    """
     return "SLURMD_NODENAME" in os.environ
 
 
@@ -290,37 +311,44 @@ def _inside(needs: Needs, site: Site, job: str) -> Place:
             f"--nnodes={needs.nodes}, but Slurm job {job}, in which this runs, holds"
             f" {_count(held, 'node')}. Take fewer, or start a job with more."
         )
-    # A step that asks for more cores than the job holds on a node is refused.
+    # Slurm refuses a step that asks for more cores than the job holds on a node.
     cores = _leading_number(os.environ.get("SLURM_JOB_CPUS_PER_NODE")) or sys.maxsize
     ranks = needs.ranks or 1
     cpus = min(ranks * site.cpus_per_rank, cores)
-    few = f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}" if cores < ranks else ""
-    # Without --overlap the step would wait for what the step of the notebook holds.
+    said = f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}"
+    if cores < ranks:
+        said += f", where {_count(ranks, 'rank')} share {_count(cores, 'core')}"
+    # Without --overlap the step would wait for the cores that the notebook's own step holds.
     srun = ("srun", "--overlap", *_tasks(needs), "-c", str(cpus), *site.options)
-    return Place(
-        f"Ranks run inside Slurm job {job}, on {_count(needs.nodes, 'node')}{few}.", srun, job, site
-    )
+    return Place(f"{said}.", srun, job=job, site=site)
 
 
 def _submitted(needs: Needs, site: Site, most_cpus: int, most_gpus: int) -> Place:
     most = most_gpus if site.gpus_per_node is None else site.gpus_per_node
     gpus = min(needs.ranks or most, most) if site.gres and needs.gpus else 0
     cpus = min((needs.ranks or max(1, gpus)) * site.cpus_per_rank, most_cpus)
+    seconds = needs.seconds + _SLACK_S
+    if needs.calls and site.keep_s:
+        seconds += _CALLS_S
+
     srun = ["srun"]
-    partition = _partition(needs, site)
-    srun += ["-p", partition] if partition else []
-    srun += ["-A", site.account] if site.account else []
+    if partition := _partition(needs, site):
+        srun += ["-p", partition]
+    if site.account:
+        srun += ["-A", site.account]
     srun += [*_tasks(needs), "-c", str(cpus)]
     if gpus:
         gres = site.gres.format(n=gpus)
         srun.append(gres if gres.startswith("-") else f"--gres={gres}")
-    seconds = needs.seconds + _SLACK_S + (_CALLS_S if needs.calls and site.keep_s else 0)
     srun += ["-t", site.time_limit or str(math.ceil(seconds / 60)), *site.options]
-    each = f", {_count(gpus, 'GPU')}{' on each' if needs.nodes > 1 else ''}"
-    if needs.ranks is not None and needs.ranks > gpus:
-        each += f" for {_count(needs.ranks, 'rank')}"
-    what = f"{_count(needs.nodes, 'node')}{each if gpus else ', CPU only'}"
-    return Place(f"Ranks run in a Slurm job of their own: {what}.", tuple(srun), None, site)
+
+    said = f"Ranks run in a Slurm job of their own: {_count(needs.nodes, 'node')}, "
+    said += _count(gpus, "GPU") if gpus else "CPU only"
+    if gpus and needs.nodes > 1:
+        said += " on each"
+    if gpus and needs.ranks is not None and needs.ranks > gpus:
+        said += f" for {_count(needs.ranks, 'rank')}"
+    return Place(f"{said}.", tuple(srun), site=site)
 
 
 def _partition(needs: Needs, site: Site) -> str:
@@ -328,16 +356,17 @@ def _partition(needs: Needs, site: Site) -> str:
 
 
 def _tasks(needs: Needs) -> tuple[str, ...]:
-    """Ask for one task a node; where one fails, those of other nodes would wait for it for ever."""
-    return ("-N", str(needs.nodes), "-n", str(needs.nodes), *(("-K1",) if needs.nodes > 1 else ()))
+    """Return the options that ask for one task a node."""
+    tasks = ("-N", str(needs.nodes), "-n", str(needs.nodes))
+    # -K1 ends all tasks when one fails: the others would wait for it for ever.
+    return (*tasks, "-K1") if needs.nodes > 1 else tasks
 
 
 def _nodes(partition: str) -> tuple[int, int] | None:
-    """Return the most cores and GPUs of a node of the partition, ours or the default one; None if
-    there is no cluster.
+    """Return the most cores and the most GPUs of a node of the partition; None without a cluster.
 
-    One that does not answer is refused: a controller may be slow, and a login node is no place for
-    ranks.
+    An empty ``partition`` stands for the default one. RuntimeError if the cluster does not answer:
+    its controller may only be slow, and a login node is no place for ranks.
     """
     if not shutil.which("sinfo"):
         return None
@@ -357,16 +386,15 @@ def _nodes(partition: str) -> tuple[int, int] | None:
     if answer.returncode:
         return None
     rows = [row.split("|", 2) for row in answer.stdout.splitlines() if row.count("|") >= 2]
-    ours = [
-        row
-        for row in rows
-        if (row[0].rstrip("*") == partition if partition else row[0].endswith("*"))
-    ] or rows
-    cpus = max((_leading_number(row[1]) or 1 for row in ours), default=sys.maxsize)
-    gpus = max(
-        (sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[2]))) for row in ours), default=0
-    )
-    return cpus, gpus
+    if partition:
+        ours = [row for row in rows if row[0].rstrip("*") == partition]
+    else:
+        ours = [row for row in rows if row[0].endswith("*")]  # sinfo marks the default one so
+    cpus, gpus = [], []
+    for _, cores, gres in ours or rows:
+        cpus.append(_leading_number(cores) or 1)
+        gpus.append(sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", gres))))
+    return max(cpus, default=sys.maxsize), max(gpus, default=0)
 
 
 def _gpus_here() -> int:
