@@ -1,7 +1,7 @@
-"""What will fail on this machine, before a room finds out: ``python -m course_pp doctor``.
+"""Says what will fail on this machine, before a class finds out: ``python -m course_pp doctor``.
 
-:func:`examine` runs all checks side by side, each alone with its errors, all under one time limit.
-Nothing here needs torch, Slurm, a home folder or /proc.
+:func:`examine` runs all checks side by side under one time limit. An error of one check does not
+stop another. The doctor itself needs no torch, no Slurm, no home folder and no /proc.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from course_pp.doctor import machine, packages, running
-from course_pp.doctor.finding import Check, Finding
+from course_pp.doctor.finding import Check, Finding, wrong
 
 __all__ = ["Finding", "examine"]
 
@@ -31,27 +31,33 @@ def examine() -> list[Finding]:
 def run_checks(checks: Sequence[Check], limit_s: float = _LIMIT_S) -> list[Finding]:
     """Run ``checks`` at once and return their findings in the order of the checks.
 
-    One that is not done in time becomes a finding that says so, and is left to itself: a dead
+    A check that is late becomes a finding that says so. Its thread goes on: a read from a dead
     network file system cannot be interrupted.
     """
     answers: queue.SimpleQueue[tuple[Check, list[Finding]]] = queue.SimpleQueue()
+
+    def ask(check: Check) -> None:
+        answers.put((check, check.findings()))
+
     for check in checks:
-        threading.Thread(
-            target=lambda check=check: answers.put((check, check.findings())), daemon=True
-        ).start()
-    late = f"no answer within {limit_s:.0f} s", "look for a file system or a service that hangs"
-    found = {
-        check: [Finding(check.name, False, late[0], check.breaks, late[1])] for check in checks
-    }
-    limit, answered = time.monotonic() + limit_s, 0
-    while answered < len(checks):
+        threading.Thread(target=ask, args=(check,), daemon=True).start()
+
+    found: dict[Check, list[Finding]] = {}
+    limit = time.monotonic() + limit_s
+    while len(found) < len(checks):
         try:
             check, findings = answers.get(timeout=max(0.0, limit - time.monotonic()))
         except queue.Empty:
             break
         found[check] = findings
-        answered += 1
-    return [finding for check in checks for finding in found[check]]
+
+    ordered: list[Finding] = []
+    for check in checks:
+        says = f"no answer within {limit_s:.0f} s"
+        remedy = "look for a file system or a service that hangs"
+        late = wrong(check.name, says, breaks=check.breaks, remedy=remedy)
+        ordered += found.get(check, [late])
+    return ordered
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,16 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings; return 1 if something is wrong, else 0."""
     findings = examine()
-    wrong = [finding for finding in findings if not finding.ok]
+    bad = [finding for finding in findings if not finding.ok]
     if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
-        return bool(wrong)
-    for finding in wrong if arguments.short else findings:
+        return bool(bad)
+    for finding in bad if arguments.short else findings:
         print(finding)
-    summary = (
-        f"{len(wrong)} of {len(findings)} lines are wrong."
-        if wrong
-        else f"All {len(findings)} lines are right."
-    )
-    print(summary)
-    return bool(wrong)
+    if bad:
+        print(f"{len(bad)} of {len(findings)} lines are wrong.")
+    else:
+        print(f"All {len(findings)} lines are right.")
+    return bool(bad)

@@ -1,4 +1,4 @@
-"""What a check of the doctor is, and what it finds."""
+"""The checks of the doctor, and their findings."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Finding:
     """One line of the doctor.
 
     Attributes:
-        name: the name of the thing that was looked at: "open files".
-        ok: True if the course works with it as it is.
-        says: the state of the thing.
-        breaks: the parts of the course that will fail, and in which notebooks.
-        remedy: a way to mend it.
+        name: name of the thing that was looked at: "open files".
+        ok: whether the course works with this thing as it is.
+        says: state of the thing.
+        breaks: parts of the course that will fail, and the notebooks in which they stand.
+        remedy: a way to mend the thing.
     """
 
     name: str
@@ -25,14 +25,29 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        says, breaks, remedy = (
-            " ".join(text.split()).rstrip(".") for text in (self.says, self.breaks, self.remedy)
-        )
         if self.ok:
-            return f"ok    {self.name}: {says}"
-        breaks = breaks and f" What fails: {breaks}."
-        remedy = remedy and f" Mend it: {remedy}."
-        return f"WRONG {self.name}: {says}.{breaks}{remedy}"
+            return f"ok    {self.name}: {_one_line(self.says)}"
+        line = f"WRONG {self.name}: {_one_line(self.says)}."
+        if self.breaks:
+            line += f" What fails: {_one_line(self.breaks)}."
+        if self.remedy:
+            line += f" Mend it: {_one_line(self.remedy)}."
+        return line
+
+
+def _one_line(text: str) -> str:
+    # Messages of exceptions come with line ends and full stops.
+    return " ".join(text.split()).rstrip(".")
+
+
+def right(name: str, says: str) -> Finding:
+    """Return the finding that the course works with the thing as it is."""
+    return Finding(name, True, says)
+
+
+def wrong(name: str, says: str, *, breaks: str, remedy: str) -> Finding:
+    """Return the finding that the thing must be mended."""
+    return Finding(name, False, says, breaks=breaks, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -40,9 +55,9 @@ class Check:
     """A question to the machine.
 
     Attributes:
-        name: the name of its findings, if it cannot be asked.
-        ask: the function that looks.
-        breaks: the parts of the course that are in danger if it cannot be asked.
+        name: name of the finding if ``ask`` raises.
+        ask: function that looks at the machine.
+        breaks: parts of the course that are in danger if ``ask`` raises.
     """
 
     name: str
@@ -50,10 +65,11 @@ class Check:
     breaks: str = "unknown"
 
     def findings(self) -> list[Finding]:
-        """Ask; a check that raises becomes a finding that names its exception."""
+        """Ask, and return the findings. An exception becomes a finding that names it."""
         try:
             answer = self.ask()
         except Exception as error:
             says = f"could not be checked ({type(error).__name__}: {error})"
-            return [Finding(self.name, False, says, self.breaks, "see the reason in parentheses")]
+            remedy = "see the reason in parentheses"
+            return [wrong(self.name, says, breaks=self.breaks, remedy=remedy)]
         return answer if isinstance(answer, list) else [answer]

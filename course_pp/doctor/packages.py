@@ -1,8 +1,7 @@
-"""What is installed: the packages of the course, torch and its build, GPUs, the front end of the
-widgets.
+"""Checks of the installation: packages, torch and its build, GPUs, the widgets of JupyterLab.
 
-torch is asked in a process of its own: a build for another machine ends the process that imports
-it.
+A process of its own imports torch, because a build for another machine ends the process that
+imports it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from course_pp.doctor.finding import Check, Finding
+from course_pp.doctor.finding import Check, Finding, right, wrong
 
 OLDEST_TORCH = (2, 11)
 NEWEST_TRIED_TORCH = (2, 15)
@@ -23,7 +22,7 @@ INSTALL_TORCH = "pip install 'torch>=2.11'"
 _IMPORT_LIMIT_S = 16.0
 _ALL = "all notebooks"
 _FIGURES = "the figures of all notebooks"
-# What is imported, what it is installed as, and what fails without it.
+# Name of the module, name of the package, and the parts of the course that fail without it.
 PACKAGES = (
     ("anywidget", "anywidget", "the board of notebook 11"),
     ("cloudpickle", "cloudpickle", f"every on_ranks and check, so {_ALL}"),
@@ -52,7 +51,8 @@ import json, time
 begun = time.monotonic()
 import torch
 import torch.distributed as dist
-said = {"version": torch.__version__, "seconds": time.monotonic() - begun, "cuda": torch.version.cuda}
+seconds = time.monotonic() - begun
+said = {"version": torch.__version__, "seconds": seconds, "cuda": torch.version.cuda}
 said["distributed"] = dist.is_available()
 said["gloo"] = dist.is_available() and dist.is_gloo_available()
 said["nccl"] = dist.is_available() and dist.is_nccl_available()
@@ -64,7 +64,9 @@ try:
         said["gpus"].append([torch.cuda.get_device_name(i), free, whole])
     pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
     said["apart"] = [[i, j] for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
-    said["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version())) if n and said["nccl"] else None
+    said["nccl_version"] = None
+    if n and said["nccl"]:
+        said["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
 except Exception as error:
     said["gpu_error"] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
@@ -72,23 +74,19 @@ print(json.dumps(said))
 
 
 def packages() -> list[Finding]:
-    missing = [(name, breaks) for module, name, breaks in PACKAGES if find_spec(module) is None]
-    if missing:
-        return [
-            Finding(
-                f"package {name}",
-                False,
-                "not installed",
-                breaks,
-                f"{sys.executable} -m pip install {name}",
-            )
-            for name, breaks in missing
-        ]
-    return [Finding("packages", True, f"{len(PACKAGES)} found")]
+    missing = []
+    for module, name, breaks in PACKAGES:
+        if find_spec(module) is None:
+            remedy = f"{sys.executable} -m pip install {name}"
+            missing.append(wrong(f"package {name}", "not installed", breaks=breaks, remedy=remedy))
+    return missing or [right("packages", f"{len(PACKAGES)} found")]
 
 
 def widgets() -> Finding:
-    """Say whether sliders appear in JupyterLab: ipywidgets in the kernel, and its extension in the page."""
+    """Say whether sliders appear in JupyterLab.
+
+    They need ipywidgets in the kernel, and its extension in the page.
+    """
     name = "widgets"
     remedy = (
         f"{sys.executable} -m pip install ipywidgets jupyterlab_widgets, then restart JupyterLab"
@@ -96,36 +94,38 @@ def widgets() -> Finding:
     try:
         kernel = version("ipywidgets")
     except PackageNotFoundError:
-        return Finding(name, False, "ipywidgets is not installed", _WIDGETS_BREAK, remedy)
+        return wrong(name, "ipywidgets is not installed", breaks=_WIDGETS_BREAK, remedy=remedy)
     from jupyter_core.paths import jupyter_config_path, jupyter_path
 
     pages = [Path(folder) / _MANAGER / "package.json" for folder in jupyter_path("labextensions")]
     page = next((page for page in pages if page.is_file()), None)
     if page is None:
         says = f"ipywidgets {kernel} is here, its JupyterLab extension is not"
-        return Finding(name, False, says, _WIDGETS_BREAK, remedy)
+        return wrong(name, says, breaks=_WIDGETS_BREAK, remedy=remedy)
     for folder in jupyter_config_path():
         config = Path(folder) / "labconfig" / "page_config.json"
         if not config.is_file():
             continue
+        # JupyterLab writes a dict {extension: disabled}; people also write a list of names.
         disabled = json.loads(config.read_text(encoding="utf-8")).get("disabledExtensions", {})
-        if disabled.get(_MANAGER) if isinstance(disabled, dict) else _MANAGER in disabled:
+        if not isinstance(disabled, dict):
+            disabled = dict.fromkeys(disabled, True)
+        if disabled.get(_MANAGER):
+            says = f"the extension {_MANAGER} is disabled"
             remedy = f"jupyter labextension enable {_MANAGER}"
-            return Finding(
-                name, False, f"the extension {_MANAGER} is disabled", _WIDGETS_BREAK, remedy
-            )
+            return wrong(name, says, breaks=_WIDGETS_BREAK, remedy=remedy)
     extension = json.loads(page.read_text(encoding="utf-8"))["version"]
     # ipywidgets 8 speaks to version 5 of the extension or newer, ipywidgets 7 to older ones.
     if (int(kernel.split(".")[0]) >= 8) != (int(extension.split(".")[0]) >= 5):
         says = (
             f"ipywidgets {kernel} in the kernel, its extension {extension} in the page do not fit"
         )
-        return Finding(name, False, says, _WIDGETS_BREAK, remedy)
-    return Finding(name, True, f"ipywidgets {kernel}, JupyterLab extension {extension}")
+        return wrong(name, says, breaks=_WIDGETS_BREAK, remedy=remedy)
+    return right(name, f"ipywidgets {kernel}, JupyterLab extension {extension}")
 
 
 def torch() -> list[Finding]:
-    """Say which torch is here, what it was built with, and which GPUs it sees."""
+    """Say which torch is here, for which machine it was built, and which GPUs it sees."""
     said = ask_torch()
     if isinstance(said, Finding):
         return [said]
@@ -133,9 +133,9 @@ def torch() -> list[Finding]:
 
 
 def ask_torch() -> dict[str, Any] | Finding:
-    """Return what torch says of itself in a process of its own; a finding if it cannot be imported."""
+    """Return the answers of torch in a process of its own; a finding if it cannot be imported."""
     if find_spec("torch") is None:
-        return Finding("torch", False, "not installed", _ALL, INSTALL_TORCH)
+        return wrong("torch", "not installed", breaks=_ALL, remedy=INSTALL_TORCH)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_IMPORT_LIMIT_S
@@ -145,16 +145,11 @@ def ask_torch() -> dict[str, Any] | Finding:
         remedy = (
             "close what else runs here and try again; if it stays slow, put .venv on a local disk"
         )
-        return Finding("torch", False, says, f"the first cell of {_ALL}", remedy)
+        return wrong("torch", says, breaks=f"the first cell of {_ALL}", remedy=remedy)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return Finding(
-            "torch",
-            False,
-            f"cannot be imported ({last})",
-            _ALL,
-            f"make clean lab, or {INSTALL_TORCH}",
-        )
+        remedy = f"make clean lab, or {INSTALL_TORCH}"
+        return wrong("torch", f"cannot be imported ({last})", breaks=_ALL, remedy=remedy)
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said
 
@@ -170,68 +165,56 @@ def _build(said: dict[str, Any]) -> Finding:
             "%torchrun of notebooks 02 to 10, torch's run in 11: they use"
             " torch.distributed.pipelining, FSDP2"
         )
-        return Finding("torch", False, says, breaks, f"make clean lab, or {INSTALL_TORCH}")
+        return wrong("torch", says, breaks=breaks, remedy=f"make clean lab, or {INSTALL_TORCH}")
     if numbers > NEWEST_TRIED_TORCH:
         newest = ".".join(map(str, NEWEST_TRIED_TORCH))
         says += f"; the course was never tried with one newer than {newest}"
-    return Finding("torch", True, says)
+    return right("torch", says)
 
 
 def _gloo(said: dict[str, Any]) -> Finding:
     if not said["gloo"]:
-        what = (
-            "torch.distributed has no gloo"
-            if said["distributed"]
-            else "torch has no torch.distributed"
-        )
-        return Finding("backends", False, what, f"every rank, so {_ALL}", INSTALL_TORCH)
-    return Finding("backends", True, "gloo" + (", NCCL" if said["nccl"] else ""))
+        says = "torch has no torch.distributed"
+        if said["distributed"]:
+            says = "torch.distributed has no gloo"
+        return wrong("backends", says, breaks=f"every rank, so {_ALL}", remedy=INSTALL_TORCH)
+    return right("backends", "gloo" + (", NCCL" if said["nccl"] else ""))
 
 
 def _gpus(said: dict[str, Any]) -> list[Finding]:
     breaks = "runs on GPUs (make test-gpu, source_code/train.py); the notebooks run on the CPU"
     if "gpu_error" in said:
-        return [
-            Finding(
-                "GPUs", False, f"cannot be used ({said['gpu_error']})", breaks, "look at nvidia-smi"
-            )
-        ]
+        says = f"cannot be used ({said['gpu_error']})"
+        return [wrong("GPUs", says, breaks=breaks, remedy="look at nvidia-smi")]
     gpus = said["gpus"]
+    other_build = "make clean lab without CPU=1"
     if not gpus:
-        if list(Path("/dev").glob("nvidia[0-9]*")):
-            built = (
-                "is built for the CPU"
-                if not said["cuda"]
-                else f"for CUDA {said['cuda']} sees none: driver too old"
-            )
-            remedy = (
-                "make clean lab without CPU=1"
-                if not said["cuda"]
-                else "a newer driver, or an older CUDA build"
-            )
-            return [
-                Finding("GPUs", False, f"this machine has some, but torch {built}", breaks, remedy)
-            ]
-        return [Finding("GPUs", True, "none; the whole course runs on the CPU")]
+        if not list(Path("/dev").glob("nvidia[0-9]*")):
+            return [right("GPUs", "none; the whole course runs on the CPU")]
+        if not said["cuda"]:
+            says = "this machine has some, but torch is built for the CPU"
+            return [wrong("GPUs", says, breaks=breaks, remedy=other_build)]
+        says = f"this machine has some, but torch for CUDA {said['cuda']} sees none: driver too old"
+        remedy = "a newer driver, or an older CUDA build"
+        return [wrong("GPUs", says, breaks=breaks, remedy=remedy)]
+
     names = ", ".join(
         f"{name} ({free / 2**30:.0f} of {whole / 2**30:.0f} GiB free)" for name, free, whole in gpus
     )
-    findings = [Finding("GPUs", True, f"{len(gpus)}: {names}")]
-    if not said["nccl"]:
-        findings.append(
-            Finding("NCCL", False, "torch has none", breaks, "make clean lab without CPU=1")
-        )
+    findings = [right("GPUs", f"{len(gpus)}: {names}")]
+    if said["nccl"]:
+        findings.append(right("NCCL", str(said["nccl_version"])))
     else:
-        findings.append(Finding("NCCL", True, str(said["nccl_version"])))
+        findings.append(wrong("NCCL", "torch has none", breaks=breaks, remedy=other_build))
     if said["apart"]:
         pairs = ", ".join(f"{i} to {j}" for i, j in said["apart"][:4])
         says = (
             f"no direct access from GPU {pairs}: messages between them go through the host, which"
             " is slower"
         )
-        findings.append(Finding("peer access", True, says))
+        findings.append(right("peer access", says))
     elif len(gpus) > 1:
-        findings.append(Finding("peer access", True, "every GPU reaches every other"))
+        findings.append(right("peer access", "every GPU reaches every other"))
     return findings
 
 

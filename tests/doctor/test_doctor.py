@@ -473,6 +473,21 @@ def test_a_check_that_raises_or_hangs_is_one_line_and_stops_no_other() -> None:
     assert third == "ok    third: well"
 
 
+@pytest.mark.parametrize(
+    ("later", "load", "ok", "note"),
+    [(0.5, 9.0, True, False), (3.0, 9.0, True, True), (3.0, 1.0, False, False)],
+    ids=["quick", "busy", "slow"],
+)
+def test_slow_ranks_are_wrong_unless_the_machine_is_busy(
+    later: float, load: float, ok: bool, note: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(running.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    finding = running._calls("two ranks", first=4.0, later=later)
+    assert finding.ok == ok
+    assert ("busy" in finding.says) == note
+
+
 def test_two_ranks_that_cannot_meet_are_given_up_and_none_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
