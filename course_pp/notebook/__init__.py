@@ -1,4 +1,4 @@
-"""What the notebooks' cells lean on. Importing this imports no torch."""
+"""Helpers for the cells of the notebooks. Importing this imports no torch."""
 
 from course_pp.notebook.guessing import reveal
 from course_pp.notebook.real_steps import EmulatedRun, compare_gradients, emulate

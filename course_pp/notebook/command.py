@@ -1,9 +1,8 @@
-"""``python -m course_pp lab``: make or update the working copy of the notebooks, and open it in
-JupyterLab.
+"""``python -m course_pp lab``: copy the notebooks, or update the copy, and open it in JupyterLab.
 
-The notebooks of the course are committed with their outputs, which would give every guess away; the
-copy has none. It is never overwritten: what is new in a later version of the course is added, and
-what has changed is put beside the copy that the learner may have edited, as ``03_1f1b.new.ipynb``.
+The notebooks of the course are committed with their outputs, which would give every guess away. The
+copy has no outputs. It is never overwritten: a notebook that a later version of the course adds is
+added here, and one that has changed is put beside the learner's, as ``03_1f1b.new.ipynb``.
 """
 
 import argparse
@@ -26,7 +25,7 @@ HELP = "open your own copy of the notebooks in JupyterLab"
 _FIRST = "00_ranks_and_messages.ipynb"
 _FOLDER = "my_course"
 _SCRIPTS = "source_code"
-# For each notebook the digest of every version that was ever put here, the newest last.
+# This file holds, for each notebook, the digests of all versions that were put here, newest last.
 _RECORD = ".course_pp.json"
 
 
@@ -44,18 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Make the copy and become JupyterLab.
 
-    In a clone the copy holds the notebooks alone; in a folder elsewhere also the scripts, or
-    ``%torchrun`` would not find them. Without a clone, from a wheel, it has the clone's folders:
+    A copy inside the clone holds the notebooks alone. A copy elsewhere also holds the scripts, or
+    ``%torchrun`` would not find them. A copy from a wheel has the folders of a clone:
     ``notebooks/`` and ``source_code/``.
     """
     clone = Path(course_pp.__file__).resolve().parents[1]
     if (clone / "notebooks").is_dir():
-        home, folder = clone, (arguments.folder or clone / _FOLDER).resolve()
+        home = clone
+        folder = (arguments.folder or clone / _FOLDER).resolve()
         copied = update(clone / "notebooks", folder)
         if not folder.is_relative_to(clone):
             copy_scripts(clone / _SCRIPTS, folder / _SCRIPTS)
     else:
-        home, shipped = (arguments.folder or Path(_FOLDER)).resolve(), _shipped()
+        shipped = _shipped()
+        home = (arguments.folder or Path(_FOLDER)).resolve()
         folder = home / "notebooks"
         copied = update(shipped / "notebooks", folder)
         copy_scripts(shipped / _SCRIPTS, home / _SCRIPTS)
@@ -63,16 +64,16 @@ def run(arguments: argparse.Namespace) -> None:
         print(copied, flush=True)
     if arguments.copy_only:
         return
+
     for package in ("jupyterlab", "ipywidgets"):
         if importlib.util.find_spec(package) is None:
             remedy = "make clean lab in a clone, else pip install 'course_pp[course]'"
             raise ValueError(f"{package} is not installed for {sys.executable}: {remedy}")
     if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in arguments.jupyter:
         print("as root JupyterLab wants a word: make lab ARGS=--allow-root", flush=True)
-    # A kernel of this interpreter is found before those of other installations.
-    os.environ["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    )
+    # JupyterLab looks for kernels along PATH. It must find this interpreter's before others.
+    path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    os.environ["PATH"] = os.pathsep.join(path)
     root = home if folder.is_relative_to(home) else folder
     first = (folder / _FIRST).relative_to(root).as_posix()
     options = [f"--ServerApp.root_dir={root}", f"--LabApp.default_url=/lab/tree/{first}"]
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _shipped() -> Path:
-    """Return the folder in which a wheel puts notebooks and scripts: beside the libraries, wherever those are."""
+    """Return the folder in which the wheel has put notebooks and scripts."""
     try:
         files = distribution("course_pp").files or []
     except PackageNotFoundError:
@@ -96,28 +97,30 @@ def _shipped() -> Path:
 
 @dataclass(frozen=True)
 class Copied:
-    """What :func:`update` wrote into ``folder``."""
+    """The files that :func:`update` has written.
+
+    Attributes:
+        folder: folder of the copy.
+        added: notebooks that were not there.
+        beside: an (old name, new name) for each notebook that now has a newer version beside it.
+    """
 
     folder: Path
-    added: tuple[str, ...]  # notebooks that were not there
-    # of newer versions beside a notebook: the name of the old one and the new one
+    added: tuple[str, ...]
     beside: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        lines = (
-            [f"{len(self.added)} notebooks copied to {self.folder.name}/, without outputs"]
-            if self.added
-            else []
-        )
-        lines += [
-            f"{old} has a newer version, which is now beside yours: {new}"
-            for old, new in self.beside
-        ]
+        lines = []
+        if self.added:
+            n = len(self.added)
+            lines.append(f"{n} notebooks copied to {self.folder.name}/, without outputs")
+        for old, new in self.beside:
+            lines.append(f"{old} has a newer version, which is now beside yours: {new}")
         return "\n".join(lines)
 
 
 def update(source: Path, folder: Path) -> Copied:
-    """Copy what ``folder`` lacks of the notebooks in ``source``, without outputs; change no file that is there."""
+    """Copy the notebooks of ``source`` that ``folder`` lacks, without outputs; change none."""
     notebooks = sorted(source.glob("[0-9][0-9]_*.ipynb"))
     if not notebooks:
         raise ValueError(
@@ -125,18 +128,19 @@ def update(source: Path, folder: Path) -> Copied:
         )
     with _refusing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        record, changed = _read_record(folder / _RECORD), False
-        added, beside = [], []
+        record = _read_record(folder / _RECORD)
+        changed = False
+        added = []
+        beside = []
         for path in notebooks:
             text = _without_outputs(path)
-            digest, versions = (
-                hashlib.sha256(text.encode()).hexdigest(),
-                record.setdefault(path.name, []),
-            )
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            versions = record.setdefault(path.name, [])
             target = folder / path.name
             if not target.exists():
                 _write(target, text)
                 added.append(path.name)
+            # The record may be lost, so the cells decide: the same ones need no second copy.
             elif digest not in versions and _read_cells(target) != _cells(json.loads(text)):
                 target = _free_name(folder, path)
                 _write(target, text)
@@ -152,11 +156,9 @@ def update(source: Path, folder: Path) -> Copied:
 def copy_scripts(source: Path, folder: Path) -> None:
     """Copy the scripts that notebooks launch from ``source``; change no file that is there."""
     with _refusing(folder):
-        for path in sorted(
-            path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc"
-        ):
+        for path in sorted(source.rglob("*")):
             target = folder / path.relative_to(source)
-            if not target.exists():
+            if path.is_file() and path.suffix != ".pyc" and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _write(target, path.read_text(encoding="utf-8"))
 
@@ -174,17 +176,20 @@ def _refusing(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """All of it or nothing: half a notebook would be taken for the learner's."""
+    """Write all of the text or nothing: half a notebook would pass for the learner's."""
     unfinished = path.with_name(f".{path.name}.part")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 
 def _read_record(path: Path) -> dict[str, list[str]]:
-    """Return the record; empty if it is missing or unreadable: newer notebooks then go beside what is there."""
+    """Return the record. It is empty if the file is missing or unreadable.
+
+    With an empty record, newer notebooks go beside the present ones, so nothing is lost.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): [str(digest) for digest in digests] for name, digests in found.items()}
+        return {str(name): list(map(str, digests)) for name, digests in found.items()}
     except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}
 
@@ -194,7 +199,8 @@ def _without_outputs(path: Path) -> str:
         notebook: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
             if cell["cell_type"] == "code":
-                cell["outputs"], cell["execution_count"] = [], None
+                cell["outputs"] = []
+                cell["execution_count"] = None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path.name} is no notebook ({error}): get it again from the course"
@@ -214,5 +220,10 @@ def _cells(notebook: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _free_name(folder: Path, path: Path) -> Path:
-    names = [f"{path.stem}.new.ipynb", *(f"{path.stem}.new{i}.ipynb" for i in range(2, 1000))]
-    return next(folder / name for name in names if not (folder / name).exists())
+    """Return ``folder/03_1f1b.new.ipynb``, or ``.new2`` and so on if there is such a file."""
+    free = folder / f"{path.stem}.new.ipynb"
+    number = 2
+    while free.exists():
+        free = folder / f"{path.stem}.new{number}.ipynb"
+        number += 1
+    return free

@@ -1,8 +1,9 @@
-"""A guess beside its measurement. As shipped, a guess is ``...``: it is the learner's to make."""
+"""A guess beside its measurement. A notebook comes with ``...`` where the learner is to guess."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -22,22 +23,24 @@ def reveal(
     unit: str = "",
     how: str | Sequence[Timeline] = "measured",
 ) -> None:
-    """Print what was measured beside the learner's guess, and how the two compare.
+    """Print a measured value beside the learner's guess, and how the two compare.
 
-    Goes on without a guess, and with one that cannot be compared: the notebook must run to its end.
+    A missing guess raises nothing, nor does one that cannot be compared: the notebook must run to
+    its end.
 
     Args:
-        what: was measured: "bubble on 4 ranks".
-        guess: ``...`` if there is none yet; else of the kind of ``measured``.
+        what: name of the value: "bubble on 4 ranks".
+        guess: the learner's guess, of the kind of ``measured``; ``...`` if there is none yet.
         measured: a number, text, a truth value, or several numbers in a sequence, a set or a
             mapping.
-        unit: of the numbers: "ms".
-        how: the value was found: "measured", "simulated" or "computed"; or the timelines from which
+        unit: unit of the numbers: "ms".
+        how: source of the value: "measured", "simulated" or "computed", or the timelines from which
             it was made.
     """
     if not isinstance(how, str):
         how = "measured" if how and all(run.measured for run in how) else "simulated"
-    print(f"{what}: {how} {_verdict(guess, measured, f' {unit}' if unit else '')}")
+    after = f" {unit}" if unit else ""
+    print(f"{what}: {how} {_verdict(guess, measured, after)}")
 
 
 def _verdict(guess: object, measured: object, unit: str) -> str:
@@ -65,7 +68,7 @@ def _kind(value: object) -> str:
 
 
 def _told(guess: object) -> str:
-    """Return a guess and its kind; once, where the kind is all that can be shown."""
+    """Return a guess and its kind; only the kind if the guess shows as nothing else."""
     text, kind = shown(guess), _kind(guess)
     if guess is None or guess is True or guess is False:
         return f"is {text}"
@@ -84,20 +87,17 @@ def _comparison(guess: object, measured: object) -> str:
 
 def _same(guess: object, measured: object) -> bool:
     if isinstance(guess, Real) and isinstance(measured, Real) and not isinstance(guess, bool):
-        # Zero may be measured as a rounding error; but a guess of 1e-12 where zero is measured is
-        # another claim.
-        return math.isclose(
-            _float(guess), _float(measured), rel_tol=_NEAR, abs_tol=0 if guess else _ZERO
-        )
+        # A measured zero may be a rounding error, so a guess of zero has some room. A guess of
+        # 1e-12 where zero is measured is another claim.
+        room = 0 if guess else _ZERO
+        return math.isclose(_float(guess), _float(measured), rel_tol=_NEAR, abs_tol=room)
     if isinstance(guess, Mapping) and isinstance(measured, Mapping):
-        return guess.keys() == measured.keys() and all(
-            _same(guess[key], measured[key]) for key in measured
-        )
-    if (
-        isinstance(guess, Sequence)
-        and isinstance(measured, Sequence)
-        and not isinstance(guess, str)
-    ):
+        if guess.keys() != measured.keys():
+            return False
+        return all(_same(guess[key], measured[key]) for key in measured)
+    if isinstance(guess, str) or isinstance(measured, str):
+        return guess == measured
+    if isinstance(guess, Sequence) and isinstance(measured, Sequence):
         return len(guess) == len(measured) and all(map(_same, guess, measured))
     return guess == measured
 
@@ -110,21 +110,22 @@ def _float(value: Any) -> float:
 
 
 def _text(value: object, alone: bool = True) -> str:
-    """Numbers to three digits, wherever they stand; commas between thousands only where none separates values."""
+    """Return the value as text; numbers have three digits, wherever they stand.
+
+    Thousands have commas only if the number stands ``alone``: in a list a comma separates values.
+    """
     comma = "," if alone else ""
     if isinstance(value, float | Fraction):
         number = _float(value)
         return f"{number:{comma}.0f}" if abs(number) >= 1000 else f"{number:.3g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:{comma}}" if value.bit_length() <= 64 else shown(value)
+    part = partial(_text, alone=False)
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{_text(key, False)}: {_text(each, False)}" for key, each in value.items())
-            + "}"
-        )
+        pairs = [f"{part(key)}: {part(each)}" for key, each in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(_text(each, False) for each in value)) + "}"
+        return "{" + ", ".join(sorted(map(part, value))) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(_text(each, False) for each in value) + "]"
+        return "[" + ", ".join(map(part, value)) + "]"
     return str(value)

@@ -1,18 +1,16 @@
-"""One step of any schedule on real ranks: at the pace of an emulated cluster, or beside one
-process.
+"""One step of any schedule on real ranks: at an emulated cluster's pace, or beside one process.
 
-`emulate` runs it in times that do not depend on this machine. How many seconds a unit of cost lasts
-is measured: long enough for the real work to fit into every action. So a run on a slow or busy
-machine takes longer and shows the same picture. Where nothing fits, the simulated timeline is shown
-instead, and says so.
+`emulate` runs the step in times that do not depend on this machine. It measures how many seconds a
+unit of cost must last, so that the real work fits into every action. A slow or busy machine takes
+longer and shows the same picture. If nothing fits, the result is the simulated timeline, and a line
+says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial, reduce
-from operator import or_
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from course_pp.base.arguments import checked
@@ -28,31 +26,37 @@ if TYPE_CHECKING:
 
 _TRIES = 3
 _FIRST_UNIT_S = 0.008
-# Updates, of a fourth of a unit, seldom fit into less, and a run that does not fit is run again.
+# An update gets a fourth of a unit and seldom fits into a shorter one. A run that does not fit
+# costs a second run.
 _FIRST_UNIT_WITH_UPDATES_S = 0.012
-# The unit is this many times the longest real work seen: ranks that share a core take turns of
-# several milliseconds.
+# The unit is this many times the longest real work so far, because ranks that share a core take
+# turns of several milliseconds.
 _MARGIN = 2.0
 _LONGEST_RUN_S = 8.0
-# Of a forward, where stages update their own weights: not 0, or every real update would overrun.
+# Cost of an update if stages update their own weights. With 0, every real update would overrun.
 _UPDATE = 0.25
 _MOST_RANKS = 8
-# In comparisons: rows of a microbatch, and the width of a stage.
-_ROWS, _WIDTH = 4, 16
+# Shape of a microbatch in `compare_gradients`.
+_ROWS = 4
+_WIDTH = 16
 
 
 @dataclass(frozen=True, repr=False)
 class EmulatedRun(Timeline):
-    """The timeline of one emulated step in the unit of its costs, and what it kept.
+    """The timeline of one emulated step in the unit of its costs, with memory and losses.
 
-    It is not ``measured`` if this machine was too busy, and the times are the simulator's.
+    If this machine was too busy, the times are the simulator's and ``measured`` is False.
+
+    Attributes:
+        memory: bytes that each rank really kept, over times in the same unit.
+        losses: each microbatch's share of the loss.
+        unit_s: seconds that one unit lasted.
+        ledger: the version of the weights that each action used; None for a schedule that flushes.
     """
 
-    # what each rank really kept, in bytes; its times are in the same unit
     memory: tuple[RankMemory, ...] = ()
-    losses: tuple[float, ...] = ()  # each microbatch's share of the loss
-    unit_s: float = 1.0  # seconds that one unit lasted
-    # which version of its weights each action used; None for a schedule that flushes
+    losses: tuple[float, ...] = ()
+    unit_s: float = 1.0
     ledger: Ledger | None = None
 
 
@@ -71,18 +75,18 @@ def emulate(
     """Run one step of ``schedule`` on as many real ranks, at the pace of ``cluster``.
 
     Args:
-        schedule: any that :class:`course_pp.runtime.Pipeline` runs, of at most 8 ranks.
+        schedule: any schedule of :class:`course_pp.runtime.Pipeline` with at most 8 ranks.
         cluster: times in a unit of your choice, bandwidths in bytes a unit; unless given,
             ``Costs()``: a forward takes 1, a backward 2, a message nothing.
-        model: cut evenly into stages; unless given, a small block of two linear layers for each
-            stage.
+        model: a model that is cut evenly into stages; unless given, a small block of two linear
+            layers for each stage.
         inputs: the batch; unless given, 16 rows a microbatch.
-        targets: of the batch; unless given, zeros. The loss is the mean squared error.
-        recompute: keep each microbatch's input only.
-        versions: for a schedule whose stages update their own weights (``U``): by which rule, as
-            :class:`course_pp.runtime.Pipeline` takes it.
-        optimizer: for the same: makes a stage's from its parameters; unless given, SGD with a
-            learning rate of 0.01.
+        targets: the targets of the batch; unless given, zeros. The loss is the mean squared error.
+        recompute: whether ranks keep only the input of each microbatch.
+        versions: the rule by which stages update their own weights (``U``), as
+            :class:`course_pp.runtime.Pipeline` takes it; None for a schedule that flushes.
+        optimizer: a function that makes the optimizer of a stage from its parameters, with
+            ``versions`` only; unless given, SGD with a learning rate of 0.01.
     """
     from course_pp.runtime import EmulatedCluster
 
@@ -100,12 +104,14 @@ def emulate(
     unit_s = _FIRST_UNIT_S if versions is None else _FIRST_UNIT_WITH_UPDATES_S
     for _ in range(_TRIES):
         by_rank = on_ranks(schedule.n_ranks, _emulated, _in_seconds(cluster, unit_s), *given)
-        run, memory, losses, _ = by_rank[0]
-        used = None if versions is None else reduce(or_, (ledger for *_, ledger in by_rank))
+        # Rank 0 has the timeline and the memory of all ranks, but each rank has its own ledger.
+        run, memory, losses, used = by_rank[0]
+        for *_, ledger in by_rank[1:]:
+            if used is not None:
+                used |= ledger
         if not run.trouble:
-            return _in_units(
-                run, unit_s, memory=_stretched(memory, 1 / unit_s), losses=losses, ledger=used
-            )
+            kept = _stretched(memory, 1 / unit_s)
+            return _in_units(run, unit_s, memory=kept, losses=losses, ledger=used)
         unit_s = max(1.5 * unit_s, _MARGIN * _longest_work(run, predicted))
         if unit_s * float(predicted.makespan) > _LONGEST_RUN_S:
             break
@@ -135,16 +141,19 @@ def _emulated(
     versions: Versions | None,
     optimizer: Callable[..., Optimizer] | None,
 ) -> tuple[Any, Any, tuple[float, ...], Ledger | None]:
-    """Run the step on a rank; return its timeline and memory, the losses, and the ledger if there are versions."""
+    """Run the step on a rank; return timeline, memory, losses, and the ledger if it has one."""
     import torch
 
     from course_pp.runtime import Pipeline, Recorder
 
     if inputs is None:
-        inputs = torch.randn(
-            16 * schedule.n_microbatches, 32, generator=torch.Generator().manual_seed(0)
-        )
-    stages = _stages_of(rank, schedule, _blocks(schedule.n_stages, 32) if model is None else model)
+        seeded = torch.Generator().manual_seed(0)
+        inputs = torch.randn(16 * schedule.n_microbatches, 32, generator=seeded)
+    if targets is None:
+        targets = torch.zeros_like(inputs)
+    if model is None:
+        model = _blocks(schedule.n_stages, 32)
+    stages = _stages_of(rank, schedule, model=model)
     recorder = Recorder(memory=True)
     pipeline = Pipeline(
         schedule,
@@ -156,7 +165,7 @@ def _emulated(
         optimizers=None if versions is None else _optimizers(stages, optimizer),
         versions=versions,
     )
-    pipeline.step(inputs, target=torch.zeros_like(inputs) if targets is None else targets)
+    pipeline.step(inputs, target=targets)
     ledger = None if versions is None else pipeline.ledger
     return recorder.timeline(name=schedule.name), recorder.memory(), pipeline.shares, ledger
 
@@ -166,9 +175,9 @@ def _optimizers(
 ) -> dict[int, Optimizer]:
     import torch
 
-    make = partial(torch.optim.SGD, lr=0.01) if optimizer is None else optimizer
-    # The first step in a process takes many times as long as the second, and no update has so much
-    # time.
+    make = optimizer or partial(torch.optim.SGD, lr=0.01)
+    # The first step in a process takes many times as long as the second, and no update has that
+    # much time. So take the first one here.
     unused = torch.nn.Parameter(torch.zeros(1))
     unused.grad = torch.zeros(1)
     make([unused]).step()
@@ -179,22 +188,23 @@ def _blocks(n: int, width: int) -> nn.Sequential:
     import torch
     from torch import nn
 
-    torch.manual_seed(0)
-    blocks = (
-        nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-        for _ in range(n)
-    )
-    return nn.Sequential(*blocks)
+    torch.manual_seed(0)  # the same weights on every rank
+    model = nn.Sequential()
+    for _ in range(n):
+        up = nn.Linear(width, 2 * width)
+        down = nn.Linear(2 * width, width)
+        model.append(nn.Sequential(up, nn.GELU(), down))
+    return model
 
 
 def _stages_of(rank: int, schedule: Schedule, model: nn.Sequential) -> dict[int, nn.Sequential]:
     from course_pp.runtime import partition_model
 
-    return {
-        stage: partition_model(model, schedule.n_stages, stage)
-        for stage, ranks in enumerate(schedule.placement)
-        if rank in ranks
-    }
+    stages = {}
+    for stage, ranks in enumerate(schedule.placement):
+        if rank in ranks:
+            stages[stage] = partition_model(model, schedule.n_stages, stage)
+    return stages
 
 
 def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
@@ -213,60 +223,60 @@ def _in_seconds(cluster: EmulatedCluster, unit_s: float) -> EmulatedCluster:
 
 
 def _link_in_seconds(link: EmulatedLink, unit_s: float) -> EmulatedLink:
-    return replace(
-        link, latency=link.latency * unit_s, bandwidth=link.bandwidth and link.bandwidth / unit_s
-    )
+    bandwidth = link.bandwidth and link.bandwidth / unit_s  # None stays None
+    return replace(link, latency=link.latency * unit_s, bandwidth=bandwidth)
 
 
 def _times(factor: float, value: Any) -> Any:
+    """Return ``factor * value`` for a number, for each number of a tuple, or None for None."""
     if value is None:
         return None
-    return (
-        tuple(factor * float(each) for each in value)
-        if isinstance(value, tuple)
-        else factor * float(value)
-    )
+    if isinstance(value, tuple):
+        return tuple(factor * float(each) for each in value)
+    return factor * float(value)
 
 
 def _longest_work(run: EmulatedTimeline, predicted: Timeline) -> float:
-    """Return the longest real work, in seconds for each unit that it was given."""
+    """Return the longest real work: seconds of an action divided by its cost in units."""
     given = {(span.rank, span.action): float(span.duration) for span in predicted.spans}
-    ratios = [
-        float(span.duration) / given[span.rank, span.action]
-        for span in run.wall.spans
-        if given[span.rank, span.action]
-    ]
-    return max(ratios, default=0.0)
+    longest = 0.0
+    for span in run.wall.spans:
+        units = given[span.rank, span.action]
+        # An action that costs nothing overruns in any unit.
+        if units:
+            longest = max(longest, float(span.duration) / units)
+    return longest
 
 
 def _in_units(run: EmulatedTimeline, unit_s: float, **more: Any) -> EmulatedRun:
     def scaled(each: Any) -> Any:
         return replace(each, start=each.start / unit_s, end=each.end / unit_s)
 
-    spans, receives = (tuple(map(scaled, each)) for each in (run.spans, run.receives))
+    spans = tuple(map(scaled, run.spans))
+    receives = tuple(map(scaled, run.receives))
     return _run_of(run, spans=spans, receives=receives, unit_s=unit_s, measured=True, **more)
 
 
 def _stretched(memory: tuple[RankMemory, ...], factor: float) -> tuple[RankMemory, ...]:
-    def stretch(curve: tuple[tuple[float, int], ...]) -> tuple[tuple[float, int], ...]:
-        return tuple((factor * when, amount) for when, amount in curve)
-
-    return tuple(
-        replace(kept, curves={kind: stretch(curve) for kind, curve in kept.curves.items()})
-        for kept in memory
-    )
+    """Return the memory with all times multiplied by ``factor``."""
+    stretched = []
+    for kept in memory:
+        curves = {}
+        for kind, curve in kept.curves.items():
+            curves[kind] = tuple((factor * when, amount) for when, amount in curve)
+        stretched.append(replace(kept, curves=curves))
+    return tuple(stretched)
 
 
 @checked
 def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
-    """Run one step of each schedule, of at most 8 ranks, on real ranks and in one process; print a
-    line for each.
+    """Run one step of each schedule on real ranks and in one process, and print how they differ.
 
-    The model has a small block for each stage, in float64. Every copy of a stage that lives on
-    several ranks counts.
+    A schedule has at most 8 ranks. The model has a small block for each stage, in float64. If a
+    stage lives on several ranks, each of its copies counts.
 
     Returns:
-        For each schedule the largest absolute difference, of all its gradients and of the loss.
+        The largest absolute difference of all gradients and of the loss, one for each schedule.
     """
     if not schedules:
         raise ValueError(
@@ -278,19 +288,20 @@ def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
                 f"{schedule.name} has {schedule.n_ranks} ranks: at most {_MOST_RANKS} are started"
                 " on one machine"
             )
+
+    # One call of on_ranks serves all schedules that have the same number of ranks.
     found: dict[int, tuple[int, float]] = {}
     for n_ranks in sorted({schedule.n_ranks for schedule in schedules}):
         mine = [i for i, schedule in enumerate(schedules) if schedule.n_ranks == n_ranks]
         by_rank = on_ranks(n_ranks, _compared, tuple(schedules[i] for i in mine))
         for i, ranks in zip(mine, zip(*by_rank, strict=True), strict=True):
-            found[i] = (
-                sum(count for count, _ in ranks),
-                max(difference for _, difference in ranks),
-            )
+            counts, differences = zip(*ranks, strict=True)
+            found[i] = (sum(counts), max(differences))
+
     width = max(len(schedule.name) for schedule in schedules)
     for i, schedule in enumerate(schedules):
         count, difference = found[i]
-        size = f"{schedule.n_ranks} rank{'s' if schedule.n_ranks > 1 else ''}"
+        size = "1 rank" if schedule.n_ranks == 1 else f"{schedule.n_ranks} ranks"
         print(
             f"{schedule.name:{width}}  {size}, {count} gradients: at most {difference:.0e} from one"
             " process"
@@ -299,7 +310,7 @@ def compare_gradients(schedules: Sequence[Schedule]) -> tuple[float, ...]:
 
 
 def _compared(rank: int, schedules: Sequence[Schedule]) -> list[tuple[int, float]]:
-    """Return for each schedule how many gradients this rank holds, and the largest difference."""
+    """Return (gradients that this rank holds, largest difference) for each schedule."""
     return [_compared_one(rank, schedule) for schedule in schedules]
 
 
@@ -315,8 +326,9 @@ def _compared_one(rank: int, schedule: Schedule) -> tuple[int, float]:
     loss = torch.nn.functional.mse_loss(model(inputs), targets)
     loss.backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    stages = _stages_of(rank, schedule, model)
+    model.zero_grad()  # sets them to None, so `expected` keeps the values
+
+    stages = _stages_of(rank, schedule, model=model)
     found, _ = run_step(schedule, stages, inputs, targets, torch.nn.functional.mse_loss)
     differences = [abs(found.item() - loss.item())]
     for stage in stages.values():

@@ -1,4 +1,4 @@
-"""A folder for what a notebook writes, which goes when its kernel does, however that ends."""
+"""A folder for the files of a notebook. It is removed when the kernel ends, however it ends."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from course_pp.base.arguments import checked
 
-# Runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group arrives. A
-# killed kernel says nothing: its end of the pipe closes. What it forked may hold that end open,
-# hence the look at the parent too. Ranks that are about to end may write a little longer, hence the
-# repeats.
+# This program runs in a session of its own, where neither Ctrl-C nor a signal to the kernel's group
+# arrives. If the kernel is killed, its end of the pipe closes. A child of the kernel may hold that
+# end open, so the program also looks whether the kernel is still its parent. It removes the folder
+# several times, because ranks that are about to end may write a little longer.
 _REMOVE_WHEN_ALONE = """
 import os, select, shutil, sys, time
 folder, starter = sys.argv[1], int(sys.argv[2])
@@ -28,12 +28,14 @@ for _ in range(8):
 
 @checked
 class ScratchFolder:
-    """Make a folder beside the notebook, where every node of a cluster sees it; it is removed when
-    this object goes.
+    """A folder beside the notebook, where every node of a cluster sees it.
 
-    That is when the name is bound again, when the kernel is restarted or shut down, and when it is
-    killed: another process watches. ``prefix`` begins its name; ``beside`` is the folder to make it
-    in, the current one unless given.
+    The folder is removed with this object: when the name is bound again, and when the kernel is
+    restarted, shut down or killed. Another process watches for that.
+
+    Args:
+        prefix: beginning of the folder's name.
+        beside: folder in which to make it; unless given, the current one.
     """
 
     path: Path
@@ -48,28 +50,23 @@ class ScratchFolder:
                 " notebook in a folder that you can write, such as the working copy of make lab,"
                 " or name another one (beside)"
             ) from error
-        argv = [
-            sys.executable,
-            "-I",
-            "-S",
-            "-c",
-            _REMOVE_WHEN_ALONE,
-            str(self.path),
-            str(os.getpid()),
-        ]
-        quiet = subprocess.DEVNULL
+        # -I -S: the program needs no package, and starts sooner without a look at them.
+        program = [sys.executable, "-I", "-S", "-c", _REMOVE_WHEN_ALONE]
         watcher = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+            [*program, str(self.path), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._end = weakref.finalize(self, _let_go, watcher, os.getpid())
 
     @checked
     def fresh(self, name: str, copy_of: str | os.PathLike[str] | None = None) -> Path:
-        """Return a folder in this one that holds nothing of an earlier run, so that a cell can be
-        run again.
+        """Return a folder in this one without files of an earlier run, so a cell can run again.
 
-        What already has this ``name`` is removed first. The new one is empty, or starts with a
-        ``copy_of`` another.
+        A folder that has this ``name`` is removed first. The new one is empty, or begins as a copy
+        of ``copy_of``.
         """
         target = self.path / name
         if name in ("", ".", "..") or target.parent != self.path:
@@ -94,15 +91,15 @@ class ScratchFolder:
         return target
 
     def remove(self) -> None:
-        """Remove the folder now, and wait until it is gone; safe to call repeatedly."""
+        """Remove the folder now, and wait until it is gone. It is safe to call this repeatedly."""
         self._end()
 
 
 def _let_go(watcher: "subprocess.Popen[bytes]", starter: int) -> None:
     if os.getpid() != starter:
-        return  # a fork of the kernel, which has a copy of the folder's object
+        return  # this is a fork of the kernel, which has a copy of the folder's object
     assert watcher.stdin is not None
-    # Closing alone says nothing while a fork holds the pipe open too.
+    # Closing alone does nothing while a fork of the kernel holds the pipe open, so write a byte.
     with suppress(BrokenPipeError):
         watcher.stdin.write(b".")
         watcher.stdin.close()
