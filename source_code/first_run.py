@@ -1,9 +1,8 @@
-"""One pipeline on the ranks there are: train ten steps on real text, prove it equals one process,
-draw the last step.
+"""Train ten steps on real text through a pipeline, compare with one process, draw the last step.
 
     torchrun --standalone --nproc-per-node=2 source_code/first_run.py
 
-`make run` calls this. Everything is in float64, so that equal means equal.
+`make run` calls this. All numbers are float64, so that equal means equal.
 """
 
 import sys
@@ -27,17 +26,24 @@ from course_pp.parallel import (
 from course_pp.runtime import Recorder
 from course_pp.training.data import Batches, encode, load_corpus, packed, train_tokenizer
 
-STEPS, N_MICROBATCHES, BATCH_SIZE, SEQ_LEN, LEARNING_RATE = 10, 8, 16, 64, 2e-3
-SCHEDULE, SEED, TOLERANCE = "1f1b", 42, 1e-11
+STEPS = 10
+N_MICROBATCHES = 8
+BATCH_SIZE = 16
+SEQ_LEN = 64
+LEARNING_RATE = 2e-3
+SCHEDULE = "1f1b"
+SEED = 42
+TOLERANCE = 1e-11
 PICTURE = Path("runs/first_run.svg")
 
 
 def train_one_process(
     config: ModelConfig, batches: Batches
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The reference: the whole model, each batch in one piece."""
+    """Return losses and weights of the whole model, trained on each batch in one piece."""
     torch.manual_seed(SEED)
-    model, loss_fn = Transformer(config).double(), CrossEntropy()
+    model = Transformer(config).double()
+    loss_fn = CrossEntropy()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step in range(STEPS):
@@ -60,32 +66,32 @@ def main() -> None:
         dim=128, n_layers=8, n_heads=4, vocab_size=tokenizer.vocab_size, max_seq_len=SEQ_LEN
     )
 
-    mesh, device = init_distributed(DistributedConfig(pp=n_ranks), SEED), get_device()
+    mesh = init_distributed(DistributedConfig(pp=n_ranks), SEED)
+    device = get_device()
     module = build_stage_module(config, rank, n_ranks).to(device, torch.float64)
-    stage = build_pipeline_stage(
-        module, mesh, device, BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, torch.float64
-    )
+    rows = BATCH_SIZE // N_MICROBATCHES
+    stage = build_pipeline_stage(module, mesh, device, rows, SEQ_LEN, torch.float64)
     pipeline = build_pipeline_schedule(stage, N_MICROBATCHES, CrossEntropy(), SCHEDULE)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
 
-    losses, recorder = [], Recorder()
+    losses = []
+    recorder = Recorder()
     for step in range(STEPS):
+        inputs = batches[step].inputs.to(device)
+        targets = batches[step].targets.to(device)
         recorder.clear()
         optimizer.zero_grad()
         with recorder.attach(stage):
-            loss = pipeline.step(
-                batches[step].inputs.to(device), target=batches[step].targets.to(device)
-            )
+            loss = pipeline.step(inputs, target=targets)
         optimizer.step()
         losses.append(loss.item())
         if rank == 0:
             print(f"step {step + 1:2}  loss {losses[-1]:.6f}", flush=True)
 
-    timeline = recorder.timeline()
+    timeline = recorder.timeline()  # a collective: every rank takes part
+    mine = {name: value.cpu() for name, value in module.state_dict().items()}
     parts = [None] * n_ranks
-    dist.all_gather_object(
-        parts, {name: value.cpu() for name, value in module.state_dict().items()}
-    )
+    dist.all_gather_object(parts, mine)
     destroy_distributed()
     if rank == 0:
         report(config, batches, losses, parts)
@@ -100,12 +106,17 @@ def report(
 ) -> None:
     """Compare with one process; exit with 1 if anything differs."""
     expected_losses, expected = train_one_process(config, batches)
-    trained = {name: value for part in parts for name, value in part.items()}
+    trained = {}
+    for part in parts:
+        trained |= part
     off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
     furthest = max((trained[name] - value).abs().max().item() for name, value in expected.items())
     equal = trained.keys() == expected.keys() and max(off, furthest) <= TOLERANCE
-    print(f"{'equal to' if equal else 'DIFFERS FROM'} one process: losses to {off:.0e}, ", end="")
-    print(f"all {len(expected)} parameter tensors to {furthest:.0e} (float64)")
+    verdict = "equal to" if equal else "DIFFERS FROM"
+    print(
+        f"{verdict} one process: losses to {off:.0e}, all {len(expected)} parameter tensors to"
+        f" {furthest:.0e} (float64)"
+    )
     if not equal:
         sys.exit(1)
 

@@ -1,12 +1,12 @@
-"""Kill a random rank at a random moment, resume, and again: what is lost?
+"""Kill a random rank at a random moment, resume, and repeat: is anything lost?
 
     python source_code/kill_drill.py --kills 50
 
 A pipeline of two ranks trains and saves after every other step, in turns synchronously and
 asynchronously. Every second kill waits until a save is going on. After each kill the drill looks
-for processes that are left and for checkpoints that were complete and are not any more, and
-compares every loss, bit by bit, with those of a run that nobody interrupted. It prints a tally;
-exit code 1 if anything was wrong.
+for processes that are left, and for checkpoints that were complete and are not any more. It
+compares every loss, bit by bit, with the losses of a run that nobody interrupted. At the end it
+prints a tally; the exit code is 1 if anything was wrong.
 """
 
 import argparse
@@ -35,7 +35,12 @@ from course_pp.parallel import (
 from course_pp.training.checkpoint import AsyncSaver, find_latest, resume, save, verify
 from course_pp.training.checkpoint.directory import step_of
 
-RANKS, STEPS, SAVE_EVERY, BATCH, SEQ_LEN, MICROBATCHES = 2, 40, 2, 4, 16, 4
+RANKS = 2
+STEPS = 40
+SAVE_EVERY = 2
+BATCH = 4
+SEQ_LEN = 16
+MICROBATCHES = 4
 CONFIG = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=SEQ_LEN)
 GOOD = ("kills", "during a save", "between saves", "checkpoints completed", "losses compared")
 BAD = (
@@ -48,7 +53,7 @@ BAD = (
 
 
 def train(rank: int, root: Path, log: Path, asynchronous: bool) -> None:
-    """Train to the last step from the newest checkpoint; rank 0 notes losses and complete checkpoints in ``log``."""
+    """Train from the newest checkpoint to the last step; note losses and complete checkpoints."""
     mesh = init_distributed(DistributedConfig(pp=RANKS), seed=0)
     module = build_stage_module(CONFIG, rank, RANKS).double()
     stage = build_pipeline_stage(module, mesh, "cpu", BATCH // MICROBATCHES, SEQ_LEN, torch.float64)
@@ -57,29 +62,29 @@ def train(rank: int, root: Path, log: Path, asynchronous: bool) -> None:
     saver = AsyncSaver(root, device_mesh=mesh, keep_last=3) if asynchronous else None
     loaded = resume(root, module, optimizer, device_mesh=mesh)
     (log / f"pid{rank}").write_text(str(os.getpid()))
+
     for step in range(loaded.step + 1 if loaded else 1, STEPS + 1):
-        tokens = torch.randint(
-            CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step)
-        )
+        drawn = torch.Generator().manual_seed(step)
+        tokens = torch.randint(CONFIG.vocab_size, (BATCH, SEQ_LEN + 1), generator=drawn)
         optimizer.zero_grad()
         loss = schedule.step(tokens[:, :-1], target=tokens[:, 1:]).item()
         optimizer.step()
         note(rank, log / "losses", [step, float(loss).hex()])
         if step % SAVE_EVERY == 0:
-            before = (
-                saver.wait()
-                if saver
-                else save(root, step, module, optimizer, device_mesh=mesh, keep_last=3)
-            )
-            note(rank, log / "complete", before.step if before else 0)
-            if saver:
-                saver.save(step, module, optimizer)
-    if saver:
+            if saver is None:
+                done = save(root, step, module, optimizer, device_mesh=mesh, keep_last=3)
+                note(rank, log / "complete", done.step)
+                continue
+            # An asynchronous save is known to be complete only when the next one waits for it.
+            done = saver.wait()
+            note(rank, log / "complete", done.step if done else 0)
+            saver.save(step, module, optimizer)
+    if saver is not None:
         saver.close()
 
 
 def note(rank: int, path: Path, entry: object) -> None:
-    """Append one line, whole, on rank 0."""
+    """Append one line on rank 0, all of it or nothing."""
     if rank == 0:
         with path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
@@ -98,22 +103,22 @@ def cleared(directory: Path) -> Path:
 def kill(
     root: Path, log: Path, in_save: bool, dice: random.Random, over: threading.Event, hit: list[str]
 ) -> None:
-    """Wait until all ranks train, then for the moment, and kill one of them; ``hit`` says when it was."""
-    left = set(root.glob(".step_*"))  # by the kill before: they go when the next save begins
-    victim, least, delay_s = (
-        dice.randrange(RANKS),
-        dice.randrange(4),
-        dice.uniform(0, 0.02 if in_save else 0.2),
-    )
+    """Wait for a random moment after all ranks train, and kill one; ``hit`` says what it did."""
+    # Folders that the kill before has left; they go when the next save begins.
+    left = set(root.glob(".step_*"))
+    victim = dice.randrange(RANKS)
+    least = dice.randrange(4)  # checkpoints to let through
+    delay_s = dice.uniform(0, 0.02 if in_save else 0.2)
 
     def is_saving() -> bool:
         return any(file.parent not in left for file in root.glob(".step_*.tmp-*/*"))
 
-    while (
-        len(list(log.glob("pid*"))) < RANKS
-        or len(noted(log / "complete")) < least
-        or (in_save and not is_saving())
-    ):
+    def is_time() -> bool:
+        if len(list(log.glob("pid*"))) < RANKS or len(noted(log / "complete")) < least:
+            return False
+        return is_saving() or not in_save
+
+    while not is_time():
         if over.wait(0.0005):
             return
     if not over.wait(delay_s):
@@ -124,10 +129,12 @@ def kill(
 def one_kill(
     root: Path, log: Path, number: int, dice: random.Random, expected: dict[int, str]
 ) -> Counter:
-    """Train until the kill, then count what it left; nothing is counted if the run ended before."""
-    over, hit = threading.Event(), list[str]()
+    """Train until the kill, and count its damage; return no counts if the run ended before it."""
+    over = threading.Event()
+    hit: list[str] = []
+    in_save = number % 2 == 0
     killer = threading.Thread(
-        target=kill, args=(root, cleared(log), number % 2 == 0, dice, over, hit), daemon=True
+        target=kill, args=(root, cleared(log), in_save, dice, over, hit), daemon=True
     )
     killer.start()
     try:
@@ -140,7 +147,9 @@ def one_kill(
     if not hit:
         cleared(root)
         return Counter()
-    complete, losses, latest = noted(log / "complete"), noted(log / "losses"), find_latest(root)
+    complete = noted(log / "complete")
+    losses = noted(log / "losses")
+    latest = find_latest(root)
     newest = step_of(latest) if latest else 0
     found = {
         "kills": 1,
@@ -162,22 +171,21 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims")
     arguments = parser.parse_args()
-    dice, tally = random.Random(arguments.seed), Counter[str]()
-    # as of an older checkpoint in place of a damaged one
+    dice = random.Random(arguments.seed)
+    tally: Counter[str] = Counter()
+    # `resume` warns if it takes an older checkpoint in place of a damaged one.
     warnings.simplefilter("error", UserWarning)
     with tempfile.TemporaryDirectory() as folder:
-        root, log = cleared(Path(folder) / "checkpoints"), cleared(Path(folder) / "log")
+        root = cleared(Path(folder) / "checkpoints")
+        log = cleared(Path(folder) / "log")
         on_ranks(RANKS, train, root, log, False, timeout_s=300)
         expected = dict(noted(log / "losses"))
         cleared(root)
         while tally["kills"] < arguments.kills:
             tally += one_kill(root, log, tally["kills"], dice, expected)
-            print(
-                f"{tally['kills']} of {arguments.kills} kills",
-                end="\r",
-                file=sys.stderr,
-                flush=True,
-            )
+            done = f"{tally['kills']} of {arguments.kills} kills"
+            print(done, end="\r", file=sys.stderr, flush=True)
+        # A save removes the folders of saves that were cut short.
         save(root, STEPS + 1, torch.nn.Linear(1, 1), device_mesh=None)
         tally["leftovers after the next save"] = len(list(root.glob(".step_*")))
     for what in (*GOOD, *BAD):

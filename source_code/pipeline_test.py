@@ -1,11 +1,11 @@
 """The classic: a small decoder cut by hand over the ranks, one GPipe step over four microbatches.
 
-    torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py srun -p gpu -N 1
-    --gres=gpu:2 torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py
+    torchrun --nnodes=1 --nproc-per-node=2 source_code/pipeline_test.py
+    srun -p gpu -N 1 --gres=gpu:2 torchrun --nproc-per-node=2 source_code/pipeline_test.py
 
-Nothing here but torch's own pipelining and our model; train.py shows the same with the whole
-package. Any number of ranks up to the number of layers works, one included. The last rank prints
-the loss of each microbatch.
+The script uses torch's own pipelining and our model, nothing else; train.py shows the same with the
+whole package. It runs on one rank or more, up to the number of layers. The last rank prints the
+loss of each microbatch.
 """
 
 import argparse
@@ -25,14 +25,16 @@ from course_pp.parallel import (
     refusals_said_once,
 )
 
-N_MICROBATCHES, BATCH_SIZE, SEQ_LEN = 4, 32, 64
+N_MICROBATCHES = 4
+BATCH_SIZE = 32
+SEQ_LEN = 64
 
 
 def manual_split(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
-    """The layers of one stage, cut from a whole model that never takes memory.
+    """Return the layers of one stage, cut from a whole model that never takes memory.
 
-    The whole model is built on the meta device, what belongs to other stages is dropped, and only
-    then does the rest get storage and values. Spelled out here because it is the point;
+    The whole model is built on the meta device, and the layers of other stages are dropped. Only
+    then does the rest get storage and values. These lines are the point of this script;
     course_pp.model.drop_other_stages does the same. Raises ValueError if there are more stages than
     layers.
     """
@@ -47,6 +49,10 @@ def manual_split(config: ModelConfig, stage: int, n_stages: int) -> Transformer:
     if stage < n_stages - 1:
         model.norm = model.head = None
     return model
+
+
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def main() -> None:
@@ -67,16 +73,13 @@ def main() -> None:
     device = get_device()
     model.to_empty(device=device).init_weights_and_freqs()
 
-    # the same on every rank: one seed
+    # All ranks have the same seed, so they draw the same tokens.
     tokens = torch.randint(config.vocab_size, (BATCH_SIZE, SEQ_LEN + 1)).to(device)
-    inputs, target = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    inputs = tokens[:, :-1].contiguous()
+    target = tokens[:, 1:].contiguous()
 
     stage = PipelineStage(model, rank, n_ranks, device)
-    schedule = ScheduleGPipe(
-        stage,
-        N_MICROBATCHES,
-        loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
-    )
+    schedule = ScheduleGPipe(stage, N_MICROBATCHES, loss_fn=cross_entropy)
 
     losses: list[torch.Tensor] = []
     if rank == 0:
@@ -86,7 +89,7 @@ def main() -> None:
     if rank == n_ranks - 1:
         print(f"losses: {[round(loss.item(), 4) for loss in losses]}", flush=True)
 
-    dist.barrier()
+    dist.barrier()  # a rank that leaves first would close connections that others still use
     destroy_distributed()
 
 

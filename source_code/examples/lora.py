@@ -1,13 +1,11 @@
-"""Train LoRA adapters of peft on the GPT-2 of gpt2.py, cut into stages whose own weights are
-frozen.
+"""Train LoRA adapters of peft on the GPT-2 of gpt2.py, whose own weights are frozen.
 
-    torchrun --standalone --nproc-per-node=2 source_code/examples/lora.py --first-layer 4 --folder
-    runs/lora
+    torchrun --standalone --nproc-per-node=2 source_code/examples/lora.py --first-layer 4
 
 Layers from --first-layer on get adapters. At 4, the first of two stages has none, so it has no
-gradient. A folder gets the adapters alone; the same command with more --steps goes on from there,
-on any number of ranks. In float64, losses, norms, gradients and adapters are compared with one
-process that never stopped. Needs peft: pip install peft
+gradient. With --folder the adapters alone are saved; the same command with more --steps goes on
+from there, on any number of ranks. In float64, losses, norms, gradients and adapters are compared
+with one process that never stopped. The script needs peft: pip install peft
 """
 
 import argparse
@@ -22,11 +20,15 @@ from course_pp import parallel as pp
 from course_pp.model import CrossEntropy
 from course_pp.training.checkpoint import resume, save
 
-TOLERANCE, MAX_NORM = 1e-12, 0.005
+TOLERANCE = 1e-12
+MAX_NORM = 0.005
 
 
 def adapted(first_layer: int) -> GPT2LMHeadModel:
-    """The model with adapters beside its attention. Their names are the whole model's, and stay so when it is cut."""
+    """Return the model with adapters beside its attention.
+
+    The adapters are added before the model is cut, so they have the names of the whole model.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -43,23 +45,27 @@ def adapted(first_layer: int) -> GPT2LMHeadModel:
     config = LoraConfig(
         r=4, target_modules=["c_attn"], layers_to_transform=layers, fan_in_fan_out=True
     )
-    return inject_adapter_in_model(config, model).double()  # which freezes everything else
+    # peft freezes all other weights.
+    return inject_adapter_in_model(config, model).double()
 
 
 def trained(modules: list[nn.Module]) -> dict[str, nn.Parameter]:
-    """The adapters of a rank's stages, by name: none, if they all lie elsewhere."""
-    return {
-        name: p for module in modules for name, p in module.named_parameters() if p.requires_grad
-    }
+    """Return the adapters of a rank's stages by name; none if all of them lie on other ranks."""
+    found = {}
+    for module in modules:
+        for name, p in module.named_parameters():
+            if p.requires_grad:
+                found[name] = p
+    return found
 
 
 def adamw(modules: list[nn.Module]) -> torch.optim.AdamW:
-    # a group may be empty
+    # An optimizer refuses an empty list of parameters, but takes an empty group.
     return torch.optim.AdamW([{"params": list(trained(modules).values())}], lr=1e-2)
 
 
 def keep_adapters(module: nn.Module, state: dict[str, object], *_: object) -> None:
-    """Leave out of a stage's ``state_dict`` what is frozen, so that checkpoints hold adapters alone."""
+    """Drop frozen weights from a stage's ``state_dict``, so a checkpoint holds adapters alone."""
     for name in state.keys() - trained([module]).keys():
         del state[name]
 
@@ -67,16 +73,18 @@ def keep_adapters(module: nn.Module, state: dict[str, object], *_: object) -> No
 def in_one_process(
     first_layer: int, steps: int
 ) -> tuple[GPT2LMHeadModel, list[tuple[float, float]]]:
-    """The model after ``steps``, with the last one's gradients, and each step's loss and norm."""
-    model, seen = adapted(first_layer).to(pp.get_device()), []
+    """Return the model after ``steps`` with its last gradients, and (loss, norm) of each step."""
+    model = adapted(first_layer).to(pp.get_device())
     optimizer = adamw([model])
+    seen = []
     for step in range(steps):
         inputs, target = batch(step, None)
         optimizer.zero_grad()
         loss = CrossEntropy()(model(inputs).logits, target)
         loss.backward()
-        seen.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()))
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
+        seen.append((loss.item(), norm.item()))
     return model, seen
 
 
@@ -91,11 +99,14 @@ def main() -> None:
     rank, _, n_ranks = pp.get_world_info()
     mesh = pp.init_distributed(pp.DistributedConfig(pp=n_ranks))
     pipeline = build(adapted(args.first_layer), mesh, "1f1b")
-    modules, optimizer = pipeline.modules, adamw(pipeline.modules)
+    modules = pipeline.modules
+    optimizer = adamw(modules)
     for module in modules:
         module.register_state_dict_post_hook(keep_adapters)
-    loaded = resume(args.folder, modules, optimizer, device_mesh=mesh) if args.folder else None
-    start = loaded.step if loaded else 0
+    start = 0
+    if args.folder and (loaded := resume(args.folder, modules, optimizer, device_mesh=mesh)):
+        start = loaded.step
+
     expected, seen = in_one_process(args.first_layer, args.steps)
     furthest = 0.0
     for step in range(start, args.steps):
@@ -108,17 +119,16 @@ def main() -> None:
         print(f"rank {rank}, step {step + 1}: loss {loss:.4f}, gradient norm {norm:.3f}")
     if args.folder and start < args.steps:
         save(args.folder, args.steps, modules, optimizer, device_mesh=mesh)
+
     ours = trained(modules)
     for name, p in ours.items():
         one = expected.get_parameter(name)
         furthest = max(furthest, (p - one).abs().max().item())
-        if start < args.steps:
+        if start < args.steps:  # without a step there is no gradient
             furthest = max(furthest, (p.grad - one.grad).abs().max().item())
     same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
-    print(
-        f"rank {rank}: losses, norms and {len(ours)} adapter weights {same} one process:"
-        f" {furthest:.0e}"
-    )
+    compared = f"losses, norms and {len(ours)} adapter weights"
+    print(f"rank {rank}: {compared} {same} one process: {furthest:.0e}")
     pp.destroy_distributed()
     sys.exit(furthest > TOLERANCE)
 

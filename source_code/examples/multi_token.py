@@ -1,5 +1,4 @@
-"""Train a GPT-2 that also predicts the token after the next, from a stage in the middle, through a
-pipeline.
+"""Train a GPT-2 that also predicts the token after the next, from a stage in the middle.
 
     torchrun --standalone --nproc-per-node=2 source_code/examples/multi_token.py
 
@@ -21,29 +20,31 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from course_pp import parallel as pp
 from course_pp.model import CrossEntropy
 
-CUTS = ["gpt2.transformer.h.4", "second", "gpt2.lm_head"]  # where stages 1 to 3 begin
-NAME, WEIGHT, TOLERANCE = "token after the next", 0.3, 1e-12
+CUTS = ["gpt2.transformer.h.4", "second", "gpt2.lm_head"]  # stages 1 to 3 begin here
+NAME = "token after the next"
+WEIGHT = 0.3
+TOLERANCE = 1e-12
 
 
 class SecondHead(nn.Module):
-    """Predicts token t + 2 from what the layers made of tokens up to t, and from token t + 1."""
+    """Predicts token t + 2 from the layers' output at token t, and from token t + 1."""
 
     def __init__(self, embedding: nn.Embedding, block: GPT2Block) -> None:
         super().__init__()
         n_tokens, dim = embedding.weight.shape
         self.embedding = nn.Embedding(n_tokens, dim)
-        self.embedding.weight = embedding.weight  # its head's as well
-        self.norm_seen, self.norm_next, self.norm = (
-            nn.LayerNorm(dim),
-            nn.LayerNorm(dim),
-            nn.LayerNorm(dim),
-        )
-        self.join, self.block = nn.Linear(2 * dim, dim), block
+        self.embedding.weight = embedding.weight  # it also serves as the matrix of this head
+        self.norm_seen = nn.LayerNorm(dim)
+        self.norm_next = nn.LayerNorm(dim)
+        self.norm = nn.LayerNorm(dim)
+        self.join = nn.Linear(2 * dim, dim)
+        self.block = block
 
     def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Its mean over a microbatch, of ``x`` (rows, seq, dim) and ``tokens`` (rows, seq + 2)."""
-        seen = torch.cat([self.norm_seen(x), self.norm_next(self.embedding(tokens[:, 1:-1]))], -1)
-        y = self.norm(self.block(self.join(seen)))
+        """Return the mean loss for ``x`` (rows, seq, dim) and ``tokens`` (rows, seq + 2)."""
+        following = self.embedding(tokens[:, 1:-1])
+        joined = torch.cat([self.norm_seen(x), self.norm_next(following)], -1)
+        y = self.norm(self.block(self.join(joined)))
         return WEIGHT * CrossEntropy()(linear(y, self.embedding.weight), tokens[:, 2:])
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class SecondHead(nn.Module):
 class MultiToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gpt2 = build_model()  # its head is its embedding
+        self.gpt2 = build_model()
         self.second = SecondHead(self.gpt2.transformer.wte, GPT2Block(self.gpt2.config))
 
     def layers(self, tokens: Tensor) -> Tensor:
@@ -64,25 +65,23 @@ class MultiToken(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """Tokens (rows, seq + 2): all but two are inputs, all but the first and the last are the first head's targets."""
-    tokens = torch.randint(
-        VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=torch.Generator().manual_seed(step)
-    )
+    """Return tokens (rows, seq + 2): the inputs, and two more as targets of the two heads."""
+    drawn = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB_SIZE, (ROWS, SEQ_LEN + 2), generator=drawn)
     return tokens.to(pp.get_device())
 
 
 def in_one_process(steps: int) -> tuple[MultiToken, list[tuple[float, float]]]:
-    """The model after ``steps``, with the last one's gradients, and both losses of each step, added up by hand."""
-    model, losses = MultiToken().double().to(pp.get_device()), []
+    """Return the model after ``steps`` with its last gradients, and both losses of each step."""
+    model = MultiToken().double().to(pp.get_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
     for step in range(steps):
         tokens = batch(step)
         optimizer.zero_grad()
         x = model.layers(tokens)
-        first, second = (
-            CrossEntropy()(model.gpt2.lm_head(x), tokens[:, 1:-1]),
-            model.second.loss(x, tokens),
-        )
+        first = CrossEntropy()(model.gpt2.lm_head(x), tokens[:, 1:-1])
+        second = model.second.loss(x, tokens)
         (first + second).backward()
         optimizer.step()
         losses.append((first.item(), second.item()))
@@ -94,23 +93,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--schedule", default="interleaved_1f1b", help="of four stages: 1f1b on four ranks"
+        "--schedule", default="interleaved_1f1b", help="a schedule of four stages; on 4 ranks: 1f1b"
     )
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
+
     rank, _, n_ranks = pp.get_world_info()
-    mesh, device = pp.init_distributed(pp.DistributedConfig(pp=n_ranks)), pp.get_device()
+    mesh = pp.init_distributed(pp.DistributedConfig(pp=n_ranks))
+    device = pp.get_device()
     example = batch(0)[: ROWS // N_MICROBATCHES]
-    stages = pp.auto_split(
-        MultiToken().double().to(device), example, n_stages=len(CUTS) + 1, at=CUTS
-    )
-    mine = [
-        pp.build_pipeline_stage(
-            stages[i], mesh, device, stage=i, n_stages=len(stages), inputs=example
+    parts = pp.auto_split(MultiToken().double().to(device), example, n_stages=4, at=CUTS)
+    stages = []
+    for i in pp.get_stage_indices(args.schedule, rank, n_ranks, len(parts) // n_ranks):
+        stage = pp.build_pipeline_stage(
+            parts[i], mesh, device, stage=i, n_stages=len(parts), inputs=example
         )
-        for i in pp.get_stage_indices(args.schedule, rank, n_ranks, len(stages) // n_ranks)
-    ]
-    pipeline = pp.build_pipeline_schedule(mine, N_MICROBATCHES, CrossEntropy(), args.schedule)
+        stages.append(stage)
+    pipeline = pp.build_pipeline_schedule(stages, N_MICROBATCHES, CrossEntropy(), args.schedule)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     expected, losses = in_one_process(args.steps)
     furthest = 0.0
@@ -125,14 +124,11 @@ def main() -> None:
     for module in pipeline.modules:
         for name, p in module.named_parameters():
             one = expected.get_parameter(name)
-            furthest = max(
-                furthest, (p - one).abs().max().item(), (p.grad - one.grad).abs().max().item()
-            )
+            furthest = max(furthest, (p - one).abs().max().item())
+            furthest = max(furthest, (p.grad - one.grad).abs().max().item())
     same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
-    print(
-        f"rank {rank}: losses, gradients and parameters {same} one process: {furthest:.0e}; tied:"
-        f" {pipeline.ties}"
-    )
+    compared = f"losses, gradients and parameters {same} one process: {furthest:.0e}"
+    print(f"rank {rank}: {compared}; tied: {pipeline.ties}")
     pp.destroy_distributed()
     sys.exit(furthest > TOLERANCE)
 

@@ -1,12 +1,11 @@
-"""Cut a model of any family below automatically, train it one step through a pipeline, compare with
-one process.
+"""Cut a model of any family automatically, train one step in a pipeline, compare with one process.
 
     torchrun --standalone --nproc-per-node=2 source_code/hf_pp/any_model.py T5 --schedule 1f1b
     python source_code/hf_pp/any_model.py --list
 
-The models are tiny and in float64, with random weights, so nothing is downloaded. What crosses each
-cut is printed: for T5's decoder that is the encoder's output too, for the U-Net its skip
-connections. Needs transformers: pip install 'course_pp[hf]'.
+The models are tiny and in float64, with random weights, so nothing is downloaded. The script prints
+the values that cross each cut: T5's decoder also needs the encoder's output, and the U-Net has skip
+connections. It needs transformers: pip install 'course_pp[hf]'.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from families import FAMILIES, ROWS, build, called, example, tensor_of
+from families import FAMILIES, ROWS, Example, build, called, example, tensor_of
 from torch import Tensor, nn
 
 from course_pp.parallel import (
@@ -39,21 +38,27 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def in_one_process(name: str) -> tuple[nn.Module, Tensor, float]:
-    """The model with its gradients, the target, and the loss."""
+    """Return the model with its gradients, the target, and the loss."""
     model = build(name).eval()
     output = tensor_of(called(model, example(name)))
-    target = torch.randn(
-        output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1)
-    )
+    drawn = torch.Generator().manual_seed(1)
+    target = torch.randn(output.shape, dtype=output.dtype, generator=drawn)
     loss = loss_fn(output, target)
     loss.backward()
     return model, target, loss.item()
 
 
 def crossing(stage: nn.Module) -> str:
-    """Shapes of the values that a stage sends for one microbatch, beside the model's own arguments."""
+    """Return the shapes that a stage sends for a microbatch, without the model's own arguments."""
     _, sent = stage.sent_for_example()
     return ", ".join(str(tuple(tensor.shape)) for tensor in sent["values"])
+
+
+def first_row(batch: Example) -> Example:
+    """Return one microbatch, which the cut and the messages are planned for."""
+    if isinstance(batch, dict):
+        return {key: value[:1] for key, value in batch.items()}
+    return batch[:1]
 
 
 def main() -> None:
@@ -71,9 +76,8 @@ def main() -> None:
     rank, _, n_ranks = get_world_info()
     schedule = build_schedule(args.schedule, n_ranks, ROWS)
     batch = example(args.name)
-    one = {key: value[:1] for key, value in batch.items()} if isinstance(batch, dict) else batch[:1]
-    model = build(args.name).eval()
-    stages = auto_split(model, one, schedule.n_stages)
+    one = first_row(batch)
+    stages = auto_split(build(args.name).eval(), one, schedule.n_stages)
     init_distributed(DistributedConfig(pp=n_ranks))
     mine = {stage: stages[stage] for stage, ranks in enumerate(schedule.placement) if rank in ranks}
     pipeline = Pipeline(schedule, mine, loss_fn, tied=stages[0].ties)
@@ -83,24 +87,22 @@ def main() -> None:
     furthest = abs(loss - expected)
     for stage in mine.values():
         for name, parameter in stage.named_parameters():
-            furthest = max(
-                furthest, (parameter.grad - whole.get_parameter(name).grad).abs().max().item()
-            )
+            other = whole.get_parameter(name).grad
+            furthest = max(furthest, (parameter.grad - other).abs().max().item())
+
     if rank == 0:
-        print(
-            f"{args.name}: {type(whole).__name__}, {explain(whole, one) or 'nothing stops a cut'}"
-        )
+        obstacles = explain(whole, one) or "nothing stops a cut"
+        print(f"{args.name}: {type(whole).__name__}, {obstacles}")
         for number, stage in enumerate(stages):
-            size, sent = sum(p.numel() for p in stage.parameters()), crossing(stage)
-            print(f"stage {number}: {size:,} parameters" + (f", sends {sent}" if sent else ""))
+            size = f"{sum(p.numel() for p in stage.parameters()):,} parameters"
+            if sent := crossing(stage):
+                size += f", sends {sent}"
+            print(f"stage {number}: {size}")
         print(f"tied: {[dict(tie) for tie in stages[0].ties]}", flush=True)
+    same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
+    compared = f"loss {loss:.6f} and gradients {same} one process: {furthest:.0e}"
     for stage in mine:
-        same = "equal to" if furthest <= TOLERANCE else "DIFFER FROM"
-        print(
-            f"Rank {rank}, stage {stage}: loss {loss:.6f} and gradients {same} one process:"
-            f" {furthest:.0e}",
-            flush=True,
-        )
+        print(f"Rank {rank}, stage {stage}: {compared}", flush=True)
     if dist.is_initialized():
         destroy_distributed()
     if furthest > TOLERANCE:

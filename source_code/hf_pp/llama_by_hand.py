@@ -1,11 +1,10 @@
-"""Cut a Hugging Face Llama by hand, train it through the pipeline written by hand, compare with one
-process.
+"""Cut a Hugging Face Llama by hand, train it in a pipeline by hand, compare with one process.
 
     torchrun --standalone --nproc-per-node=2 source_code/hf_pp/llama_by_hand.py --schedule 1f1b
 
-A small Llama with random weights, so nothing is downloaded. Any number of ranks up to the number of
-layers works, one included. Everything is in float64, so that equal means equal. Needs transformers:
-pip install 'course_pp[hf]'.
+The Llama is small and has random weights, so nothing is downloaded. It runs on one rank or more, up
+to the number of layers. All numbers are float64, so that equal means equal. The script needs
+transformers: pip install 'course_pp[hf]'.
 """
 
 import argparse
@@ -33,14 +32,21 @@ from course_pp.runtime.by_hand import (
 )
 
 SCHEDULES = {"gpipe": train_step_pipeline_gpipe, "1f1b": train_step_pipeline_1f1b}
-STEPS, N_MICROBATCHES, BATCH_SIZE, SEQ_LEN, VOCAB_SIZE = 3, 8, 16, 32, 256
-SEED, LEARNING_RATE = 42, 0.3
-# transformers' norms round to float32, which can make more of a difference in the last digit
-TOLERANCE = 1e-10
+STEPS = 3
+N_MICROBATCHES = 8
+BATCH_SIZE = 16
+SEQ_LEN = 32
+VOCAB_SIZE = 256
+SEED = 42
+LEARNING_RATE = 0.3
+TOLERANCE = 1e-10  # the norms of transformers round to float32, which enlarges a tiny difference
 
 
 def build_llama(n_layers: int) -> LlamaForCausalLM:
-    """The whole model, the same on every rank. One that fits on no rank is cut on the meta device, then loaded."""
+    """Return the whole model, the same on every rank.
+
+    A model that fits on no rank is cut on the meta device and loaded then.
+    """
     torch.manual_seed(SEED)
     config = LlamaConfig(
         hidden_size=64,
@@ -57,17 +63,17 @@ def build_llama(n_layers: int) -> LlamaForCausalLM:
 
 
 class LlamaStage(nn.Module):
-    """One stage, cut out of a whole Llama in place: what other stages hold is dropped, the rest
-    keeps its names.
+    """One stage, cut out of a whole Llama in place. Its parameters keep their names.
 
-    The first stage takes token ids (batch, seq), the others hidden states (batch, seq, dim); the
-    last gives logits (batch, seq, vocab), the others hidden states.
+    The first stage takes token ids (batch, seq), the others take hidden states (batch, seq, dim).
+    The last stage gives logits (batch, seq, vocab), the others give hidden states.
     """
 
     def __init__(self, llama: LlamaForCausalLM, layers: range, link: Link) -> None:
         super().__init__()
-        self.model, self.lm_head = llama.model, llama.lm_head
-        # A dict, because in a list the stage's first layer would be called "0" on every rank.
+        self.model = llama.model
+        self.lm_head = llama.lm_head
+        # In a list, the first layer of every stage would be called "0".
         self.model.layers = nn.ModuleDict({str(i): self.model.layers[i] for i in layers})
         if not link.is_first:
             self.model.embed_tokens = None
@@ -77,7 +83,7 @@ class LlamaStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(x)
-        # The rotary angles depend on positions alone: cheaper computed in every stage than sent.
+        # The rotary angles are cheaper to compute in every stage than to send.
         positions = torch.arange(x.shape[1], device=x.device)[None]
         angles = self.model.rotary_emb(x, position_ids=positions)
         for layer in self.model.layers.values():
@@ -86,15 +92,17 @@ class LlamaStage(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the tokens of a microbatch; all microbatches have as many, so their mean is the batch's."""
+    """Return the mean loss of the tokens of a microbatch.
+
+    All microbatches have the same number of tokens, so the mean of their losses is the batch's.
+    """
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def random_batch() -> tuple[Tensor, Tensor]:
-    """Token ids and the next ones, each (batch, seq), the same on every rank."""
-    tokens = torch.randint(
-        VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=torch.Generator().manual_seed(SEED)
-    )
+    """Return token ids and the ids that follow, each (batch, seq), the same on every rank."""
+    drawn = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQ_LEN + 1), generator=drawn)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -117,40 +125,44 @@ def main() -> None:
     rank, _, n_ranks = get_world_info()
     layers = get_stage_layers(args.layers, n_ranks, rank)
     init_distributed(DistributedConfig(pp=n_ranks), SEED)
-    llama, device = build_llama(args.layers), get_device()
-    link = Link(
-        (BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, llama.config.hidden_size), torch.float64, device
-    )
+    device = get_device()
+    llama = build_llama(args.layers)
+    shape = (BATCH_SIZE // N_MICROBATCHES, SEQ_LEN, llama.config.hidden_size)
+    link = Link(shape, torch.float64, device)
     stage = LlamaStage(llama, layers, link).to(device)
     optimizer = torch.optim.SGD(stage.parameters(), lr=LEARNING_RATE)
 
-    microbatches, targets = (part.to(device).chunk(N_MICROBATCHES) for part in random_batch())
+    inputs, targets = random_batch()
+    microbatches = inputs.to(device).chunk(N_MICROBATCHES)
+    targets = targets.to(device).chunk(N_MICROBATCHES)
+    train_step = SCHEDULES[args.schedule]
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        of_microbatches = SCHEDULES[args.schedule](
-            stage, microbatches, targets, cross_entropy, link
-        )
+        of_microbatches = train_step(stage, microbatches, targets, cross_entropy, link)
         optimizer.step()
-        losses += [torch.stack(of_microbatches).mean().item()] if link.is_last else []
+        if link.is_last:
+            losses.append(torch.stack(of_microbatches).mean().item())
 
     parts: list[tuple[list[float], dict[str, Tensor]]] = [([], {})] * n_ranks
     dist.all_gather_object(parts, (losses, gradients_of(stage)))
     destroy_distributed()
     if rank == 0:
-        gradients = {name: gradient for _, part in parts for name, gradient in part.items()}
-        print(
-            f"{args.schedule} on {n_ranks} ranks: losses"
-            f" {[round(loss, 4) for loss in parts[-1][0]]}"
-        )
-        compare_with_one_process(args.layers, parts[-1][0], gradients)
+        gradients = {}
+        for _, part in parts:
+            gradients |= part
+        losses, _ = parts[-1]
+        rounded = [round(loss, 4) for loss in losses]
+        print(f"{args.schedule} on {n_ranks} ranks: losses {rounded}")
+        compare_with_one_process(args.layers, losses, gradients)
 
 
 def compare_with_one_process(
     n_layers: int, losses: list[float], gradients: dict[str, Tensor]
 ) -> None:
-    """Train the whole model on the whole batch with transformers' own forward; exit with 1 if anything differs."""
-    llama, (inputs, targets) = build_llama(n_layers), random_batch()
+    """Train the whole model with the forward of transformers; exit with 1 if anything differs."""
+    llama = build_llama(n_layers)
+    inputs, targets = random_batch()
     optimizer = torch.optim.SGD(llama.parameters(), lr=LEARNING_RATE)
     furthest_loss = 0.0
     for pipeline_loss in losses:
@@ -162,12 +174,11 @@ def compare_with_one_process(
     expected = gradients_of(llama)
     furthest = max((gradients[name] - value).abs().max().item() for name, value in expected.items())
     equal = gradients.keys() == expected.keys() and max(furthest_loss, furthest) <= TOLERANCE
+    verdict = "equal to" if equal else "DIFFERS FROM"
     print(
-        f"{'equal to' if equal else 'DIFFERS FROM'} one process: {STEPS} losses to"
-        f" {furthest_loss:.0e}, ",
-        end="",
+        f"{verdict} one process: {STEPS} losses to {furthest_loss:.0e}, all {len(expected)}"
+        f" gradients of the last step to {furthest:.0e} (float64)"
     )
-    print(f"all {len(expected)} gradients of the last step to {furthest:.0e} (float64)")
     if not equal:
         sys.exit(1)
 

@@ -1,18 +1,19 @@
-"""One table of the runs that layouts.sbatch started: python source_code/slurm/table.py FOLDER LAYOUT…"""
+"""Print one table of the runs that layouts.sbatch has started.
+
+python source_code/slurm/table.py FOLDER LAYOUT…
+"""
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
 def row(folder: Path) -> str:
-    """Last validation loss (nats a token) and speed, from the run's metrics.jsonl."""
+    """Return last validation loss (nats a token) and speed, from the run's metrics.jsonl."""
     metrics = folder / "metrics.jsonl"
-    records = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    records = [json.loads(line) for line in lines]
     last = {record["event"]: record for record in records}
     if "validation" not in last:
         return f"| {folder.name} | did not finish | |"
@@ -20,13 +21,15 @@ def row(folder: Path) -> str:
 
 
 def speed(records: list[dict[str, Any]]) -> float:
-    """Tokens a second of the whole run, from the records of its parts, each with its own speed."""
-    parts = [record for record in records if record["event"] == "train"]
-    tokens = pairwise([0, *(part["tokens"] for part in parts)])
-    seconds = sum(
-        (e - b) / part["tokens_per_s"] for (b, e), part in zip(tokens, parts, strict=True)
-    )
-    return parts[-1]["tokens"] / seconds
+    """Return tokens a second of the whole run, from the records of its parts."""
+    seconds = 0.0
+    tokens = 0
+    for record in records:
+        if record["event"] == "train":
+            # A record has the tokens so far, and the speed since the record before.
+            seconds += (record["tokens"] - tokens) / record["tokens_per_s"]
+            tokens = record["tokens"]
+    return tokens / seconds
 
 
 def main() -> None:

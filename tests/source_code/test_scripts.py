@@ -207,7 +207,7 @@ def test_no_thread_of_a_process_group_is_left_to_the_end_of_the_interpreter(
         "          flush=True)\n"
         "atexit.register(tell)\n"  # the first registered is the last called
         "train = runpy.run_path('source_code/train.py', run_name='train')\n"
-        "train['main']()\ntrain['destroy_distributed']()\n"
+        "train['main']()\ntrain['pp'].destroy_distributed()\n"
     )
     command = [f"--nproc-per-node={n_ranks}", str(script), *layout, "--sample=2", *TINY]
     lines = run_torchrun(command, timeout_s=100, where="local")
