@@ -25,7 +25,7 @@ from course_pp.runtime.memory import Hold, Meter, RankMemory
 from course_pp.runtime.pipeline import Pipeline, run_step
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import profile_layers
-from course_pp.step.failure import LossNotFinite, StepFailed
+from course_pp.step.failure import StepFailed
 from course_pp.step.loss import TokenLoss, attach_loss
 from course_pp.step.scaler import MeshGradScaler
 from course_pp.step.step import AnyPipeline
@@ -38,7 +38,6 @@ __all__ = [
     "EmulatedTimeline",
     "Hold",
     "Link",
-    "LossNotFinite",
     "MeshGradScaler",
     "Meter",
     "Overrun",

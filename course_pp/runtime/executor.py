@@ -29,11 +29,11 @@ from course_pp.step.ties import add_up
 T = TypeVar("T")
 
 
-def failure(kind: type[StepFailed], origin: Origin, told: str = "") -> StepFailed:
+def failure(origin: Origin, told: str = "") -> StepFailed:
     """Return the exception of a failure that began at ``origin``; ``told`` says how another rank told this one."""
     message = f"{origin}\n{told}" if told else str(origin)
     action = None if isinstance(origin.at, str) else origin.at
-    return kind(message, origin.rank, origin.what, action, bool(told))
+    return StepFailed(message, origin.rank, origin.what, action, bool(told))
 
 
 @dataclass(slots=True)
@@ -130,14 +130,14 @@ class Executor:
         except PeerFailed as error:
             self._fail(error.origin, lost=False)
             told = f"(rank {self.plan.rank} was told at {self.current})"
-            raise failure(StepFailed, error.origin, told) from None
+            raise failure(error.origin, told) from None
         except Exception as error:
             lost = isinstance(error, MessageLost)
             origin = self._origin(str(error) if lost else f"{type(error).__name__}: {error}")
             self._fail(origin, lost)
             if self.current is None:
                 raise
-            raise failure(StepFailed, origin) from error
+            raise failure(origin) from error
         except BaseException:
             self.failed = self._origin("interrupted")
             raise

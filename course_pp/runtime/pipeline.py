@@ -28,17 +28,15 @@ from course_pp.runtime.batch import (
     weights_of_means,
 )
 from course_pp.runtime.emulation import EmulatedCluster
-from course_pp.runtime.executor import Executor, StepState, failure
+from course_pp.runtime.executor import Executor, StepState
 from course_pp.runtime.gradients import ShardedStages
-from course_pp.runtime.mailbox import Origin
 from course_pp.runtime.messages import plan_messages
 from course_pp.runtime.recorder import Recorder
 from course_pp.runtime.stage import Stage
 from course_pp.runtime.versions import Optimizers, VersionedStage
 from course_pp.runtime.wire import open_wire
-from course_pp.schedule import Action, Ledger, Schedule, Timeline, Versions
+from course_pp.schedule import Ledger, Schedule, Timeline, Versions
 from course_pp.step.batch import ChunkSpec, Given
-from course_pp.step.failure import LossNotFinite
 from course_pp.step.hooks import called_once, problem_of_hooks
 from course_pp.step.loss import (
     LossFn,
@@ -98,8 +96,7 @@ class Pipeline(AnyPipeline):
             ``"vertical"``, ``"2bw"`` or ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers
             have no versions, and each replica has its own.
         scaler: scales the loss and attached losses in the backward, for float16; the losses
-            returned are not scaled. A loss that is not finite is then no error: the scaler skips
-            the step if gradients are not finite either.
+            returned are not scaled.
 
     Make it on every rank at once: the ranks compare what they were given.
 
@@ -220,8 +217,9 @@ class Pipeline(AnyPipeline):
         the step fails. :attr:`shares` then has what each microbatch adds to the loss.
 
         Raises:
-            StepFailed: on every rank, if a stage raises, a rank is lost or late, or a loss is not
-                finite; says which rank, stage, microbatch and action it was.
+            StepFailed: on every rank, if a stage raises, or a rank is lost or late; says which
+                rank, stage, microbatch and action it was. With ``versions=`` also if a loss is not
+                finite, because stages update their weights within the step.
             ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of
                 its stages; the others get a StepFailed. A loss that counts samples needs at least
                 one in each microbatch.
@@ -269,8 +267,6 @@ class Pipeline(AnyPipeline):
 
         with called_once(self._agreement.modules.values()):
             loss, self.shares = self._executor.perform(step)
-            if scaler is None or not scaler.is_enabled():
-                self._refuse_not_finite(self.shares, "and so are gradients: zero them; ")
         return loss
 
     def eval(
@@ -304,8 +300,7 @@ class Pipeline(AnyPipeline):
             losses, *_ = evaluator.tell_everyone(mine, _total)
             return _loss_and_shares(losses)
 
-        loss, shares = evaluator.perform(step)
-        self._refuse_not_finite(shares)
+        loss, _ = evaluator.perform(step)
         return loss
 
     def evaluate(
@@ -383,14 +378,6 @@ class Pipeline(AnyPipeline):
         if state.means is None:
             return shares
         return torch.stack((shares, shares * state.means.to(shares.device)))
-
-    def _refuse_not_finite(self, shares: Sequence[float], advice: str = "") -> None:
-        for microbatch, share in enumerate(shares):
-            if not math.isfinite(share):
-                last = self.schedule.n_stages - 1
-                what = f"the loss is {share}: {advice}look at data and learning rate"
-                where = self.schedule.rank_of(last, microbatch), Action(last, "F", microbatch)
-                raise failure(LossNotFinite, Origin(*where, what))
 
     def _refuse_without_a_loss(self) -> None:
         self._refuse_after_failure()

@@ -38,10 +38,3 @@ class StepFailed(RuntimeError):
 
     def __reduce__(self) -> tuple[type["StepFailed"], tuple[Any, ...]]:
         return type(self), (str(self), self.rank, self.what, self.action, self.began_elsewhere)
-
-
-class LossNotFinite(StepFailed):
-    """A step's loss is infinite or not a number.
-
-    The step ran to its end on every rank: zero the gradients, and go on.
-    """

@@ -91,6 +91,10 @@ class AnyPipeline(ABC):
             samples. A microbatch without a counted token has weight 0. A batch without one has loss
             0.
 
+            A loss that is infinite or not a number is returned, as in one process. Do not update
+            the weights then: ``MeshGradScaler`` skips the update, and
+            ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises, both on every rank.
+
         Raises:
             ValueError: if an argument cannot be used, before the first action.
             StepFailed: if another rank fails in mid-step.

@@ -31,7 +31,7 @@ from course_pp.model.experts import ExpertLoad, expert_loads, update_router_bias
 from course_pp.model.stages import Tie
 from course_pp.parallel import clip_grad_norm_, get_pp_size
 from course_pp.parallel.mesh import limit_waiting
-from course_pp.runtime import LossNotFinite, StepFailed
+from course_pp.runtime import StepFailed
 from course_pp.step.hooks import called_once
 from course_pp.step.loss import LossFn, TokenLoss, counted
 from course_pp.step.scaler import MeshGradScaler
@@ -303,19 +303,20 @@ class Trainer:
         All ranks return the same norm, so that all update or none does.
         """
         divisor = max(1, self._count(batch))
-        try:
-            loss = math.fsum(self._engine.step(part, divisor) for part in self._parts(batch))
-        except LossNotFinite:
-            return math.nan, math.nan
+        loss = sum(self._engine.step(part, divisor) for part in self._parts(batch))
         self._scaler.unscale_(self.optimizer)
-        norm = clip_grad_norm_(
+        total = clip_grad_norm_(
             self.held.ours or self.held.modules,
             self.config.clip_norm,
             device_mesh=self._mesh,
             tied=self.held.declared,
             copies=self._engine.copies,
         )
-        return loss, norm.item()
+        norm = total.item()
+        # An infinite loss may have finite gradients. Only a scaler can bring it back into range.
+        if not math.isfinite(loss) and not self._scaler.is_enabled():
+            norm = math.nan
+        return loss, norm
 
     def _count(self, batch: Sequences) -> int:
         """Return the tokens that the loss averages over, or sequences if it counts no tokens."""

@@ -1,5 +1,6 @@
 """Whatever goes wrong on one rank ends in an error on every rank that says where it began; nothing hangs."""
 
+import math
 import multiprocessing
 import re
 import signal
@@ -244,47 +245,36 @@ def test_a_rank_that_never_steps_is_waited_for_no_longer_than_the_limit(missing:
 
 def not_finite(
     rank: int, schedule: Schedule, value: float, microbatch: int
-) -> tuple[Caught, Caught, bool]:
+) -> tuple[list[float], list[int], float]:
+    """The losses of ``step`` and ``eval``, whose shares are not finite, and the loss of a step after."""
     modules = {stage: Fragile(stage) for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, modules, F.mse_loss, timeout_s=20)
     inputs, targets = batch()
     poisoned = inputs.clone()
     poisoned[microbatch * SAMPLES // M] = value
-    first = caught(pipeline, 1, *for_rank(rank, schedule, poisoned, targets))
-    gradients = torch.cat(
-        [p.grad.flatten() for m in modules.values() for p in m.parameters() if p.grad is not None]
-    )
-    return (
-        first,
-        caught(pipeline, 1, *for_rank(rank, schedule, inputs, targets)),
-        bool(gradients.isfinite().all()),
-    )
+    given = for_rank(rank, schedule, poisoned, targets)
+    loss = take_step(pipeline, *given).item()
+    odd = [i for i, share in enumerate(pipeline.shares) if not math.isfinite(share)]
+    losses = [loss, pipeline.eval(given[0], target=given[1]).item()]
+    return losses, odd, take_step(pipeline, *for_rank(rank, schedule, inputs, targets)).item()
 
 
 @pytest.mark.parametrize(
-    ("name", "n", "value", "spelled"),
+    ("name", "n", "value"),
     crossed(
-        [("1f1b", 2), ("gpipe", 3), ("zb_v", 2), ("1f1b", 1)],
-        [(float("nan"), "nan"), (float("inf"), "(inf|nan)")],
+        [("1f1b", 2), ("gpipe", 3), ("zb_v", 2), ("1f1b", 1)], [(float("nan"),), (float("inf"),)]
     ),
 )
-def test_a_loss_that_is_not_finite_is_named_everywhere_and_the_pipeline_can_go_on(
-    name: str, n: int, value: float, spelled: str
+def test_a_loss_that_is_not_finite_is_returned_everywhere_and_the_pipeline_can_go_on(
+    name: str, n: int, value: float
 ) -> None:
     schedule, microbatch = build(name, n, M), 2
-    last = schedule.n_stages - 1
-    (rank,) = schedule.placement[last]
-    for first, second, finite in on_ranks(
+    for losses, odd, after in on_ranks(
         n, not_finite, schedule, value, microbatch, timeout_s=LIMIT_S
     ):
-        assert first.kind == "LossNotFinite"
-        where = (
-            f"rank {rank}, stage {last}, microbatch {microbatch}, action {last}F{microbatch}: the"
-            f" loss is {spelled}"
-        )
-        assert re.match(where, first.text), first.text
-        assert not finite
-        assert second == Caught(1)
+        assert not any(map(math.isfinite, losses))
+        assert odd == [microbatch]
+        assert math.isfinite(after)
 
 
 class Changing(nn.Module):

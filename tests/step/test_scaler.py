@@ -265,6 +265,25 @@ def test_a_loss_that_is_not_finite_is_skipped_under_either_engine() -> None:
     assert on_ranks(2, overflow, timeout_s=60) == [[(False, 4.0, False)] * 2] * 2
 
 
+def infinite_input(rank: int) -> list[bool]:
+    """By engine: whether the losses of ``step`` and ``eval`` are finite, without a scaler."""
+    mesh, module = init_distributed(DistributedConfig(pp=2)), nn.Linear(4, 4)
+    x = torch.full((8, 4), math.inf)
+    stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
+    pipelines = [
+        build_pipeline_schedule(stage, 4, F.mse_loss),
+        Pipeline(build("1f1b", 2, 4), module, F.mse_loss),
+    ]
+    losses = []
+    for pipeline in pipelines:
+        losses += [pipeline.step(x, target=x), pipeline.eval(x, target=x)]
+    return [bool(loss.isfinite()) for loss in losses]
+
+
+def test_a_loss_that_is_not_finite_is_returned_on_every_rank_by_either_engine() -> None:
+    assert on_ranks(2, infinite_input, timeout_s=60) == [[False] * 4] * 2
+
+
 def frozen_stage(rank: int) -> tuple[float, bool]:
     """The scale and whether weights moved, after an infinity where the other rank has no gradient at all."""
     module = nn.Linear(1, 1)
