@@ -1,8 +1,8 @@
 """A mixture of experts in place of the feed-forward block, readable beside `SwiGLU`.
 
-    x ──► router ──► each token's top_k experts ──► sort the (token, choice) pairs by expert ──► experts
-     │                                                                                             │
-     └──► shared experts, if any ───────────────────► + ◄── weighted sum ◄── the tokens' order ◄───┘
+    x ─► router ─► each token's top_k experts ─► sort the (token, choice) pairs by expert ─► experts
+    │                                                                                           │
+    └──► shared experts, if any ────────────────► + ◄── weighted sum ◄── the tokens' order ◄────┘
 
 An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017,
 arXiv:1701.06538). All experts of a layer are packed into one tensor a matrix, (n_experts, in, out),
@@ -10,15 +10,16 @@ so that one grouped product does them all. The layer knows ranks only where its 
 them (:func:`count_over_data_ranks`): expert parallelism replaces the call ``self.experts(x,
 counts)``.
 
-If nothing evens out the load, a few experts get all tokens. ``ModelConfig.balance`` says what does:
+Without a remedy a few experts get all tokens. ``ModelConfig.balance`` names the remedy:
 
-- ``"loss"``: Switch Transformer's (:func:`balance_loss`) over the tokens of a microbatch.
+- ``"loss"``: Switch Transformer's loss (:func:`balance_loss`) over the tokens of a microbatch.
 - ``"sequence"``: the same loss of each sequence, averaged, as in DeepSeek-V3.
-- ``"bias"``: no loss; a bias decides with the scores who is chosen, and moves after the step.
+- ``"bias"``: no loss; a bias is added to the scores that choose the experts, and moves after the
+  step.
 - ``"none"``: nothing.
 
-A loss is of one microbatch on one data rank, as everybody computes it. It arises in the middle of
-the model, and :func:`course_pp.step.loss.attach_loss` adds it there, under names such as
+A loss is of one microbatch on one data rank, as other codebases compute it too. It arises in the
+middle of the model, and :func:`course_pp.step.loss.attach_loss` adds it there, under names such as
 ``layers.3.balance``.
 """
 
@@ -43,11 +44,11 @@ from course_pp.step.loss import attach_loss
 
 
 class Routing(NamedTuple):
-    """Where each token goes.
+    """The experts of each token.
 
     Attributes:
         experts: (tokens, top_k) int64, best first.
-        weights: (tokens, top_k), what their outputs are multiplied by; float32 or wider.
+        weights: (tokens, top_k), the factors of the experts' outputs; float32 or wider.
         logits: (tokens, n_experts).
         scores: (tokens, n_experts); each token's sum to 1.
     """
@@ -67,9 +68,10 @@ class Router(ToldOfChanges):
             weigh (Wang et al. 2024, arXiv:2408.15664). :func:`update_router_bias` moves it. It
             stays in float32 or wider if the model is converted: in bfloat16 steps of 0.001 stop at
             0.5.
-        groups: over which the loss counts the choices; see :func:`count_over_data_ranks`.
-        load: (2, n_experts) int64: how many (token, choice) pairs each expert was chosen for, and
-            how many of those it has dropped, in all microbatches that have gone backward since
+        groups: the process groups over which the loss counts the choices; see
+            :func:`count_over_data_ranks`.
+        load: (2, n_experts) int64: the number of (token, choice) pairs that chose each expert, and
+            the number of these that it dropped, in all microbatches that have gone backward since
             :func:`expert_loads` took it.
     """
 
@@ -79,17 +81,15 @@ class Router(ToldOfChanges):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(
-            torch.empty(config.n_experts, config.dim).normal_(std=config.dim**-0.5)
-        )
-        biased = config.balance == "bias"
-        self.register_buffer(
-            "bias", torch.zeros(config.n_experts, dtype=torch.float32) if biased else None
-        )
+        n_experts = config.n_experts
+        weight = torch.empty(n_experts, config.dim).normal_(std=config.dim**-0.5)
+        self.weight = nn.Parameter(weight)
+        bias = torch.zeros(n_experts, dtype=torch.float32) if config.balance == "bias" else None
+        self.register_buffer("bias", bias)
         self.groups: list[dist.ProcessGroup] = []
-        self.register_buffer(
-            "load", torch.zeros(2, config.n_experts, dtype=torch.int64), persistent=False
-        )
+        # A count since the last step says nothing about the model, so checkpoints do not hold it.
+        load = torch.zeros(2, n_experts, dtype=torch.int64)
+        self.register_buffer("load", load, persistent=False)
 
     def was_converted(self, before: Mapping[str, Tensor | None]) -> None:
         """Let the bias keep its values and 32 bits."""
@@ -104,7 +104,8 @@ class Router(ToldOfChanges):
 
     def forward(self, x: Tensor) -> Routing:
         """x (tokens, dim)."""
-        config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
+        config = self.config
+        wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(autocasts_as(x), enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
@@ -119,8 +120,7 @@ class Router(ToldOfChanges):
 
 
 class Experts(nn.Module):
-    """The experts of one layer, each a feed-forward block as `SwiGLU`; without a gate as
-    `FeedForward`.
+    """The experts of one layer, each a feed-forward block as `SwiGLU` or, ungated, `FeedForward`.
 
     Attributes:
         gate_proj, up_proj: (n_experts, dim, expert_hidden_dim).
@@ -129,38 +129,37 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        into, out_of = (
-            (config.dim, config.expert_hidden_dim),
-            (config.expert_hidden_dim, config.dim),
-        )
+        n_experts, dim, width = config.n_experts, config.dim, config.expert_hidden_dim
 
-        def packed(shape: tuple[int, int]) -> nn.Parameter:
-            return nn.Parameter(torch.empty(config.n_experts, *shape).normal_(std=shape[0] ** -0.5))
+        def packed(n_in: int, n_out: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(n_experts, n_in, n_out).normal_(std=n_in**-0.5))
 
-        self.gate_proj = packed(into) if config.gated_ffn else None
-        self.up_proj = packed(into)
-        self.down_proj = packed(out_of)
+        self.gate_proj = packed(dim, width) if config.gated_ffn else None
+        self.up_proj = packed(dim, width)
+        self.down_proj = packed(width, dim)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x (rows, dim), sorted by expert; counts (experts,) int64: how many of the rows each has -> (rows, dim)."""
+        """x (rows, dim), sorted by expert -> (rows, dim).
+
+        counts is (experts,) int64, the number of rows of each expert.
+        """
         up = grouped_product(x, self.up_proj, counts)
         if self.gate_proj is None:
             return grouped_product(F.gelu(up), self.down_proj, counts)
-        return grouped_product(
-            F.silu(grouped_product(x, self.gate_proj, counts)) * up, self.down_proj, counts
-        )
+        gate = F.silu(grouped_product(x, self.gate_proj, counts))
+        return grouped_product(gate * up, self.down_proj, counts)
 
 
 class MoE(nn.Module):
     """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
 
     Padding is taken out before the router and comes back as zeros. So the layer computes, counts
-    and drops what it would without the padding.
+    and drops the same as without the padding.
 
     Args:
         config: sizes of the full model.
-        layer: which of its layers this is in; its losses are named after it.
-        shared: what every token passes through besides.
+        layer: the number of its layer, after which its losses are named.
+        shared: a module that every token passes through as well.
     """
 
     def __init__(
@@ -180,31 +179,29 @@ class MoE(nn.Module):
             x: (batch, seq, dim).
             is_token: bool (batch, seq), False on padding; None where nothing is padded.
         """
+        config = self.config
         tokens = x.flatten(0, 1)
         if is_token is not None:
             places = is_token.flatten().nonzero()[:, 0]
             tokens = tokens[places]
         routing = self.router(tokens)
-        chosen = pairs_by_expert(routing.experts, self.config.n_experts)
-        # Stable, so that an expert gets its tokens in their order: those that come too late are
-        # dropped.
+        chosen = pairs_by_expert(routing.experts, config.n_experts)
+        # Stable, so that each expert gets its tokens in their order and drops the last ones.
         by_expert, order = routing.experts.flatten().sort(stable=True)
         counts = chosen
-        if self.config.capacity_factor is not None:
-            capacity = math.ceil(
-                self.config.capacity_factor * order.numel() / self.config.n_experts
-            )
-            place = (
-                torch.arange(order.numel(), device=x.device)
-                - (chosen.cumsum(0) - chosen)[by_expert]
-            )
-            order, counts = order[place < capacity], chosen.clamp(max=capacity)
+        if config.capacity_factor is not None:
+            capacity = math.ceil(config.capacity_factor * order.numel() / config.n_experts)
+            first_of_expert = chosen.cumsum(0) - chosen
+            place = torch.arange(order.numel(), device=x.device) - first_of_expert[by_expert]
+            order = order[place < capacity]
+            counts = chosen.clamp(max=capacity)
 
-        computed = self.experts(tokens[order // self.config.top_k], counts)
+        # A pair's number is token · top_k + choice.
+        computed = self.experts(tokens[order // config.top_k], counts)
 
-        pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1]).index_copy(
-            0, order, computed
-        )
+        # Back in the tokens' order. A pair that was dropped stays zero.
+        pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1])
+        pairs = pairs.index_copy(0, order, computed)
         weighted = pairs.unflatten(0, routing.experts.shape) * routing.weights[..., None]
         out = weighted.sum(1).to(x.dtype)
         if self.shared is not None:
@@ -212,10 +209,11 @@ class MoE(nn.Module):
         if is_token is not None:
             out = out.new_zeros(is_token.numel(), x.shape[-1]).index_copy(0, places, out)
         out = out.view_as(x)
+
         if torch.is_grad_enabled():
             out = _Tally.apply(out, self.router, torch.stack((chosen, chosen - counts)))
             group_sizes = [len(tokens)]
-            if self.config.balance == "sequence":
+            if config.balance == "sequence":
                 batch, seq = x.shape[:2]
                 group_sizes = [seq] * batch if is_token is None else is_token.sum(1).tolist()
             for name, loss in self._losses(routing, group_sizes).items():
@@ -226,7 +224,9 @@ class MoE(nn.Module):
         """Return a microbatch's losses by name; none if nothing they depend on is trained."""
         losses = {}
         if "balance" in self.config.router_losses:
-            loss = balance_loss(routing.scores, routing.experts, group_sizes, self.router.groups)
+            loss = balance_loss(
+                routing.scores, routing.experts, group_sizes, ranks=self.router.groups
+            )
             losses["balance"] = self.config.balance_coef * loss
         if "z" in self.config.router_losses:
             losses["z"] = self.config.z_coef * z_loss(routing.logits)
@@ -234,7 +234,10 @@ class MoE(nn.Module):
 
 
 class _Tally(torch.autograd.Function):
-    """Add to a router's load when a microbatch goes backward: once, however often its forward was computed."""
+    """Add to a router's load when a microbatch goes backward, once for each backward.
+
+    A forward may be computed several times, under activation checkpointing.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, router: Router, load: Tensor) -> Tensor:
@@ -249,11 +252,11 @@ class _Tally(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How one layer's experts were used in a step.
+    """The use of one layer's experts in a step.
 
     Attributes:
-        tokens: by expert, how many tokens chose it.
-        dropped: how many of these choices exceeded an expert's capacity, in all.
+        tokens: the number of tokens that chose each expert.
+        dropped: the number of these choices that exceeded an expert's capacity, in all.
     """
 
     tokens: tuple[int, ...]
@@ -268,19 +271,19 @@ class ExpertLoad:
 def expert_loads(
     modules: Iterable[nn.Module], device_mesh: DeviceMesh | None
 ) -> dict[str, ExpertLoad]:
-    """Return the loads of all layers with experts since the last call, by names such as
-    ``layers.3``; a collective.
+    """Return the loads of all layers with experts since the last call; a collective.
 
-    They are those of all microbatches that went backward, on all ranks, and the same on every rank.
-    Call it once a step, so under accumulation after the last backward, and give the loads to
-    :func:`update_router_bias`.
+    The names are such as ``layers.3``. The loads count all microbatches that went backward, on all
+    ranks, and are the same on every rank. Call it once a step, so under accumulation after the last
+    backward, and give the loads to :func:`update_router_bias`.
 
     Args:
-        modules: this rank's stages, of a `Transformer` with experts, or the whole.
-        device_mesh: what :func:`course_pp.parallel.init_distributed` returned.
+        modules: this rank's stages of a `Transformer` with experts, or the whole model.
+        device_mesh: the result of :func:`course_pp.parallel.init_distributed`.
     """
     modules = list(modules)
-    config, device = cast(ModelConfig, modules[0].config), next(modules[0].parameters()).device
+    config = cast(ModelConfig, modules[0].config)
+    device = next(modules[0].parameters()).device
     layers = config.expert_layers
     loads = torch.zeros(len(layers), 2, config.n_experts, dtype=torch.int64, device=device)
     for mixture in _mixtures(modules):
@@ -288,29 +291,28 @@ def expert_loads(
         mixture.router.load.zero_()
     if dist.is_initialized():
         dist.all_reduce(loads)
-    # The ranks of a tensor-parallel group see the same tokens.
-    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
-    copies = device_mesh["tp"].size() if device_mesh is not None and "tp" in names else 1
-    return {
-        f"layers.{layer}": ExpertLoad(tuple(tokens), sum(dropped))
-        for layer, (tokens, dropped) in zip(layers, (loads // copies).tolist(), strict=True)
-    }
+    # The ranks of a tensor-parallel group see the same tokens, so each token was counted on all.
+    if device_mesh is not None and "tp" in _names_of(device_mesh):
+        loads //= device_mesh["tp"].size()
+    found = {}
+    for layer, (tokens, dropped) in zip(layers, loads.tolist(), strict=True):
+        found[f"layers.{layer}"] = ExpertLoad(tuple(tokens), sum(dropped))
+    return found
 
 
 @torch.no_grad()
 def update_router_bias(modules: Iterable[nn.Module], loads: Mapping[str, ExpertLoad]) -> None:
-    """Move each router's bias by ``balance_coef``: up where an expert had fewer tokens than the
-    mean, else down.
+    """Move each router's bias by ``balance_coef``: up if an expert had fewer tokens than the mean.
 
-    After a step and without a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2, with 0.001). A no-op unless ``balance="bias"``.
+    The bias of the others moves down. Call it after a step; there is no loss (Wang et al. 2024,
+    arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2, with 0.001). A
+    no-op unless ``balance="bias"``.
     """
     for mixture in _mixtures(modules):
         bias = mixture.router.bias
         if bias is not None:
-            tokens = torch.tensor(
-                loads[f"layers.{mixture.layer}"].tokens, dtype=torch.float64, device=bias.device
-            )
+            counts = loads[f"layers.{mixture.layer}"].tokens
+            tokens = torch.tensor(counts, dtype=torch.float64, device=bias.device)
             bias += mixture.config.balance_coef * (tokens.mean() - tokens).sign().to(bias.dtype)
 
 
@@ -319,7 +321,10 @@ def _mixtures(modules: Iterable[nn.Module]) -> list[MoE]:
 
 
 def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
-    """Return how often each expert is chosen in experts (..., tokens, top_k) -> (..., n_experts) int64."""
+    """Return how often each expert is chosen, (..., n_experts) int64.
+
+    experts is (..., tokens, top_k).
+    """
     flat = experts.flatten(-2)
     return flat.new_zeros(*flat.shape[:-1], n_experts).scatter_add(-1, flat, torch.ones_like(flat))
 
@@ -327,13 +332,12 @@ def pairs_by_expert(experts: Tensor, n_experts: int) -> Tensor:
 def balance_loss(
     scores: Tensor, experts: Tensor, group_sizes: list[int], ranks: Iterable[dist.ProcessGroup] = ()
 ) -> Tensor:
-    """Return Switch Transformer's loss of each group of tokens, averaged over groups; 1 if all
-    experts get as many.
+    """Return Switch Transformer's loss of each group of tokens, averaged over groups.
 
-    n_experts · Σ f·P, with f the fraction of the choices that fall on an expert, which has no
-    gradient, and P its mean score (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6). A group
-    that is one sequence makes it DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17
-    to 20). Groups without tokens do not count.
+    It is 1 if all experts get as many tokens: n_experts · Σ f·P, with f the fraction of the choices
+    that fall on an expert, which has no gradient, and P its mean score (Fedus et al. 2021,
+    arXiv:2101.03961, equations 4 to 6). A group that is one sequence makes it DeepSeek-V3's
+    sequence-wise loss (arXiv:2412.19437, equations 17 to 20). Groups without tokens do not count.
 
     Args:
         scores: (tokens, n_experts), each token's with sum 1.
@@ -356,14 +360,14 @@ def balance_loss(
 
 
 def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> None:
-    """Let Switch's loss count the choices of the like-numbered microbatches of all data ranks, not
-    of its own alone.
+    """Let Switch's loss count the choices of a microbatch on all data ranks, not on one alone.
 
-    Then it asks for an even load of these together, and a microbatch may send its tokens to few
-    experts if others send theirs elsewhere, so that experts can specialise in what some data are
-    about (Qiu et al. 2025, arXiv:2501.11873). The usual count asks each microbatch on each rank to
-    be even. One process gets the same gradients from the data ranks' microbatches joined, if the
-    loss at the end counts the same share of the tokens of each.
+    The microbatches of one number belong together. The loss then asks for an even load of these
+    together, and a microbatch may send its tokens to few experts if others send theirs elsewhere,
+    so that experts can specialise in topics of the data (Qiu et al. 2025, arXiv:2501.11873). The
+    usual count asks each microbatch on each rank to be even. One process gets the same gradients
+    from the data ranks' microbatches joined, if the loss at the end counts the same share of the
+    tokens of each.
 
     Each layer sums n_experts integers over the data ranks, at every microbatch and once more where
     it is recomputed.
@@ -371,12 +375,10 @@ def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh 
     Raises:
         ValueError: for another ``balance``.
     """
-    names = () if device_mesh is None else device_mesh.mesh_dim_names or ()
-    groups = [
-        device_mesh.get_group(name)
-        for name in names
-        if device_mesh is not None and name.startswith("dp_")
-    ]
+    groups = []
+    if device_mesh is not None:
+        data_dims = [name for name in _names_of(device_mesh) if name.startswith("dp_")]
+        groups = [device_mesh.get_group(name) for name in data_dims]
     for mixture in _mixtures(modules):
         if mixture.config.balance != "loss":
             raise ValueError(
@@ -392,3 +394,7 @@ def z_loss(logits: Tensor) -> Tensor:
     Without tokens it is 0. Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, equation 5.
     """
     return logits.logsumexp(-1).square().sum() / max(1, len(logits))
+
+
+def _names_of(device_mesh: DeviceMesh) -> tuple[str, ...]:
+    return device_mesh.mesh_dim_names or ()

@@ -8,10 +8,9 @@ skipped in `forward`. Parameter names are the full model's in every part, and ea
 initial values depend on its name and the seed alone, so the same seed gives the same full model
 whatever the split.
 
-Block: RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation
-    layout that
-Hugging Face weights use, grouped-query attention (Ainslie et al. 2023), SwiGLU (Shazeer 2020) or,
-in `course_pp.model.experts`, a mixture of such blocks.
+A block has RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation
+layout of Hugging Face weights, grouped-query attention (Ainslie et al. 2023), and SwiGLU (Shazeer
+2020) or, in `course_pp.model.experts`, a mixture of such feed-forward blocks.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ INIT_STD = 0.02
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pair (i, i + head_dim/2) of x (batch, heads, seq, head_dim) by its position's
-    angle.
+    """Turn channel pairs (i, i + head_dim/2) of x by the angle of their position.
 
-    The tables are rounded to x's dtype first, as transformers does: FSDP2's mixed precision casts
-    the inputs of every layer in the same way, so the result is the same with it and without.
+    x is (batch, heads, seq, head_dim). The tables are rounded to x's dtype first, as transformers
+    does: FSDP2's mixed precision casts the inputs of every layer in the same way, so the result is
+    the same with it and without.
     """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -45,21 +44,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
+    """Return cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
 
     Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864,
     section 3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len /
-    rope_low_freq turn f times slower, those below rope_original_len / rope_high_freq as before, and
-    those in between by a mean of both, weighted by where the frequency lies (Llama 3.1's
-    `apply_scaling`, github.com/meta-llama/llama-models).
+    rope_low_freq turn f times slower. Pairs with one below rope_original_len / rope_high_freq turn
+    as before, and the pairs in between by a mean of both, weighted by where the frequency lies
+    (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
     if config.rope_factor != 1:
         turns = config.rope_original_len * frequencies / (2 * math.pi)
-        kept = (
-            (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
-        ).clamp(0, 1)
+        between = config.rope_high_freq - config.rope_low_freq
+        kept = ((turns - config.rope_low_freq) / between).clamp(0, 1)
         frequencies = kept * frequencies + (1 - kept) * frequencies / config.rope_factor
     positions = torch.arange(config.max_seq_len, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * frequencies
@@ -67,45 +65,53 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 class LayerCache:
-    """What the attention of one layer has seen: keys and values, (batch, kv_heads, seq, head_dim) each."""
+    """Keys and values that the attention of one layer has seen.
+
+    Each is (batch, kv_heads, seq, head_dim).
+    """
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
+        """The number of positions seen."""
         return 0 if self._seen is None else self._seen[0].shape[2]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new positions of the same batch, and return all."""
+        """Add the keys and values of new positions of the same batch, and return all."""
         if self._seen is not None:
-            keys, values = (
-                torch.cat(pair, dim=2) for pair in zip(self._seen, (keys, values), strict=True)
-            )
+            seen_keys, seen_values = self._seen
+            keys = torch.cat((seen_keys, keys), dim=2)
+            values = torch.cat((seen_values, values), dim=2)
         self._seen = keys, values
         return keys, values
 
 
 class KVCache:
-    """The layers' caches of one batch of sequences; one will do for all stages of a model that a
-    rank holds.
+    """The layers' caches of one batch of sequences.
 
-    cache = model.new_cache()
-    logits = model(prompt, cache=cache)             # (batch, prompt length, vocab_size)
-    logits = model(next_token, cache=cache)         # (batch, 1, vocab_size): as if the prompt came with it
+    One cache serves all stages of a model that a rank holds.
+
+        cache = model.new_cache()
+        logits = model(prompt, cache=cache)         # (batch, prompt length, vocab_size)
+        logits = model(next_token, cache=cache)     # (batch, 1, vocab_size), given the prompt
     """
 
     def __init__(self) -> None:
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
+        """Return the cache of a layer, which may be new."""
         return self._layers.setdefault(name, LayerCache())
 
     def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
-        """Return where new positions lie, up to ``limit``, behind those that the layer ``name`` has
-        seen.
+        """Return the places of new positions, behind the positions that a layer has seen.
 
-        The call has to come ``alone``: without a mask or positions of its own.
+        Args:
+            name: the layer.
+            limit: the most positions of a sequence.
+            alone: whether the call has neither a mask nor positions of its own, as it must.
         """
         if not alone:
             raise ValueError(
@@ -123,7 +129,10 @@ class KVCache:
         return new
 
     def mask(self, new: slice, device: torch.device) -> Tensor | None:
-        """Return the causal mask's rows of positions ``new``, bool (1, 1, new, all); None if there are no others."""
+        """Return the rows of positions ``new`` of the causal mask, bool (1, 1, new, all).
+
+        None if no positions come before them: attention is then causal by itself.
+        """
         if new.start == 0:
             return None
         rows = torch.ones(new.stop - new.start, new.stop, dtype=torch.bool, device=device)
@@ -153,7 +162,9 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """x (batch, seq, dim) -> (batch, seq, dim); the others as in `DecoderLayer.forward`."""
-        q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q = self._split_heads(self.q_proj(x))
+        k = self._split_heads(self.k_proj(x))
+        v = self._split_heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -170,7 +181,10 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward block: down(silu(gate(x)) · up(x)), (batch, seq, dim) -> (batch, seq, dim)."""
+    """Gated feed-forward block: down(silu(gate(x)) · up(x)).
+
+    (batch, seq, dim) -> (batch, seq, dim).
+    """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()
@@ -197,7 +211,10 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: attention, then the feed-forward block or experts, each added to the residual stream."""
+    """Pre-norm block: attention, then the feed-forward block or experts.
+
+    Each is added to the residual stream.
+    """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -227,16 +244,16 @@ class DecoderLayer(nn.Module):
             cos, sin: rotary tables of these positions, broadcastable to (batch, heads, seq,
                 head_dim / 2).
             mask: None for plain causal attention, else bool (batch, 1 or heads, seq, seq), True =
-                may attend; with a cache the last dimension counts what it holds, too.
+                may attend. With a cache the last dimension includes the cached positions.
             cache: keys and values of earlier positions; those of `x` are added.
             is_token: bool (batch, seq), False on padding, which experts leave out; None where
                 nothing is padded.
         """
-        # Nothing is passed where there is none: tensor parallelism counts the positional arguments.
-        more = {} if cache is None else {"cache": cache}
-        x = x + self.attn(self.attn_norm(x), cos, sin, mask, **more)
-        of_experts = {"is_token": is_token} if isinstance(self.mlp, MoE) else {}
-        return x + self.mlp(self.mlp_norm(x), **of_experts)
+        # Passed only where it exists: tensor parallelism counts the positional arguments.
+        cached = {} if cache is None else {"cache": cache}
+        x = x + self.attn(self.attn_norm(x), cos, sin, mask, **cached)
+        for_experts = {"is_token": is_token} if isinstance(self.mlp, MoE) else {}
+        return x + self.mlp(self.mlp_norm(x), **for_experts)
 
 
 @checked
@@ -294,15 +311,15 @@ class Transformer(nn.Module):
     def tied_weight(self) -> nn.Parameter | None:
         """This part's end of a tie whose other end is on another stage, else None.
 
-        Both ends start from the same values; whoever trains them must add their two gradients up.
+        Both ends start from the same values; a training step must add their two gradients up.
         """
         if not self.config.tie_embeddings or (self.embed is None) == (self.head is None):
             return None
-        end = self.embed if self.embed is not None else self.head
-        return cast(nn.Parameter, end.weight) if end is not None else None
+        end = self.head if self.embed is None else self.embed
+        return None if end is None else cast(nn.Parameter, end.weight)
 
     def new_cache(self) -> KVCache:
-        """Return an empty cache for `forward`; one for each batch that text is generated for."""
+        """Return an empty cache for `forward`; each batch that text is generated for needs one."""
         return KVCache()
 
     def forward(
@@ -319,18 +336,18 @@ class Transformer(nn.Module):
                 dim).
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
                 (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every
-                mask. Experts leave out the padding of a (batch, seq) mask; the other kind names
-                none.
+                mask. Experts leave out the padding of a (batch, seq) mask; a mask of four
+                dimensions does not say which positions are padding.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
-            cache: of the positions before these, to which these are added (`new_cache`); positions
-                then go on from there, and neither of the other two is taken.
+            cache: the cache of the positions before these (`new_cache`). It takes these positions
+                in, which go on from there. No mask and no positions may come with it.
 
         Returns:
             Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq,
             dim).
 
-        Token ids and positions out of range are named on the CPU only; a GPU would have to be
-        waited for.
+        An error names token ids and positions out of range on the CPU only: on a GPU, the check
+        would have to wait for the device.
         """
         self._check_input(x)
         batch, seq_len = x.shape[:2]
@@ -339,17 +356,19 @@ class Transformer(nn.Module):
             mask = None if attention_mask is None else causal_mask(attention_mask, batch, seq_len)
         else:
             alone = attention_mask is None and position_ids is None
-            new = cache.after(next(iter(self.layers)), seq_len, self.config.max_seq_len, alone)
-            cos, sin, mask = self.rope_cos[new], self.rope_sin[new], cache.mask(new, x.device)
-        if self.embed is not None:
-            x = self._embed_tokens(self.embed, x)
-        # A mask of four dimensions does not say which positions are padding.
+            first_layer = next(iter(self.layers))
+            new = cache.after(first_layer, seq_len, limit=self.config.max_seq_len, alone=alone)
+            cos, sin = self.rope_cos[new], self.rope_sin[new]
+            mask = cache.mask(new, x.device)
         is_token = None
         if attention_mask is not None and attention_mask.dim() == 2:
             is_token = attention_mask.bool()
+
+        if self.embed is not None:
+            x = self._embed_tokens(self.embed, x)
         for name, layer in self.layers.items():
-            more = {} if cache is None else {"cache": cache.layer(name)}
-            x = layer(x, cos, sin, mask, is_token=is_token, **more)
+            cached = {} if cache is None else {"cache": cache.layer(name)}
+            x = layer(x, cos, sin, mask, is_token=is_token, **cached)
         if self.norm is not None:
             x = self.norm(x)
         if self.head is not None:
@@ -360,12 +379,12 @@ class Transformer(nn.Module):
     def init_weights_and_freqs(self, seed: int | None = None) -> None:
         """Draw every parameter from (seed, its full name) and compute the rotary tables.
 
-        Matrices are normal(0, 0.02); the two projections of a layer that end in the residual stream
-        are scaled by 1/sqrt(2 · n_layers), there being 2 · n_layers additions to it (Radford et al.
-        2019, GPT-2, section 2.3); norms are one, biases zero. Each is drawn whole on the CPU in
-        float32, then cast and, if it is a
-        DTensor, sharded: neither dtype, device nor layout changes the model a seed means. Without a
-            seed,
+        Matrices are normal(0, 0.02). The two projections of a layer that end in the residual stream
+        are scaled by 1/sqrt(2 · n_layers), as there are 2 · n_layers additions to it (Radford et
+        al. 2019, GPT-2, section 2.3). Norms are one, biases zero.
+
+        Each is drawn whole on the CPU in float32, then cast and, if it is a DTensor, sharded: so
+        neither dtype, device nor layout changes the model that a seed means. Without a seed,
         `torch.manual_seed` decides.
         """
         self.init_freqs_and_ties()
@@ -381,7 +400,10 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_freqs_and_ties(self) -> None:
-        """Restore what `to_empty` loses and no checkpoint holds: rotary tables, loads, and the tie of tied ends."""
+        """Restore the state that `to_empty` loses and no checkpoint holds.
+
+        That is the rotary tables, the loads of routers, and the tie of tied ends.
+        """
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.is_meta:
                 raise RuntimeError(
@@ -402,14 +424,14 @@ class Transformer(nn.Module):
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
         if name == "head.weight" and self.config.tie_embeddings:
-            # A stage with only this end must start from what the stage with the other end draws.
+            # A stage with this end alone must start from the values of the stage with the other.
             name = "embed.weight"
-        ends_in_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
-        std = INIT_STD / math.sqrt(2 * self.config.n_layers) if ends_in_residual else INIT_STD
+        std = INIT_STD
+        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+            std /= math.sqrt(2 * self.config.n_layers)
         generator = torch.Generator(device="cpu").manual_seed(parameter_seed(seed, name))
-        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(
-            0.0, std, generator=generator
-        )
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return values.normal_(0.0, std, generator=generator)
 
     def _tie(self) -> None:
         if self.config.tie_embeddings and self.embed is not None and self.head is not None:
@@ -448,47 +470,42 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         if position_ids is None:
             return self.rope_cos[:seq_len], self.rope_sin[:seq_len]
-        if position_ids.shape != (batch, seq_len) or position_ids.dtype not in (
-            torch.int64,
-            torch.int32,
-        ):
+        is_integer = position_ids.dtype in (torch.int64, torch.int32)
+        if position_ids.shape != (batch, seq_len) or not is_integer:
             raise ValueError(
                 f"position_ids must be integers of shape (batch, seq) = ({batch}, {seq_len}), "
                 f"not {position_ids.dtype} of shape {tuple(position_ids.shape)}"
             )
         try:
             # Unlike indexing, a lookup refuses negative positions instead of counting from the end.
-            cos, sin = (
-                F.embedding(position_ids, table) for table in (self.rope_cos, self.rope_sin)
-            )
+            cos = F.embedding(position_ids, self.rope_cos)
+            sin = F.embedding(position_ids, self.rope_sin)
         except IndexError:
             raise ValueError(
                 f"positions from {int(position_ids.min())} to {int(position_ids.max())} must lie in"
                 f" [0, max_seq_len) = [0, {self.config.max_seq_len})"
             ) from None
+        # One dimension for the heads.
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
     """Return which position may attend to which: bool (batch, 1 or heads, seq, seq).
 
-    A position always sees itself: before the first real token of a left-padded row there is nothing
+    A position always sees itself. Before the first real token of a left-padded row there is nothing
     else to see, and a softmax over nothing is NaN in some attention kernels and zero in others.
     """
-    if attention_mask.shape == (batch, seq_len) and not attention_mask.is_floating_point():
+    dtype, shape = attention_mask.dtype, attention_mask.shape
+    is_full = len(shape) == 4 and shape[0] == batch and shape[2:] == (seq_len, seq_len)
+    if shape == (batch, seq_len) and not dtype.is_floating_point:
         allowed = attention_mask.bool()[:, None, None, :]
-    elif (
-        attention_mask.dim() == 4
-        and attention_mask.shape[0] == batch
-        and attention_mask.shape[2:] == (seq_len, seq_len)
-        and attention_mask.dtype == torch.bool
-    ):
+    elif is_full and dtype == torch.bool:
         allowed = attention_mask
     else:
         raise ValueError(
-            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; it"
-            f" must be bool or integer (batch, seq) = ({batch}, {seq_len}), or bool (batch, 1 or"
-            f" heads, seq, seq) = ({batch}, 1 or heads, {seq_len}, {seq_len})"
+            f"attention_mask is {dtype} of shape {tuple(shape)}; it must be bool or integer (batch,"
+            f" seq) = ({batch}, {seq_len}), or bool (batch, 1 or heads, seq, seq) = ({batch}, 1 or"
+            f" heads, {seq_len}, {seq_len})"
         )
     query = torch.arange(seq_len, device=attention_mask.device)[:, None]
     key = query.T
@@ -496,24 +513,25 @@ def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
 
 
 def parameter_seed(seed: int, name: str) -> int:
-    """Seed of one parameter: a hash of (seed, name), the same in every process and Python version.
+    """Return the seed of one parameter: a hash of (seed, name).
 
-    32 bits, because torch's CPU generator ignores the others. Nothing breaks when two names share a
-    seed, as some of 1,000 do for about one model seed in 10,000.
+    It is the same in every process and Python version. It has 32 bits, because torch's CPU
+    generator ignores the others. Nothing breaks when two names share a seed, as some of 1,000 names
+    do for about one model seed in 10,000.
     """
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest(), "little"
-    )
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _fill(parameter: Tensor, full: Tensor) -> None:
+    """Copy ``full`` into a parameter; if it is a DTensor, only this rank's shard."""
     # The import takes half a second, which a process without DTensors need not spend.
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import DTensor, distribute_tensor
 
         sharded = cast(DTensor, parameter)
-        # src_data_rank=None: every rank has drawn the same values and keeps its shard; nothing is
-        # sent.
+        # src_data_rank=None sends nothing: every rank has drawn the same values and keeps its
+        # shard.
         full = distribute_tensor(
             full.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None
         )
@@ -522,15 +540,14 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of logits (batch, seq, vocab) with target token ids (batch, seq), in nats a
-    token.
+    """Cross-entropy of logits (batch, seq, vocab) with target ids (batch, seq), in nats a token.
 
     A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the
     mean of the microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count`
     instead.
     """
 
-    # target value of positions where nothing is to be predicted, such as padding
+    # The target of positions where nothing is to be predicted, such as padding.
     ignore_index: int = -100
 
     def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -541,8 +558,9 @@ class CrossEntropy:
         """Return the sum; a scalar in float32 at least: long sums overflow half precision."""
         if logits.dtype.itemsize < 4:
             logits = logits.float()
+        rows = logits.flatten(0, 1)
         return F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            rows, target.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )
 
     def count(self, target: Tensor) -> Tensor:
