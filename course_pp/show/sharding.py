@@ -1,7 +1,8 @@
-"""Weights cut over ranks: what FSDP2 gathers, holds and frees along a step, and what tensor parallelism exchanges."""
+"""Weights cut over ranks: FSDP2's gathers along a step, and tensor parallelism's exchanges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from course_pp.base.arguments import checked, refuse_below, refuse_unless
@@ -12,11 +13,22 @@ from course_pp.show.sketch import LEAST, MARGIN, SERIES, SMALL, WORDS, Point, Sk
 from course_pp.show.wording import counted, format_bytes, listed
 
 _MOST_COLUMNS = 72
-_LEFT, _RIGHT, _HEAD, _ROW, _BETWEEN = 0.85, 1.25, 0.72, 0.26, 0.5
+# Inches: the names of layers, the sums on the right, the heading, a row, the space below it all.
+_LEFT = 0.85
+_RIGHT = 1.25
+_HEAD = 0.72
+_ROW = 0.26
+_BETWEEN = 0.5
 
 
 class Moment(NamedTuple):
-    """One layer at work in one action."""
+    """One layer at work in one action.
+
+    Attributes:
+        held: the fraction of each layer's weights that this rank holds meanwhile.
+        gathers: the layers that are put together for this moment, or meanwhile for the next.
+        reduces: the layers whose gradients are reduced after it.
+    """
 
     action: Action
     layer: int
@@ -24,14 +36,13 @@ class Moment(NamedTuple):
     held: tuple[Fraction, ...]
     # layers that are put together for this moment, or meanwhile for the next
     gathers: frozenset[int]
-    reduces: frozenset[int] = frozenset()  # layers whose gradients are reduced after it
+    reduces: frozenset[int] = frozenset()
 
 
 def sharded_step(
     n_layers: int, reshard: bool | int, n_shards: int, actions: Sequence[Action], pipeline: bool
 ) -> tuple[Moment, ...]:
-    """Follow the weights of ``n_layers`` layers through the actions of a step, as FSDP2 treats
-    them.
+    """Follow the weights of ``n_layers`` layers through the actions of a step, as FSDP2 does.
 
     Forward gathers a layer that is not whole, and leaves what the policy says: its shard (True),
     all of it (False), a k-th (k). Backward gathers what is not whole, and meanwhile the layer
@@ -39,9 +50,11 @@ def sharded_step(
     all whole, and reduces and frees after the last action.
     """
     shard = Fraction(1, n_shards)
-    after = (
-        Fraction(1, reshard) if not isinstance(reshard, bool) else shard if reshard else Fraction(1)
-    )
+    after_forward = Fraction(1)
+    if reshard is True:
+        after_forward = shard
+    elif reshard is not False:
+        after_forward = Fraction(1, reshard)
     held = [shard] * n_layers
 
     def gather(*layers: int) -> frozenset[int]:
@@ -50,31 +63,40 @@ def sharded_step(
             held[layer] = Fraction(1)
         return lacking
 
-    def of(action: Action) -> Iterator[Moment]:
-        for layer in range(n_layers) if action.kind == "F" else reversed(range(n_layers)):
-            is_forward, ahead = action.kind == "F", (layer - 1,) if layer and not pipeline else ()
-            gathers = gather(layer) if is_forward else gather(layer, *ahead)
-            reduces = frozenset[int]() if is_forward or pipeline else frozenset((layer,))
-            yield Moment(action, layer, tuple(held), gathers, reduces)
-            if is_forward or not pipeline:
-                held[layer] = after if is_forward else shard
-
-    moments = [moment for action in actions if action.kind in "FBI" for moment in of(action)]
+    moments = []
+    for action in actions:
+        if action.kind == "F":
+            for layer in range(n_layers):
+                gathers = gather(layer)
+                moments.append(Moment(action, layer, tuple(held), gathers=gathers))
+                held[layer] = after_forward
+        elif action.kind in "BI":
+            for layer in reversed(range(n_layers)):
+                if pipeline:
+                    gathers = gather(layer)
+                    moments.append(Moment(action, layer, tuple(held), gathers=gathers))
+                    continue
+                gathers = gather(layer, layer - 1) if layer else gather(layer)
+                reduces = frozenset((layer,))
+                moments.append(Moment(action, layer, tuple(held), gathers=gathers, reduces=reduces))
+                held[layer] = shard
     if pipeline and moments:
         moments[-1] = moments[-1]._replace(reduces=frozenset(range(n_layers)))
     return tuple(moments)
 
 
 def gathers_of(moments: Sequence[Moment], layer: int) -> int:
+    """Return how often ``layer`` is gathered."""
     return sum(layer in moment.gathers for moment in moments)
 
 
 def most_held(moments: Sequence[Moment]) -> Fraction:
     """Return the most that is held at once, in layers, without the shards that are always there."""
     shard = min(min(moment.held) for moment in moments)
-    return max(
-        sum((held for held in moment.held if held > shard), Fraction(0)) for moment in moments
-    )
+    most = Fraction(0)
+    for moment in moments:
+        most = max(most, sum((held for held in moment.held if held > shard), Fraction(0)))
+    return most
 
 
 @checked
@@ -86,85 +108,87 @@ def fsdp_step(
     rank: int = 0,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw which layers are whole on a rank along a step, a row a layer, for one reshard policy or
-    several.
+    """Draw the layers that are whole on a rank along a step, for one reshard policy or several.
 
-    A full box is a whole layer, a low one its shard; ``G`` is a gather, ``R`` a reduction of
-    gradients, a thick frame the layer at work.
+    Each layer has a row. A full box is a whole layer, a low one its shard; ``G`` is a gather, ``R``
+    a reduction of gradients, a thick frame the layer at work.
 
     Args:
         reshard: ``reshard_after_forward``: True, False, the number of ranks to reshard to, or
             several of these.
-        n_layers: on this rank; there are up to 72 columns.
+        n_layers: layers on this rank; there are up to 72 columns.
         n_shards: data-parallel ranks.
-        schedule: of a pipeline, of one stage a rank; unless given, one forward and one backward of
-            the whole model.
+        schedule: a pipeline's schedule with one stage a rank. Without it, the step is one forward
+            and one backward of the whole model.
     """
     policies = [reshard] if isinstance(reshard, bool | int) else list(reshard)
     refuse_outside(1, _MOST_COLUMNS, n_layers=n_layers)
     refuse_below(2, "fsdp_step", n_shards=n_shards)
     for policy in policies:
-        divides = isinstance(policy, bool) or (1 < policy < n_shards and n_shards % policy == 0)
+        if isinstance(policy, bool):
+            continue
+        divides = 1 < policy < n_shards and n_shards % policy == 0
         remedy = f"give a number between 1 and {n_shards}, the shards, that divides them"
         refuse_unless(divides, "fsdp_step", "reshard", policy, remedy)
-        fits = isinstance(policy, bool) or schedule is None
         remedy = "torch reshards to fewer ranks only without a pipeline; give True or False"
-        refuse_unless(fits, "fsdp_step", "reshard", policy, remedy)
+        refuse_unless(schedule is None, "fsdp_step", "reshard", policy, remedy)
     actions = [Action(0, "F", 0), Action(0, "B", 0)]
     if schedule is not None:
         refuse_outside(0, schedule.n_ranks - 1, rank=rank)
         actions = [part for action in schedule.actions[rank] for part in action.parts]
         is_one = len({action.stage for action in actions}) == 1
-        refuse_unless(
-            is_one,
-            "fsdp_step",
-            "schedule",
-            schedule,
-            "a rank has several stages; take one of a stage each",
+        remedy = "a rank has several stages; take one of a stage each"
+        refuse_unless(is_one, "fsdp_step", "schedule", schedule, remedy)
+
+    steps = []
+    for policy in policies:
+        moments = sharded_step(
+            n_layers, policy, n_shards, actions=actions, pipeline=schedule is not None
         )
-    steps = [
-        sharded_step(n_layers, each, n_shards, actions, schedule is not None) for each in policies
-    ]
-    n_columns = len(steps[0])
+        steps.append((policy, moments))
+    n_columns = len(steps[0][1])
     if n_columns > _MOST_COLUMNS:
-        raise ValueError(
-            f"n_layers={n_layers} make {n_columns} columns: up to {_MOST_COLUMNS} are drawn, take"
-            " fewer"
-        )
+        given = f"n_layers={n_layers} make {n_columns} columns"
+        raise ValueError(f"{given}: up to {_MOST_COLUMNS} are drawn, take fewer")
+
     findings: list[str] = []
-    for policy, moments in zip(policies, steps, strict=True):
+    for policy, moments in steps:
         often = max(gathers_of(moments, layer) for layer in range(n_layers))
         times = {1: "once", 2: "twice"}.get(often, f"{often} times")
         most = _layers(most_held(moments))
-        first = f"{policy} gathers a layer {times} and holds {most}"
-        other = f"{policy} gathers it {times}, holds {most.partition(' ')[0]}"
-        findings.append(other if findings else first)
-    finding = ("In a pipeline " if schedule is not None else "") + "; ".join(findings)
+        if not findings:
+            findings.append(f"{policy} gathers a layer {times} and holds {most}")
+        else:
+            findings.append(f"{policy} gathers it {times}, holds {most.partition(' ')[0]}")
+    finding = "; ".join(findings)
+    if schedule is not None:
+        finding = f"In a pipeline {finding}"
 
     each = min(0.5, (WIDTH - 2 * MARGIN - _LEFT - _RIGHT) / n_columns)
     high = _HEAD + n_layers * _ROW
     width = _LEFT + n_columns * each + _RIGHT
+    height = len(policies) * (high + _BETWEEN) - _BETWEEN + 0.05
     note = (
         f"full box: whole layer; low box: 1/{n_shards} of it; G: gathered, R: gradients reduced;"
         " frame: at work"
     )
-    sketch = Sketch(
-        width, len(policies) * (high + _BETWEEN) - _BETWEEN + 0.05, title or finding, note
-    )
+    sketch = Sketch(width, height, title or finding, note=note)
     told = []
-    for i, (policy, moments) in enumerate(zip(policies, steps, strict=True)):
-        _draw_step(sketch, policy, moments, n_layers, i * (high + _BETWEEN), each)
-        spelled = [
-            f"{_name(moment.action)} at layer {moment.layer}: "
-            f"{listed([str(layer) for layer, held in enumerate(moment.held) if held == 1])} whole"
-            for moment in moments[: 4 * n_layers]
-        ]
-        told.append(f"{policy}: {', '.join(spelled)}{', …' if len(spelled) < len(moments) else ''}")
-    where = (
-        f"rank {rank} of a pipeline, {schedule.name}"
-        if schedule is not None
-        else "one forward and one backward"
-    )
+    for i, (policy, moments) in enumerate(steps):
+        top = i * (high + _BETWEEN)
+        _draw_step(sketch, policy, moments, n_layers=n_layers, top=top, each=each)
+
+        # A few microbatches of moments say how it goes on.
+        spelled = []
+        for moment in moments[: 4 * n_layers]:
+            whole = listed(layer for layer, held in enumerate(moment.held) if held == 1)
+            spelled.append(f"{_name(moment.action)} at layer {moment.layer}: {whole} whole")
+        if len(spelled) < len(moments):
+            spelled.append("…")
+        told.append(f"{policy}: {', '.join(spelled)}")
+    where = "one forward and one backward"
+    if schedule is not None:
+        where = f"rank {rank} of a pipeline, {schedule.name}"
     shards = counted(n_shards, "shard")
     return sketch.finish(
         f"Layers of a rank along a step, {where}, {shards}. {finding}. {'; '.join(told)}."
@@ -172,15 +196,14 @@ def fsdp_step(
 
 
 def _name(action: Action) -> str:
-    return f"{'F' if action.kind == 'F' else 'B'}{action.microbatch}"
+    kind = "F" if action.kind == "F" else "B"
+    return f"{kind}{action.microbatch}"
 
 
 def _layers(number: Fraction) -> str:
-    return (
-        counted(number.numerator, "layer")
-        if number.denominator == 1
-        else f"{float(number):.3g} layers"
-    )
+    if number.denominator == 1:
+        return counted(number.numerator, "layer")
+    return f"{float(number):.3g} layers"
 
 
 def _draw_step(
@@ -194,80 +217,67 @@ def _draw_step(
     sketch.text((0, top + 0.12), f"reshard_after_forward = {policy}", WORDS, bold=True)
     start = top + _HEAD
     for layer in range(n_layers):
-        sketch.text(
-            (_LEFT - 0.08, start + (layer + 0.5) * _ROW), f"layer {layer}", SMALL, align="right"
-        )
-    _draw_actions(sketch, moments, start - 0.2, each)
+        middle = start + (layer + 0.5) * _ROW
+        sketch.text((_LEFT - 0.08, middle), f"layer {layer}", SMALL, align="right")
+    _draw_actions(sketch, moments, start - 0.2, each=each)
     for column, moment in enumerate(moments):
         for layer in range(n_layers):
-            _draw_layer(sketch, moment, layer, (_LEFT + column * each, start + layer * _ROW), each)
-    often = listed(
-        [
-            str(number)
-            for number in sorted({gathers_of(moments, layer) for layer in range(n_layers)})
-        ]
-    )
-    words = f"gathered: {often} ×\nmost held:\n{_layers(most_held(moments))}"
+            corner = (_LEFT + column * each, start + layer * _ROW)
+            _draw_layer(sketch, moment, layer, corner=corner, each=each)
+    often = sorted({gathers_of(moments, layer) for layer in range(n_layers)})
+    words = f"gathered: {listed(often)} ×\nmost held:\n{_layers(most_held(moments))}"
     sketch.text((_LEFT + len(moments) * each + 0.12, start + n_layers * _ROW / 2), words, SMALL)
 
 
 def _draw_actions(sketch: Sketch, moments: Sequence[Moment], y: float, each: float) -> None:
-    """The name of each action above its columns, with a line as wide as they are."""
-    first = 0
-    for column, moment in enumerate(moments):
-        if column + 1 < len(moments) and moments[column + 1].action is moment.action:
-            continue
-        left, right = _LEFT + first * each, _LEFT + (column + 1) * each
-        is_forward = moment.action.kind == "F"
-        for text in (
-            f"{'forward' if is_forward else 'backward'} {moment.action.microbatch}",
-            _name(moment.action),
-        ):
-            if size := fitting_size(text, right - left + 0.06, 0.3, (SMALL, LEAST)):
+    """Write the name of each action above its columns, with a line as wide as they are."""
+    left = _LEFT
+    for action, of_action in groupby(moments, key=lambda moment: moment.action):
+        right = left + each * len(list(of_action))
+        is_forward = action.kind == "F"
+        direction = "forward" if is_forward else "backward"
+        for text in (f"{direction} {action.microbatch}", _name(action)):
+            size = fitting_size(text, right - left + 0.06, 0.3, sizes=(SMALL, LEAST))
+            if size:
                 sketch.text(((left + right) / 2, y), text, size, align="center")
                 break
         ink = chart.BLUE if is_forward else chart.VERMILION
-        sketch.line(
-            (left + 0.03, y + 0.12),
-            (right - 0.03, y + 0.12),
-            ink=ink,
-            line=2.2,
-            dashed=not is_forward,
-        )
-        first = column + 1
+        ends = ((left + 0.03, y + 0.12), (right - 0.03, y + 0.12))
+        sketch.line(*ends, ink=ink, line=2.2, dashed=not is_forward)
+        left = right
 
 
 def _draw_layer(sketch: Sketch, moment: Moment, layer: int, corner: Point, each: float) -> None:
-    (x, y), held = corner, moment.held[layer]
+    x, y = corner
+    held = moment.held[layer]
+    wide = each - 0.03
     high = (_ROW - 0.06) * float(held)
     fill = chart.SKY_BLUE if held == 1 else chart.YELLOW
-    sketch.box(
-        (x + 0.015, y + _ROW - 0.03 - high),
-        (each - 0.03, high),
-        fill=fill,
-        edge="none",
-        line=0,
-        zorder=1.5,
-    )
+    box = ((x + 0.015, y + _ROW - 0.03 - high), (wide, high))
+    sketch.box(*box, fill=fill, edge="none", line=0, zorder=1.5)
     if moment.layer == layer:
-        sketch.box(
-            (x + 0.015, y + 0.03),
-            (each - 0.03, _ROW - 0.06),
-            fill="none",
-            line=1.8,
-            edge="black",
-            zorder=3,
-        )
+        frame = ((x + 0.015, y + 0.03), (wide, _ROW - 0.06))
+        sketch.box(*frame, fill="none", line=1.8, edge="black", zorder=3)
     letters = "G" * (layer in moment.gathers) + "R" * (layer in moment.reduces)
-    if letters and (size := fitting_size(letters, each + 0.05, _ROW, (SMALL, LEAST, 6.0))):
+    size = fitting_size(letters, each + 0.05, _ROW, sizes=(SMALL, LEAST, 6.0))
+    if letters and size:
         sketch.text((x + each / 2, y + _ROW / 2), letters, size, align="center", bold=True)
 
 
 How = Literal["column", "row"]
 
-# width, height
-_X, _A, _H, _B, _Z = (0.5, 0.55), (1.05, 0.55), (1.05, 0.5), (0.55, 1.05), (0.55, 0.5)
-_SIGN, _BAR, _TOP = 0.3, 0.62, 0.62
+# Inches: width and height of each matrix, the space for a sign, an exchange's bar, the heading.
+_SIZES: dict[str, Point] = {
+    "X": (0.5, 0.55),
+    "A": (1.05, 0.55),
+    "H": (1.05, 0.5),
+    "B": (0.55, 1.05),
+    "Z": (0.55, 0.5),
+    "sum": (0.55, 0.5),
+}
+_SIGN = 0.3
+_BAR = 0.62
+_TOP = 0.62
 
 
 @checked
@@ -280,80 +290,85 @@ def tensor_cut(
     itemsize: int = 4,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw gelu(X A) B with both matrices cut over ``n_ranks``: what each rank computes, and where
-    they must exchange.
+    """Draw gelu(X A) B with both matrices cut over ``n_ranks``, and what the ranks exchange.
 
     X is ``tokens × dim``, A ``dim × hidden``, B ``hidden × dim``. ``plan`` says how A and B are
     cut. A striped result is a term that has to be summed first. Boxes are not to scale.
     """
     refuse_below(1, "tensor_cut", tokens=tokens, dim=dim, hidden=hidden, itemsize=itemsize)
     refuse_outside(2, 8, n_ranks=n_ranks)
-    for name, size, needed in (
-        ("hidden", hidden, True),
-        ("dim", dim, plan[0] == "row" or plan[1] == "column"),
-    ):
-        divides = not needed or size % n_ranks == 0
-        refuse_unless(divides, "tensor_cut", name, size, f"give a multiple of the ranks, {n_ranks}")
     first, second = plan
-    after_second = "all-reduce" if second == "row" else "all-gather"
-    after_first = "" if second == "row" else "all-gather"
+    remedy = f"give a multiple of the ranks, {n_ranks}"
+    refuse_unless(hidden % n_ranks == 0, "tensor_cut", "hidden", hidden, remedy)
+    if first == "row" or second == "column":
+        refuse_unless(dim % n_ranks == 0, "tensor_cut", "dim", dim, remedy)
+
+    # The collective after each product; the result's width is what it moves.
+    after_first = ""
     if first == "row":
         after_first = "all-reduce"  # gelu of a sum is not the sum of the gelus
-    exchanges = [each for each in (after_first, after_second) if each]
-    widths = [hidden if i == 0 and after_first else dim for i in range(len(exchanges))]
-    moved = [format_bytes(itemsize * tokens * width) for width in widths]
-    number = "one exchange" if len(moved) == 1 else "two exchanges"
-    kinds = listed([f"{kind} of {size}" for kind, size in zip(exchanges, moved, strict=True)])
-    finding = (
-        f"{first.capitalize()}, then {second}, over {n_ranks} ranks: {number} in forward, {kinds}"
-    )
+    elif second == "column":
+        after_first = "all-gather"
+    after_second = "all-reduce" if second == "row" else "all-gather"
+    exchanges = []
+    for exchange, width in ((after_first, hidden), (after_second, dim)):
+        if exchange:
+            exchanges.append(f"{exchange} of {format_bytes(itemsize * tokens * width)}")
+    number = "one exchange" if len(exchanges) == 1 else "two exchanges"
+    cut = f"{first.capitalize()}, then {second}, over {n_ranks} ranks"
+    finding = f"{cut}: {number} in forward, {listed(exchanges)}"
 
+    # The left end of each matrix, and of the bar of each exchange.
     scale = {2: 1.0, 3: 0.9, 4: 0.8}.get(n_ranks, 0.62)
-    high = _B[1] * scale + 0.2
-    xs, x = {}, 0.55
-    matrices = {
-        "X": _X,
-        "A": _A,
-        "first": None,
-        "H": _H,
-        "B": _B,
-        "Z": _Z,
-        "second": None,
-        "sum": _Z,
-    }
-    for name, of in matrices.items():
+    high = _SIZES["B"][1] * scale + 0.2
+    xs: dict[str, float] = {}
+    x = 0.55
+    for name in ("X", "A", "first", "H", "B", "Z", "second", "sum"):
         if name == "first" and not after_first:
             x += 0.35  # where other plans exchange
             continue
         xs[name] = x
-        x += (of[0] * scale if of else _BAR) + _SIGN
+        x += _SIGN
+        x += _SIZES[name][0] * scale if name in _SIZES else _BAR
     sketch = Sketch(x - _SIGN + 0.05, _TOP + n_ranks * high, title or finding)
     headings = {
-        "X": (_X, f"X\n{tokens} × {dim}"),
-        "A": (_A, f"A by {first}\n{dim} × {hidden}"),
-        "H": (_H, f"gelu(X A)\n{tokens} × {hidden}"),
-        "B": (_B, f"B by {second}\n{hidden} × {dim}"),
-        "Z": (_Z, "a term of Z" if second == "row" else "a part of Z"),
-        "sum": (_Z, f"Z\n{tokens} × {dim}"),
+        "X": f"X\n{tokens} × {dim}",
+        "A": f"A by {first}\n{dim} × {hidden}",
+        "H": f"gelu(X A)\n{tokens} × {hidden}",
+        "B": f"B by {second}\n{hidden} × {dim}",
+        "Z": "a term of Z" if second == "row" else "a part of Z",
+        "sum": f"Z\n{tokens} × {dim}",
     }
-    for name, ((wide, _), words) in headings.items():
-        sketch.text((xs[name] + wide * scale / 2, _TOP - 0.32), words, SMALL, align="center")
+    for name, words in headings.items():
+        middle = xs[name] + _SIZES[name][0] * scale / 2
+        sketch.text((middle, _TOP - 0.32), words, SMALL, align="center")
     for rank in range(n_ranks):
-        _draw_row(sketch, plan, rank, n_ranks, xs, _TOP + (rank + 0.5) * high - 0.1, scale)
+        y = _TOP + (rank + 0.5) * high - 0.1
+        _draw_row(sketch, plan, rank, n=n_ranks, xs=xs, y=y, scale=scale)
     for name, exchange in (("first", after_first), ("second", after_second)):
         if exchange:
-            text = f"{'sum' if exchange == 'all-reduce' else 'gather'}\n\n" + exchange.replace(
-                "-", "-\n"
-            )
-            place = ((xs[name], _TOP - 0.02), (_BAR, n_ranks * high - 0.16))
-            sketch.box(*place, text, fill=chart.YELLOW, bold=True, sizes=(SMALL, LEAST))
-    exchanged = listed(
-        [f"an {exchange} of {size}" for exchange, size in zip(exchanges, moved, strict=True)]
-    )
+            what = "sum" if exchange == "all-reduce" else "gather"
+            text = f"{what}\n\n" + exchange.replace("-", "-\n")
+            bar = ((xs[name], _TOP - 0.02), (_BAR, n_ranks * high - 0.16))
+            sketch.box(*bar, text, fill=chart.YELLOW, bold=True, sizes=(SMALL, LEAST))
+    exchanged = listed(f"an {exchange}" for exchange in exchanges)
     return sketch.finish(
         f"Products of gelu(X A) B, a row a rank, A cut by {first}, B by {second}, over"
         f" {counted(n_ranks, 'rank')}. {finding}. One forward needs {exchanged}."
     )
+
+
+class _Piece(NamedTuple):
+    """A rank's part of a matrix.
+
+    Attributes:
+        columns, rows: the index of the part and the number of parts; (0, 1) for all.
+        is_term: whether it is a term of a sum.
+    """
+
+    columns: tuple[int, int]
+    rows: tuple[int, int]
+    is_term: bool = False
 
 
 def _draw_row(
@@ -365,30 +380,43 @@ def _draw_row(
     y: float,
     scale: float,
 ) -> None:
+    """Draw the matrices of one rank, its part of each filled, and the signs between them."""
     sketch.text((0, y), f"rank {rank}", bold=True)
-    whole, part = (0, 1), (rank, n)
-    first_by_row, second_by_row = (how == "row" for how in plan)
-    # Of each matrix: which part of the columns and of the rows is this rank's, and whether it is a
-    # term of a sum.
-    pieces: dict[str, tuple[Point, tuple[int, int], tuple[int, int], bool]] = {
-        "X": (_X, part if first_by_row else whole, whole, False),
-        "A": (_A, whole if first_by_row else part, part if first_by_row else whole, False),
-        "H": (_H, part if second_by_row else whole, whole, False),
-        "B": (_B, whole if second_by_row else part, part if second_by_row else whole, False),
-        "Z": (_Z, whole if second_by_row else part, whole, second_by_row),
-        "sum": (_Z, whole, whole, False),
+    whole = (0, 1)
+    part = (rank, n)
+    first, second = plan
+    # X's columns meet A's rows, and H's columns meet B's rows: both are cut, or neither.
+    inner = part if first == "row" else whole
+    outer = part if second == "row" else whole
+    pieces = {
+        "X": _Piece(inner, whole),
+        "A": _Piece(part if first == "column" else whole, inner),
+        "H": _Piece(outer, whole),
+        "B": _Piece(part if second == "column" else whole, outer),
+        "Z": _Piece(part if second == "column" else whole, whole, is_term=second == "row"),
+        "sum": _Piece(whole, whole),
     }
-    for name, ((wide, tall), columns, rows, is_term) in pieces.items():
-        x, width, height = xs[name], wide * scale, tall * scale
+    ends = {}
+    for name, (columns, rows, is_term) in pieces.items():
+        wide, tall = _SIZES[name]
+        x = xs[name]
+        width = wide * scale
+        height = tall * scale
         top = y - height / 2
+        ends[name] = x + width
         sketch.box((x, top), (width, height), edge="#999999", line=0.8, dashed=True, zorder=1.5)
-        is_shared = columns == rows == whole and not is_term
-        fill, ink = (chart.IDLE_GREY, "black") if is_shared else SERIES[rank % len(SERIES)]
-        (i, across), (j, down) = columns, rows
+
+        i, across = columns
+        j, down = rows
         place = ((x + width * i / across, top + height * j / down), (width / across, height / down))
-        words, hatch = "all" if is_shared else str(rank), "////" if is_term else ""
+        if columns == rows == whole and not is_term:
+            words, fill, ink = "all", chart.IDLE_GREY, "black"
+        else:
+            words = str(rank)
+            fill, ink = SERIES[rank % len(SERIES)]
+        hatch = "////" if is_term else ""
         sketch.box(*place, words, fill=fill, ink=ink, hatch=hatch, sizes=(SMALL, LEAST, 6.0))
-    ends = {name: xs[name] + piece[0][0] * scale for name, piece in pieces.items()}
+
     for left, right, sign in (("X", "A", "×"), ("H", "B", "×"), ("B", "Z", "=")):
         sketch.text(((ends[left] + xs[right]) / 2, y), sign, WORDS + 1, align="center")
     for left, right, bar in (("A", "H", xs.get("first")), ("Z", "sum", xs["second"])):

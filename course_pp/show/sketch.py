@@ -1,4 +1,4 @@
-"""Drawing concepts: boxes, arrows and words on a sheet measured in inches, whose title is the finding."""
+"""A sheet for concepts, measured in inches: boxes, arrows and words, with the finding as title."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from course_pp.show.chart import WIDTH, ChartFigure
 Point = tuple[float, float]
 
 TITLE, WORDS, SMALL, LEAST = 11.5, 9.0, 8.0, 7.0
-"""Sizes of letters in points: of a title, of words, of what explains them, and the least that can be read."""
+"""Sizes of letters in points: a title, words, notes, and the least that can be read."""
 MARGIN = 0.15
 _POINTS_PER_INCH = 72
 _LINE = 1.35  # height of a line of text over the size of its letters
 _PADDING = 0.04
 
-# Masataka Okabe and Kei Ito's colours in an order in which neighbours differ in lightness, with
-# letters that show.
+# Fill and ink. Masataka Okabe and Kei Ito's colours in an order in which neighbours differ in
+# lightness.
 SERIES = (
     (chart.SKY_BLUE, "black"),
     (chart.VERMILION, "black"),
@@ -44,7 +44,7 @@ def height_of(text: str, size: float = WORDS) -> float:
 
 
 def wrapped(text: str, width: float, size: float = WORDS) -> str:
-    """Return ``text`` with line breaks in place of spaces, so that no line is wider than ``width`` inches."""
+    """Return ``text`` broken at spaces into lines of at most ``width`` inches."""
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}".strip()
@@ -58,7 +58,7 @@ def wrapped(text: str, width: float, size: float = WORDS) -> str:
 def fitting_size(
     text: str, width: float, height: float, sizes: Sequence[float] = (WORDS, SMALL, LEAST)
 ) -> float:
-    """Return the largest of ``sizes`` in which ``text`` fits a box of so many inches; 0 if none does."""
+    """Return the largest of ``sizes`` in which ``text`` fits a box, in inches; 0 if none does."""
     for size in sizes:
         if width_of(text, size) <= width - 2 * _PADDING and height_of(text, size) <= height:
             return size
@@ -91,8 +91,12 @@ class Pen:
         sizes: Sequence[float] = (WORDS, SMALL, LEAST),
         zorder: float = 2,
     ) -> bool:
-        """Draw a rectangle from its upper left ``corner``, with ``text`` in its middle; returns whether that fits."""
-        (x, y), (width, height) = corner, size
+        """Draw a rectangle from its upper left ``corner``, with ``text`` in its middle.
+
+        A text that does not fit is left out. Returns whether it fits.
+        """
+        x, y = corner
+        width, height = size
         style: dict[str, Any] = {
             "facecolor": fill,
             "edgecolor": edge,
@@ -105,19 +109,37 @@ class Pen:
         }
         patch: Patch
         if rounded:
-            patch = FancyBboxPatch(
-                (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.08", **style
-            )
+            corners = "round,pad=0,rounding_size=0.08"
+            patch = FancyBboxPatch((x, y), width, height, boxstyle=corners, **style)
         else:
             patch = Rectangle((x, y), width, height, **style)
         self._axes.add_artist(patch)
-        points = fitting_size(text, width, height, sizes) if text else 0.0
-        if points:
-            middle = (x + width / 2, y + height / 2)
-            weight = "bold" if bold else "normal"
-            behind = {"facecolor": fill, "edgecolor": "none", "pad": 0.6} if hatch else None
-            self._write(middle, text, points, "center", ink, weight, behind, zorder + 0.5)
-        return bool(points)
+
+        points = fitting_size(text, width, height, sizes=sizes) if text else 0.0
+        if not points:
+            return False
+        middle = (x + width / 2, y + height / 2)
+        # The box's colour under the letters keeps the hatch away from them.
+        behind = {"facecolor": fill, "edgecolor": "none", "pad": 0.6} if hatch else None
+        self._write(
+            middle,
+            text,
+            size=points,
+            align="center",
+            ink=ink,
+            bold=bold,
+            behind=behind,
+            zorder=zorder + 0.5,
+        )
+        return True
+
+    def box_with_first_fitting(
+        self, corner: Point, size: Point, forms: Sequence[str], **look: Any
+    ) -> None:
+        """Draw a box with the first of ``forms`` that fits."""
+        for text in forms:
+            if self.box(corner, size, text, **look):
+                return
 
     def text(
         self,
@@ -131,30 +153,33 @@ class Pen:
         on_white: bool = False,
         zorder: float = 5,
     ) -> None:
-        """Words whose vertical middle, and left end, middle or right end, is ``place``."""
+        """Write words whose vertical middle, and left end, middle or right end, is ``place``."""
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if on_white else None
-        self._write(place, text, size, align, ink, "bold" if bold else "normal", behind, zorder)
+        self._write(
+            place, text, size=size, align=align, ink=ink, bold=bold, behind=behind, zorder=zorder
+        )
 
     def _write(
         self,
         place: Point,
         text: str,
+        *,
         size: float,
         align: str,
         ink: str,
-        weight: str,
-        behind: Any,
+        bold: bool,
+        behind: dict[str, Any] | None,
         zorder: float,
     ) -> None:
-        one_line = "\n" not in text
         self._axes.text(
             *place,
             text,
             size=size,
             ha=align,
-            va="center_baseline" if one_line else "center",
+            # The middle of one line is that of its capitals; several lines have a box.
+            va="center" if "\n" in text else "center_baseline",
             color=ink,
-            weight=weight,
+            weight="bold" if bold else "normal",
             bbox=behind,
             zorder=zorder,
             linespacing=1.2,
@@ -170,7 +195,10 @@ class Pen:
         head: float = 10,
         zorder: float = 4,
     ) -> None:
-        """An arrow through ``points``; between two of them it may ``bend``, to the left of its way if positive."""
+        """Draw an arrow through ``points``.
+
+        Between two points it may ``bend``, to the left of its way if positive.
+        """
         style: dict[str, Any] = {
             "arrowstyle": "-|>" if head else "-",
             "mutation_scale": head or 1,
@@ -197,34 +225,37 @@ class Pen:
         dashed: bool = False,
         zorder: float = 1,
     ) -> None:
-        """A line through ``points``, without a head."""
+        """Draw a line through ``points``, without a head."""
         self.arrow(*points, ink=ink, line=line, dashed=dashed, head=0, zorder=zorder)
 
 
 class Sketch(Pen):
-    """A drawing of ``width × height`` inches between a title and a note; :meth:`finish` gives its figure alt text."""
+    """A drawing of ``width × height`` inches between a title and a note.
+
+    :meth:`finish` gives its figure alt text.
+    """
 
     def __init__(self, width: float, height: float, title: str, note: str = "") -> None:
-        # A title may be wider than what it is about.
-        sheet = min(
-            WIDTH, max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1))
-        )
-        sheet = max(sheet, width + 2 * MARGIN)
+        # A title may be wider than the drawing; a wide title breaks into lines of up to 7.5 inches.
+        wanted = max(width + 2 * MARGIN, min(7.5, width_of(title, TITLE) + 2 * MARGIN + 0.1))
+        sheet = max(width + 2 * MARGIN, min(WIDTH, wanted))
         words = wrapped(title, sheet - 2 * MARGIN - 0.1, TITLE)
-        top = 0.28 + height_of(words, TITLE)
         small = wrapped(note, sheet - 2 * MARGIN, SMALL)
-        bottom = MARGIN + (height_of(small, SMALL) + 0.08 if note else 0.0)
+        top = 0.28 + height_of(words, TITLE)
+        bottom = MARGIN
+        if note:
+            bottom += height_of(small, SMALL) + 0.08
+
         self.figure = ChartFigure(sheet, top + height + bottom)
-        axes = self.figure.axes_with_margins(
-            left=MARGIN, right=sheet - MARGIN - width, bottom=bottom, top=top
-        )
+        right = sheet - MARGIN - width
+        axes = self.figure.axes_with_margins(left=MARGIN, right=right, bottom=bottom, top=top)
         super().__init__(axes, width, height)
-        place = (MARGIN / sheet, 1 - 0.14 / self.figure.get_figheight())
-        self.figure.text(*place, words, size=TITLE, va="top", linespacing=1.2)
-        below = (place[0], 0.1 / self.figure.get_figheight())
-        self.figure.text(
-            *below, small, size=SMALL, va="bottom", linespacing=1.2, color=chart.TEXT_GREY
-        )
+        left = MARGIN / sheet
+        title_top = 1 - 0.14 / self.figure.get_figheight()
+        note_bottom = 0.1 / self.figure.get_figheight()
+        self.figure.text(left, title_top, words, size=TITLE, va="top", linespacing=1.2)
+        look: dict[str, Any] = {"size": SMALL, "color": chart.TEXT_GREY, "linespacing": 1.2}
+        self.figure.text(left, note_bottom, small, va="bottom", **look)
 
     def finish(self, alt_text: str) -> ChartFigure:
         """Return the figure, described for those who do not see it."""
