@@ -1,4 +1,4 @@
-"""The learner's function, as a grader sees it: called in other processes, under a time limit, whatever it does."""
+"""The learner's function, as a grader calls it: in other processes and under a time limit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LABEL = "[rank 0] "
 class Answer:
     """A function to be judged.
 
-    Calling it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, in a sentence, for an answer
+    A call of it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, with a sentence, for an answer
     that does not end, raises, exits, ends its process, changes its arguments or waits for a message
-    that never comes, and `Pending` for the stub.
+    that never comes. They raise `Pending` for the stub.
 
     Args:
-        fn: the function, or whatever else can be called.
+        fn: the function, or another object that can be called.
         limit_s: seconds that each run may take, not counting the start of the processes.
-        name: what messages call it; its own name if None.
+        name: its name in messages; the name of ``fn`` if None.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def source(self) -> str:
-        """Its text, a clue for a cause; empty where it is not known."""
+        """The text of the function, a clue for a cause; empty where it is not known."""
         try:
             return inspect.getsource(innermost(self._fn))
         except (OSError, TypeError):
@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def printed(self) -> str:
-        """What the answer has printed so far, shortened if it is long."""
+        """The output of the answer so far, shortened if it is long."""
         return self._printed.text
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,18 +63,19 @@ class Answer:
         return self._call_each([args], kwargs)[0]
 
     def calls(self, rows: Sequence[tuple[Any, ...]], call: str | None = None) -> list[Any]:
-        """Return ``[fn(*row) for row in rows]``, called in one other process and within one time
-        limit.
+        """Return ``[fn(*row) for row in rows]``, called in one other process under one time limit.
 
-        ``call`` is how messages write a call whose arguments would be too long to read.
+        Args:
+            rows: arguments of each call.
+            call: text of a call in messages, where the arguments would be too long to read.
         """
         return self._call_each([tuple(row) for row in rows], {}, call)
 
     def on_ranks(self, n: int, harness: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``harness(rank, fn, *args)`` on ``n`` ranks with a process group; return their
-        results in rank order.
+        """Run ``harness(rank, fn, *args)`` on ``n`` ranks; return their results in rank order.
 
-        ``harness`` is a function of the grader's module. It may raise `Mistake` itself.
+        The ranks have a process group. ``harness`` is a function of the grader's module, and may
+        raise `Mistake` itself.
         """
         on = f"on {n} ranks" if n > 1 else "on one rank"
         try:
@@ -88,6 +89,7 @@ class Answer:
         for row in rows:
             self._refuse_other_parameters(row, kwargs)
         with tempfile.TemporaryDirectory() as folder:
+            # The other process writes here which row it is at, so that a hang can be told by it.
             note = Path(folder) / "row"
             try:
                 [results] = self._run(1, call_each, self._fn, rows, kwargs, note, backend=None)
@@ -110,21 +112,24 @@ class Answer:
     def _why_no_value(self, error: Exception, call: str, n_ranks: int = 1) -> Exception:
         match error:
             case Pending(args=(text, is_stub)):
-                return Pending(f"{call} {text}." if self._has_returned or not is_stub else "")
+                # A stub that has returned before is written in part.
+                if is_stub and not self._has_returned:
+                    return Pending("")
+                return Pending(f"{call} {text}.")
             case Stopped():
                 error.symptom = f"{call} {error.symptom}."
             case RanksHung():
                 return _endless(error.waits, call, self.limit_s)
             case RankDied():
-                whose = "its whole process" if n_ranks == 1 else f"the process of rank {error.rank}"
-                return Stopped(
-                    "died", f"{call} ended {whose}.", _why_died(error, n_ranks, self.source)
-                )
+                whose = f"the process of rank {error.rank}"
+                if n_ranks == 1:
+                    whose = "its whole process"
+                cause = _why_died(error, n_ranks, self.source)
+                return Stopped("died", f"{call} ended {whose}.", cause)
             case LaunchError():
+                symptom = f"{call} broke the process that it ran in."
                 cause = "It changes Python itself, or ends processes."
-                return Stopped(
-                    "broken", f"{call} broke the process that it ran in.", cause, str(error)
-                )
+                return Stopped("broken", symptom, cause, str(error))
             case TypeError() | AttributeError():
                 return self._unsendable(error)
         return error
@@ -137,12 +142,9 @@ class Answer:
         try:
             signature.bind(*row, **kwargs)
         except TypeError as e:
-            raise Stopped(
-                "parameters",
-                f"`{self.name}{signature}` cannot be called as"
-                f" `{written_call(self.name, *row, **kwargs)}`: {e}.",
-                "Keep the parameters of the stub.",
-            ) from None
+            call = written_call(self.name, *row, **kwargs)
+            symptom = f"`{self.name}{signature}` cannot be called as `{call}`: {e}."
+            raise Stopped("parameters", symptom, "Keep the parameters of the stub.") from None
 
     def _unsendable(self, error: Exception) -> Stopped:
         # The `exit` and `quit` of a notebook belong to its shell, which cannot be sent.
@@ -151,9 +153,9 @@ class Answer:
             return Stopped("exited", symptom, "Give the value back with `return` instead.")
         return Stopped(
             "unsendable",
-            f"`{self.name}` cannot be sent to another process, which is where it is checked.",
-            "It is, or uses, something of the notebook that exists only here, such as an open file,"
-            " a lock, a generator or `exit`: make it inside the function, and give values back with"
+            f"`{self.name}` is checked in another process, and cannot be sent there.",
+            "It is, or uses, an object that exists only in this notebook, such as an open file, a"
+            " lock, a generator or `exit`: make it inside the function, and give values back with"
             " `return`.",
             str(error.__cause__ or error),
         )
@@ -164,24 +166,24 @@ def written_call(name: str, *args: Any, **kwargs: Any) -> str:
     short = _Short()
     short.maxlist = short.maxtuple = short.maxset = 8
     short.maxother = short.maxstring = 60
-    typed = [short.repr(arg) for arg in args] + [
-        f"{key}={short.repr(value)}" for key, value in kwargs.items()
-    ]
+    typed = [short.repr(arg) for arg in args]
+    typed += [f"{key}={short.repr(value)}" for key, value in kwargs.items()]
     return f"{name}({', '.join(typed)})"
 
 
 class _Short(reprlib.Repr):
     def repr_Tensor(self, tensor: Any, level: int) -> str:  # noqa: N802
-        """By its shape: ``<tensor of 6 × 4>``. `reprlib` looks for a method by the name of the class."""
-        return (
-            f"<tensor of {' × '.join(map(str, tensor.shape))}>"
-            if tensor.dim()
-            else f"tensor({tensor.item():g})"
-        )
+        """Return a tensor by its shape: ``<tensor of 6 × 4>``.
+
+        `reprlib` looks for a method by the name of the class.
+        """
+        if not tensor.dim():
+            return f"tensor({tensor.item():g})"
+        return f"<tensor of {' × '.join(map(str, tensor.shape))}>"
 
 
 class _ShortenedOutput(io.TextIOBase):
-    """A stream that keeps the beginning of what is written to it."""
+    """A stream that keeps the beginning of the text that is written to it."""
 
     def __init__(self) -> None:
         self._kept = ""
@@ -190,34 +192,34 @@ class _ShortenedOutput(io.TextIOBase):
     def write(self, text: str) -> int:
         # One process needs no label.
         line = text.removeprefix(_LABEL)
-        room = _KEPT_CHARACTERS - len(self._kept) if self._kept.count("\n") < _KEPT_LINES else 0
+        room = 0
+        if self._kept.count("\n") < _KEPT_LINES:
+            room = _KEPT_CHARACTERS - len(self._kept)
         self._kept += line[:room]
         self._left_out += len(line[room:])
         return len(text)
 
     @property
     def text(self) -> str:
-        rest = f"\n… and {self._left_out:,} characters more" if self._left_out else ""
-        return self._kept.rstrip() + rest
+        kept = self._kept.rstrip()
+        if self._left_out:
+            kept += f"\n… and {self._left_out:,} characters more"
+        return kept
 
 
 def _endless(waits: tuple[Wait, ...], call: str, limit_s: float) -> Stopped:
     running = [wait for wait in waits if wait.operation != RETURNED]
     late = f"was still running after {limit_s:g} s"
     if any(wait.peers for wait in waits):
-        return Stopped(
-            "endless",
-            f"{call} {late}.",
-            diagnosis(waits),
-            "\n".join(map(state, running)),
-            waits=waits,
-        )
+        states = "\n".join(map(state, running))
+        return Stopped("endless", f"{call} {late}.", diagnosis(waits), states, waits=waits)
+
     slowest = next(iter(running), waits[0])
     who = f" rank {slowest.rank}," if len(waits) > 1 else ""
     where = f", {slowest.where}" if slowest.where else ""
     cause = (
-        "Look for a loop whose condition never changes, or for something that waits. If there is"
-        " none, this machine is busy: run the cell again."
+        "Look for a loop whose condition never changes, or for a call that waits. If there is none,"
+        " this machine is busy: run the cell again."
     )
     if not slowest.where:
         cause = (

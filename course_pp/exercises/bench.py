@@ -1,7 +1,6 @@
-"""The bench on which hand-written steps are tried: a small model, its batch, one process's
-gradients, and real ranks.
+"""A bench on which hand-written steps are tried: a small model, its batch, and real ranks.
 
-Graders, labs and clinics of all notebooks use it.
+A step is compared with one process. Graders, labs and clinics of all notebooks use it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = [
     "with_norm",
 ]
 
-# Of a factor like 1/m in float32, which is no mistake.
+# A factor such as 1/m may be rounded to float32: that is no mistake.
 TOLERANCE = 1e-6
 Step = Callable[..., Any]
 Demand = Callable[[int, int, str], None]
@@ -47,9 +46,9 @@ Gradients = Mapping[str, Tensor | None]
 
 
 class LopsidedLoss(nn.Module):
-    """A mean over rows, like `nn.MSELoss`; an error counts more where the target is large.
+    """A mean over rows, like `nn.MSELoss`, in which an error counts more where the target is large.
 
-    So it notices when output and target have changed places.
+    So the loss changes when output and target change places.
     """
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
@@ -57,14 +56,15 @@ class LopsidedLoss(nn.Module):
 
 
 class Seat(NamedTuple):
-    """What a rank has before a step.
+    """The arguments of a step on one rank.
 
     Attributes:
-        stages: its stages, in the order of the model; one, unless there are chunks.
-        inputs: of the whole batch, like the targets.
+        stages: stages of this rank, in the order of the model; one, unless there are chunks.
+        inputs: inputs of the whole batch.
+        targets: targets of the whole batch.
         m: microbatches.
-        loss_fn: the mean over a microbatch.
-        link: to its neighbours.
+        loss_fn: loss of a microbatch, a mean over its rows.
+        link: messages to and from the neighbours.
     """
 
     stages: list[nn.Module]
@@ -85,16 +85,15 @@ class Seat(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a step left on one rank.
+    """The result of a step on one rank.
 
     Attributes:
-        returned: by the step.
-        losses: what the loss function gave here, call by call.
-        gradients: what was added to those that were there before, by name in the whole model; None
-            for nothing.
+        returned: value that the step returned.
+        losses: values of the loss function on this rank, call by call.
+        gradients: {name in the whole model: gradient that the step added, None for no gradient}.
         events: ``F`` where a forward ended, ``B`` where a backward through the stage's output
             began, ``W`` where the gradient of its first weight was computed: ``"FFBWFBW"``.
-        places: the most memory that held inputs of the stage at once, in inputs.
+        places: the largest number of the stage's inputs that had memory at once.
     """
 
     returned: Any
@@ -111,7 +110,8 @@ class Outcome(NamedTuple):
     @property
     def peak(self) -> int:
         """The most forwards in flight."""
-        return max(accumulate((1 if kind == "F" else -1 for kind in self.order), initial=0))
+        changes = [{"F": 1, "B": -1}[kind] for kind in self.order]
+        return max(accumulate(changes, initial=0))
 
 
 def two_layers(width: int) -> nn.Module:
@@ -120,7 +120,7 @@ def two_layers(width: int) -> nn.Module:
 
 
 def with_norm(width: int) -> nn.Module:
-    """A block that ends in a norm, so that what comes out is as large as what goes in."""
+    """A block that ends in a norm, so that activations keep their size from block to block."""
     wide = 4 * width
     return nn.Sequential(
         nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width), nn.LayerNorm(width)
@@ -129,18 +129,17 @@ def with_norm(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Bench:
-    """A model of equal blocks in float64, the batch it is given, and how this notebook's steps are
-    called.
+    """A model of equal blocks in float64, its batch, and the way in which a notebook calls a step.
 
     Attributes:
         call: ``call(step, seat)`` calls a step on a rank.
-        loss_fn: the mean over a microbatch.
-        width: of every activation.
+        loss_fn: loss of a microbatch, a mean over its rows.
+        width: width of every activation.
         block: ``block(width)`` makes a block of the model.
-        rows: of a microbatch.
-        n_blocks: they are shared out as evenly as can be.
-        before: what each number of each gradient is before a step, which has to add to it; None for
-            no gradient.
+        rows: rows of a microbatch.
+        n_blocks: blocks of the model, shared out over the stages as evenly as can be.
+        before: number that every entry of each `.grad` holds before a step, and to which the step
+            has to add; None for no gradient.
     """
 
     call: Callable[[Step, Seat], Any]
@@ -152,12 +151,13 @@ class Bench:
     before: float | None = None
 
     def model(self) -> nn.Sequential:
-        """The whole model, the same wherever it is made."""
+        """Return the whole model, the same in every process."""
         torch.manual_seed(0)
-        return nn.Sequential(*(self.block(self.width) for _ in range(self.n_blocks))).double()
+        blocks = [self.block(self.width) for _ in range(self.n_blocks)]
+        return nn.Sequential(*blocks).double()
 
     def batch(self, m: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of m microbatches."""
+        """Return inputs and targets of m microbatches."""
         seeded = torch.Generator().manual_seed(m)
         inputs, targets = torch.randn(
             2, m * self.rows, self.width, dtype=torch.float64, generator=seeded
@@ -165,23 +165,31 @@ class Bench:
         return inputs, targets
 
     def one_process(self, m: int) -> tuple[float, dict[str, Tensor]]:
-        """The loss of m microbatches in one process, and the gradients by name."""
-        model, (inputs, targets) = self.model(), self.batch(m)
+        """Return the loss of m microbatches in one process, and the gradients by name."""
+        model = self.model()
+        inputs, targets = self.batch(m)
         loss = self.loss_fn(model(inputs), targets)
         loss.backward()
-        return loss.item(), {
-            name: p.grad for name, p in model.named_parameters() if p.grad is not None
-        }
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), gradients
 
     def seat(
         self, rank: int, m: int, stages: Sequence[int] | None = None, n_stages: int | None = None
     ) -> Seat:
-        """What ``rank`` has; of ``n_stages`` stages, one a rank unless given, it holds ``stages``."""
-        model, n = self.model(), n_stages or dist.get_world_size()
+        """Return the arguments of a step on ``rank``.
+
+        Args:
+            rank: this rank.
+            m: microbatches.
+            stages: stages that the rank holds; the one of its own number if None.
+            n_stages: stages of the model; one a rank if None.
+        """
+        model = self.model()
+        n = n_stages or dist.get_world_size()
         held: list[nn.Module] = [partition_model(model, n, index) for index in stages or [rank]]
-        return Seat(
-            held, *self.batch(m), m, self.loss_fn, Link((self.rows, self.width), torch.float64)
-        )
+        inputs, targets = self.batch(m)
+        link = Link((self.rows, self.width), torch.float64)
+        return Seat(held, inputs, targets, m=m, loss_fn=self.loss_fn, link=link)
 
     def on_rank(
         self,
@@ -191,7 +199,7 @@ class Bench:
         demand: Demand | None = None,
         stagger_s: float = 0.0,
     ) -> list[Outcome]:
-        """Run the step on this rank, one stage on each, once for each number of microbatches."""
+        """Run the step on this rank, which has one stage, once for each number of microbatches."""
         outcomes = []
         for m in sizes:
             if stagger_s:
@@ -203,16 +211,20 @@ class Bench:
         return outcomes
 
     def outcome(self, rank: int, step: Step, seat: Seat) -> Outcome:
-        """Run the step on this rank. Refuses one that changes what it is given, or loses its last message."""
+        """Run the step on this rank.
+
+        Raises:
+            Mistake: the step changes its arguments, or may lose its last message.
+        """
         losses: list[float] = []
         events: list[str] = []
         inputs = Memory()
         for stage in seat.stages:
             _watch(stage, events, inputs)
             for parameter in stage.parameters():
-                parameter.grad = (
-                    None if self.before is None else torch.full_like(parameter, self.before)
-                )
+                parameter.grad = None
+                if self.before is not None:
+                    parameter.grad = torch.full_like(parameter, self.before)
 
         def noted_loss(output: Tensor, target: Tensor) -> Tensor:
             loss: Tensor = self.loss_fn(output, target)
@@ -226,29 +238,46 @@ class Bench:
             last_message_waited_for(rank, rank - 1),
         ):
             returned = self.call(step, seat._replace(loss_fn=noted_loss))
-        gradients = {
-            name: self._added(p) for stage in seat.stages for name, p in stage.named_parameters()
-        }
-        returned = returned.detach() if isinstance(returned, Tensor) else returned
-        places = inputs.most_bytes // (self.rows * self.width * 8)
-        return Outcome(returned, tuple(losses), gradients, "".join(events), places)
+
+        gradients = {}
+        for stage in seat.stages:
+            for name, parameter in stage.named_parameters():
+                gradients[name] = self._added(parameter)
+        # A graph cannot be sent to the process that judges.
+        if isinstance(returned, Tensor):
+            returned = returned.detach()
+        return Outcome(
+            returned,
+            tuple(losses),
+            gradients=gradients,
+            events="".join(events),
+            places=inputs.most_bytes // (self.rows * self.width * 8),
+        )
 
     def _added(self, parameter: nn.Parameter) -> Tensor | None:
         gradient = parameter.grad
         if gradient is None or self.before is None:
             return gradient
-        return None if bool((gradient == self.before).all()) else gradient - self.before
+        if bool((gradient == self.before).all()):
+            return None
+        return gradient - self.before
 
     def tried(
         self, answer: Answer, sizes: Mapping[int, Sequence[int]], demand: Demand | None = None
     ) -> Iterator[tuple[str, int, list[Outcome]]]:
-        """Run an answer on each number of ranks; yield for each m where it was, m, and the outcome
-        of each rank.
+        """Run an answer on each number of ranks.
 
-        ``demand(rank, m, order)`` may refuse on a rank what would leave the others waiting.
+        Args:
+            answer: a step.
+            sizes: {number of ranks: numbers of microbatches}.
+            demand: ``demand(rank, m, order)`` may raise `Mistake` on a rank whose order would leave
+                the other ranks waiting.
+
+        Yields:
+            The sizes as a message begins, m, and the outcome of each rank.
 
         Raises:
-            Mistake: the answer does not end, or stops, told in terms of what a step sends.
+            Mistake: the answer hangs or stops. The cause speaks of the messages of a step.
         """
         for p, tries in sizes.items():
             try:
@@ -262,13 +291,12 @@ class Bench:
     def ran(
         self, step: Step, n_ranks: int, m: int, stagger_s: float = 0.0, timeout_s: float = 60.0
     ) -> list[Outcome]:
-        """Run a step on real ranks, each starting ``stagger_s`` after the one before; return the outcome of each."""
-        return [
-            each
-            for [each] in on_ranks(
-                n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s
-            )
-        ]
+        """Run a step on real ranks; return the outcome of each.
+
+        Each rank starts ``stagger_s`` seconds after the rank before it.
+        """
+        ranks = on_ranks(n_ranks, self.on_rank, step, [m], None, stagger_s, timeout_s=timeout_s)
+        return [outcome for [outcome] in ranks]
 
     def judge_gradients(
         self, where: str, ranks: Sequence[Outcome], m: int, missing: str, wrong: Cause
@@ -304,14 +332,14 @@ class Bench:
         )
 
     def compared(self, ranks: Sequence[tuple[Sequence[float], Gradients]], m: int) -> Findings:
-        """Compare with one process the losses and the gradients of each rank."""
-        loss, expected = self.one_process(m)
-        found = tuple(
-            {name: _finding(g, expected[name]) for name, g in gradients.items()}
-            for _, gradients in ranks
-        )
-        losses = ranks[-1][0]
-        return Findings(found, sum(losses) / len(losses) if losses else None, loss)
+        """Compare the losses and the gradients of each rank with those of one process."""
+        right_loss, expected = self.one_process(m)
+        found = []
+        for _, gradients in ranks:
+            found.append({name: _finding(g, expected[name]) for name, g in gradients.items()})
+        losses, _ = ranks[-1]
+        mean = sum(losses) / len(losses) if losses else None
+        return Findings(tuple(found), mean, right_loss)
 
 
 @dataclass(frozen=True)
@@ -319,10 +347,10 @@ class Findings:
     """A step's loss and gradients beside those of one process.
 
     Attributes:
-        by_rank: for each rank its parameters, by name in the whole model, and what became of their
-            gradients: ``"right"``, ``"none"`` or ``"wrong"``.
-        value: the mean loss of the step, or what else ``what`` says; None if there was none.
-        of_one: that of one process.
+        by_rank: for each rank {name in the whole model: ``"right"``, ``"none"`` or ``"wrong"``}.
+        value: value of the step, the mean loss unless ``what`` names another; None if it has none.
+        of_one: value of one process.
+        what: name of the value.
     """
 
     by_rank: tuple[Mapping[str, str], ...]
@@ -333,7 +361,7 @@ class Findings:
     @property
     def equal(self) -> bool:
         """Whether every gradient is that of one process."""
-        return all(finding == "right" for found in self.by_rank for finding in found.values())
+        return all(set(found.values()) <= {"right"} for found in self.by_rank)
 
     def __str__(self) -> str:
         value = f"no {self.what}" if self.value is None else f"{self.what} {self.value:.6g}"
@@ -344,18 +372,19 @@ class Findings:
 def _counted(found: Mapping[str, str]) -> str:
     kinds = list(found.values())
     counts = [f"{kinds.count(kind)} {kind}" for kind in ("right", "none", "wrong") if kind in kinds]
+    text = ", ".join(counts)
     wrong = [name for name, finding in found.items() if finding == "wrong"]
-    listed = f" ({', '.join(wrong)})" if 0 < len(wrong) < len(found) else ""
-    return ", ".join(counts) + listed
+    if 0 < len(wrong) < len(found):
+        text += f" ({', '.join(wrong)})"
+    return text
 
 
 def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
     """Whether a gradient is ``factor`` times the right one, but for rounding."""
     if found is None:
         return False
-    return float((found - factor * expected).abs().max()) <= TOLERANCE * factor * float(
-        expected.abs().max()
-    )
+    away = float((found - factor * expected).abs().max())
+    return away <= TOLERANCE * factor * float(expected.abs().max())
 
 
 def shifted(found: Tensor, right: Tensor) -> bool:
@@ -436,7 +465,9 @@ class WrongGradients:
 
 
 def _finding(gradient: Tensor | None, expected: Tensor) -> str:
-    return "none" if gradient is None else "right" if same(gradient, expected) else "wrong"
+    if gradient is None:
+        return "none"
+    return "right" if same(gradient, expected) else "wrong"
 
 
 def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outcome]) -> str:
@@ -452,40 +483,46 @@ def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outc
 
 
 class _SavedTensor:
-    """What autograd keeps in place of a tensor: it lives for as long as the backward may still need it."""
+    """An object that autograd keeps in place of a tensor, for as long as a backward may need it."""
 
     def __init__(self, tensor: Tensor, forward: int) -> None:
-        self.tensor, self.forward = tensor, forward
+        self.tensor = tensor
+        self.forward = forward
 
 
 class ForwardWatch:
-    """Watches the forwards of a model and what autograd keeps of them.
+    """Watches the forwards of a model and the tensors that autograd keeps of them.
 
     Attributes:
         most_rows: the most rows that one forward was given.
-        most_forwards: the most forwards of which something was kept at once.
+        most_forwards: the most forwards of which autograd kept a tensor at once.
     """
 
     def __init__(self) -> None:
-        self.most_rows = self.most_forwards = self._forward = 0
+        self.most_rows = 0
+        self.most_forwards = 0
+        self._forward = 0
+        # Weak: autograd alone decides how long a tensor lives.
         self._saved: WeakSet[_SavedTensor] = WeakSet()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Watch what autograd keeps in the block."""
+        """Watch the tensors that autograd keeps in the block."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
 
     def begin_forward(self, rows: int) -> None:
-        self.most_rows, self._forward = max(self.most_rows, rows), self._forward + 1
+        self.most_rows = max(self.most_rows, rows)
+        self._forward += 1
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         saved = _SavedTensor(tensor, self._forward)
         self._saved.add(saved)
-        self.most_forwards = max(self.most_forwards, len({each.forward for each in self._saved}))
+        forwards = {each.forward for each in self._saved}
+        self.most_forwards = max(self.most_forwards, len(forwards))
         return saved
 
 
 class Memory:
-    """The memory of the tensors that were noted, for as long as it is there."""
+    """Counts the memory of the tensors that it was told of, for as long as that memory lives."""
 
     def __init__(self) -> None:
         self.most_bytes = 0
@@ -494,11 +531,15 @@ class Memory:
 
     def note(self, tensor: Tensor) -> None:
         self._alive.add(tensor.untyped_storage())
-        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._alive))
+        n_bytes = sum(storage.nbytes() for storage in self._alive)
+        self.most_bytes = max(self.most_bytes, n_bytes)
 
 
 def _watch(stage: nn.Module, events: list[str], inputs: Memory) -> None:
-    """Note the events and the inputs of a stage. Functions, which a copy of the stage shares with it."""
+    """Note the events and the inputs of a stage.
+
+    The hooks are functions, and not methods of an object: a deep copy of the stage shares them.
+    """
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
         inputs.note(args[0])
@@ -510,13 +551,13 @@ def _watch(stage: nn.Module, events: list[str], inputs: Memory) -> None:
 
     stage.register_forward_pre_hook(before)
     stage.register_forward_hook(after)
-    # A hook of the tensor, which `torch.autograd.grad` calls, too.
+    # A hook of the tensor, because `torch.autograd.grad` calls no other.
     next(stage.parameters()).register_hook(lambda _: events.append("W"))
 
 
 @contextmanager
 def _received_from(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call ``note`` with each tensor into which a message of rank ``source`` is received in the block."""
+    """Call ``note`` with each tensor that receives a message of rank ``source`` in the block."""
     recv = dist.ProcessGroup.recv
 
     def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:

@@ -18,12 +18,12 @@ from course_pp.exercises.progress import STORE
 
 
 def check(fn: Callable[..., Any]) -> Verdict:
-    """Judge a function by what it does.
+    """Judge a function by its results.
 
-    The exercise is found by the function's name, or by that of the caller's variable that holds it:
-    ``fn`` may be decorated, cached, a partial, a lambda with a name, or an object that can be
-    called. Whatever it does, this does not raise: it runs in processes of its own, under a time
-    limit.
+    The exercise is found by the function's name, or by the name of the caller's variable that holds
+    it: ``fn`` may be decorated, cached, a partial, a lambda with a name, or an object that can be
+    called. It runs in processes of its own and under a time limit, so its faults raise nothing
+    here.
 
     Raises:
         TypeError: ``fn`` is no function with a name.
@@ -48,21 +48,19 @@ def check(fn: Callable[..., Any]) -> Verdict:
 
 
 class NoExercise(MessageOnly, TypeError):
-    """What was given is neither the name nor the function of an exercise."""
+    """The argument is neither the name nor the function of an exercise."""
 
 
 def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
-    """Return what `check` finds, and keep nothing of it."""
+    """Return the verdict that `check` shows, and keep no record of it."""
     answer = Answer(fn, exercise.limit_s, exercise.name)
     heading = f"Exercise {number_of(exercise)}, {exercise.title}"
     help_line = f'`hint("{exercise.name}")` shows a hint.'
     try:
         exercise.grade(answer)
     except Pending as e:
-        todo = f"Complete `{exercise.name}` and run the cell again."
-        return Verdict(
-            "pending", heading, f"{e} {todo}".lstrip(), printed=answer.printed, next_step=help_line
-        )
+        todo = f"{e} Complete `{exercise.name}` and run the cell again.".lstrip()
+        return Verdict("pending", heading, todo, printed=answer.printed, next_step=help_line)
     except Mistake as e:
         return Verdict("not yet", heading, e.symptom, e.cause, e.example, answer.printed, help_line)
     except Exception as e:
@@ -79,9 +77,13 @@ def judge(exercise: Exercise, fn: Callable[..., Any]) -> Verdict:
 
 
 def hint(exercise: str | Callable[..., Any]) -> Note:
-    """Show the next hint of an exercise, given by name or function; once all were seen, all of them."""
+    """Show the next hint of an exercise, given by name or function.
+
+    After the last hint, each call shows all of them.
+    """
     found = _exercise_of(exercise, sys._getframe(1))
-    total, seen = len(found.hints), STORE.record_hint(found.name, len(found.hints))
+    total = len(found.hints)
+    seen = STORE.record_hint(found.name, total)
     if seen <= total:
         shown = [f"Hint {seen} of {total}: {found.hints[seen - 1]}"]
     else:
@@ -92,7 +94,7 @@ def hint(exercise: str | Callable[..., Any]) -> Note:
 
 
 def solution(exercise: str | Callable[..., Any]) -> Note:
-    """Show the source of an answer that passes, of an exercise given by name or function."""
+    """Show the source of a correct answer to an exercise, given by name or function."""
     found = _exercise_of(exercise, sys._getframe(1))
     STORE.record_solution(found.name)
     return Note(found.source, f"```python\n{found.source}\n```").show()
@@ -102,19 +104,17 @@ def _exercise_of(asked: str | Callable[..., Any], caller: FrameType) -> Exercise
     if isinstance(asked, str):
         return find(asked)
     own = getattr(innermost(asked), "__name__", None)
-    variables = [
-        name
-        for names in (caller.f_locals, caller.f_globals)
-        for name in names
-        if names[name] is asked
-    ]
+    # A partial or an object has no name of its own: then the caller's variable has one.
+    variables = []
+    for names in (caller.f_locals, caller.f_globals):
+        variables += [name for name, value in names.items() if value is asked]
     for name in (getattr(asked, "__name__", None), *variables, own):
         if isinstance(name, str) and (exercise := named(name)) is not None:
             return exercise
     name = getattr(asked, "__name__", own)
     if name == "<lambda>":
         raise NoExercise(
-            "a lambda has no name by which its exercise could be found: write it with `def`."
+            "a lambda has no name, and an exercise is found by a name: write it with `def`."
         )
     if not isinstance(name, str) or not callable(asked):
         raise NoExercise(f"{described(asked)} is neither the name of an exercise nor its function.")

@@ -1,4 +1,7 @@
-"""How verdicts, hints and solutions look: in a notebook and as plain text. Colour never says anything alone."""
+"""How verdicts, hints and solutions look: in a notebook and as plain text.
+
+No meaning is carried by colour alone.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,9 @@ _LOOKS: dict[str, tuple[str, str]] = {
 
 
 class Shown:
-    """A value that a notebook shows where the call stands, in a loop or under an ``if`` too, and
-    once a cell.
+    """A value that a notebook shows at the call, also in a loop or under an ``if``, once a cell.
 
-    Anywhere else it is shown as every value is.
+    Outside a notebook it is shown as every value is.
     """
 
     _shown_in = -1
@@ -37,27 +39,30 @@ class Shown:
             from IPython.display import display
 
             display(self)
-            # Not a field, so that two that say the same stay equal; hence past the frozen
-            # dataclass.
+            # This is no field, so that two values with the same text stay equal. A frozen
+            # dataclass lets nobody assign to itself, hence the detour.
             object.__setattr__(self, "_shown_in", notebook.execution_count)
         return self
 
     def _ipython_display_(self) -> None:
-        """IPython asks this first. NotImplementedError means: show it as usual."""
+        """Raise NotImplementedError if IPython, which asks this first, has to show the value."""
         notebook = _notebook()
         if notebook is None or notebook.execution_count != self._shown_in:
             raise NotImplementedError
 
 
 class MessageOnly:
-    """An exception of which a notebook shows the message alone: its traceback is the course's own code."""
+    """An exception whose message a notebook shows without a traceback, which is the course's code."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
 
 
 class Interrupted(MessageOnly, KeyboardInterrupt):
-    """A check was interrupted, and its processes have ended. Still an interrupt: what was to run next does not."""
+    """A check was interrupted, and its processes have ended.
+
+    It is still a KeyboardInterrupt, so the cells that were to run next do not.
+    """
 
     def __init__(self) -> None:
         super().__init__("○ interrupted · run the cell again.")
@@ -66,17 +71,17 @@ class Interrupted(MessageOnly, KeyboardInterrupt):
 @checked
 @dataclass(frozen=True)
 class Verdict(Shown):
-    """What a check found.
+    """The result of a check.
 
     Attributes:
         status: ``"pending"`` (still the stub), ``"not yet"`` or ``"correct"``.
-        heading: which exercise this is about.
-        symptom: what was seen; what to do while pending; empty when correct.
-        cause: what probably led to it.
+        heading: number and title of the exercise.
+        symptom: sentence on the wrong result; the next step while pending; empty when correct.
+        cause: likely cause of the symptom.
         example: a counter-example.
-        printed: what the answer printed.
-        next_step: where help is to be had.
-        note: anything else, such as progress that could not be kept.
+        printed: output of the answer.
+        next_step: way to get help.
+        note: any other sentence, such as one on progress that could not be kept.
     """
 
     status: Status
@@ -90,45 +95,35 @@ class Verdict(Shown):
 
     @property
     def text(self) -> str:
-        """All of it as plain text."""
+        """The verdict as plain text."""
         symbol, _ = _LOOKS[self.status]
-        parts = [
-            f"{symbol} {self.status} · {self.heading}",
-            *(text for _, text in self._sentences()),
-        ]
+        parts = [f"{symbol} {self.status} · {self.heading}"]
+        parts += [text for _, text in self._sentences()]
         parts += [_under(title, text) for title, text in self._blocks()]
-        return "\n".join(parts + [part for part in (self.next_step, self.note) if part])
+        parts += [self.next_step, self.note]
+        return "\n".join(filter(None, parts))
 
     def __repr__(self) -> str:
         return self.text
 
     def _sentences(self) -> list[tuple[str, str]]:
         cause = f"Likely cause: {self.cause}" if self.cause else ""
-        return [
-            (kind, text) for kind, text in (("symptom", self.symptom), ("cause", cause)) if text
-        ]
+        both = (("symptom", self.symptom), ("cause", cause))
+        return [(kind, text) for kind, text in both if text]
 
     def _blocks(self) -> list[tuple[str, str]]:
-        return [
-            (title, text)
-            for title, text in (("Example", self.example), ("It printed", self.printed))
-            if text
-        ]
+        both = (("Example", self.example), ("It printed", self.printed))
+        return [(title, text) for title, text in both if text]
 
     def _repr_html_(self) -> str:
         symbol, colour = _LOOKS[self.status]
         parts = [f"<div><b>{symbol} {self.status}</b> · {_html(self.heading)}</div>"]
         parts += [f"<div>{_html(text)}</div>" for _, text in self._sentences()]
         wrapped = "margin:0 0 0 1.5em;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere"
-        parts += [
-            f'<div>{title}:</div><pre style="{wrapped}">{escape(text)}</pre>'
-            for title, text in self._blocks()
-        ]
-        parts += [
-            f'<div style="opacity:0.8">{_html(text)}</div>'
-            for text in (self.next_step, self.note)
-            if text
-        ]
+        for title, text in self._blocks():
+            parts.append(f'<div>{title}:</div><pre style="{wrapped}">{escape(text)}</pre>')
+        for text in filter(None, (self.next_step, self.note)):
+            parts.append(f'<div style="opacity:0.8">{_html(text)}</div>')
         style = f"border-left:5px solid {colour};padding:0.2em 0 0.2em 0.8em;max-width:60em"
         return f'<div role="status" style="{style}">{"".join(parts)}</div>'
 
@@ -138,7 +133,7 @@ class Verdict(Shown):
 
 @dataclass(frozen=True)
 class Note(Shown):
-    """A hint or a solution: Markdown in a notebook, the same text elsewhere."""
+    """A hint or a solution: Markdown in a notebook, plain text elsewhere."""
 
     text: str
     markdown: str
@@ -151,7 +146,7 @@ class Note(Shown):
 
 
 def _notebook() -> Any:
-    """The shell of the notebook that this runs in; None in a script, a terminal, a test."""
+    """Return the shell of the notebook that this runs in; None in a script, terminal or test."""
     found = shell()
     return found if hasattr(found, "kernel") else None
 
@@ -162,7 +157,7 @@ def shows_widgets() -> bool:
 
 
 def columns(rows: Iterable[Sequence[str]]) -> str:
-    """Rows of texts as plain text, a line each, in columns as wide as need be."""
+    """Return rows of texts as plain text, a line each, in columns as wide as their widest text."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
@@ -174,6 +169,6 @@ def _under(title: str, text: str) -> str:
 
 
 def _html(text: str) -> str:
-    """Escaped, with what stands in backticks as code and every line end kept."""
+    """Return a text as HTML: escaped, code for its backticks, every line end kept."""
     coded = re.sub(r"`([^`\n]+)`", r"<code>\1</code>", escape(text, quote=False))
     return coded.replace("\n", "<br>")

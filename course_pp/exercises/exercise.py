@@ -29,10 +29,10 @@ class Exercise:
             source stands here.
         grade: returns if the answer is right and raises `Mistake` if not.
         notebook: the number at the beginning of the notebook's name, ``"02"``.
-        title: what is to be done, a few words.
+        title: the task in a few words.
         difficulty: 1 to 3.
-        minutes: how long it takes someone who has read the notebook so far.
-        hints: one step each; the last all but says it.
+        minutes: time that it takes a learner who has read the notebook so far.
+        hints: hints of one step each; the last one nearly gives the answer.
         limit_s: seconds that one call of the answer may take.
     """
 
@@ -47,7 +47,7 @@ class Exercise:
 
     @property
     def name(self) -> str:
-        """Of the function that the learner writes."""
+        """The name of the function that the learner writes."""
         return self.solution.__name__
 
     @property
@@ -57,7 +57,10 @@ class Exercise:
 
     @property
     def source(self) -> str:
-        """The solution's source as it can be pasted over the stub: annotations need names a notebook may not have."""
+        """The solution's source without annotations, to be pasted over the stub.
+
+        Annotations may need names that the notebook does not have.
+        """
         return _without_annotations(textwrap.dedent(inspect.getsource(self.solution)).rstrip())
 
 
@@ -68,18 +71,12 @@ def _without_annotations(source: str) -> str:
         if isinstance(node, ast.arg) and node.annotation is not None:
             spans.append((node.lineno, node.col_offset + len(node.arg.encode()), node.annotation))
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            spans.append(
-                (node.target.end_lineno or 0, node.target.end_col_offset or 0, node.annotation)
-            )
+            target = node.target
+            spans.append((target.end_lineno or 0, target.end_col_offset or 0, node.annotation))
         elif isinstance(node, ast.FunctionDef) and node.returns is not None:
             line = source.splitlines()[node.returns.lineno - 1].encode()
-            spans.append(
-                (
-                    node.returns.lineno,
-                    line[: node.returns.col_offset].rindex(b")") + 1,
-                    node.returns,
-                )
-            )
+            begin = line[: node.returns.col_offset].rindex(b")") + 1
+            spans.append((node.returns.lineno, begin, node.returns))
     lines = [line.encode() for line in source.splitlines()]
     for number, begin, annotation in sorted(spans, key=lambda span: span[:2], reverse=True):
         text = lines[number - 1]
@@ -108,17 +105,16 @@ MODULES = {
 
 @cache
 def exercises_of(notebook: str) -> tuple[Exercise, ...]:
-    """The exercises of a notebook in their order, ``()`` if it has none."""
+    """Return the exercises of a notebook in their order, ``()`` if it has none."""
     if notebook not in MODULES:
         return ()
-    found: tuple[Exercise, ...] = import_module(
-        f"{__package__}.{MODULES[notebook]}.exercises"
-    ).EXERCISES
+    module = import_module(f"{__package__}.{MODULES[notebook]}.exercises")
+    found: tuple[Exercise, ...] = module.EXERCISES
     return found
 
 
 def exercises() -> Iterator[Exercise]:
-    """All exercises, notebook by notebook; a notebook's module is loaded when its turn comes."""
+    """Yield all exercises, notebook by notebook; load a notebook's module when its turn comes."""
     for notebook in MODULES:
         yield from exercises_of(notebook)
 
@@ -128,19 +124,24 @@ class UnknownExercise(MessageOnly, ValueError):
 
 
 def named(name: str) -> Exercise | None:
-    """The exercise called ``name``, None if there is none. Modules that define such a function are loaded first."""
+    """Return the exercise called ``name``, None if there is none."""
 
     def defines_it(notebook: str) -> bool:
         source = files(__package__).joinpath(MODULES[notebook], "exercises.py")
         return source.is_file() and f"def {name}(" in source.read_text(encoding="utf-8")
 
+    # A module takes a second to load, its text none.
     likely_first = sorted(MODULES, key=lambda notebook: not defines_it(notebook))
     found = (exercise for notebook in likely_first for exercise in exercises_of(notebook))
     return next((exercise for exercise in found if exercise.name == name), None)
 
 
 def find(name: str) -> Exercise:
-    """The exercise called ``name``. Raises UnknownExercise, with the name that was probably meant, if there is none."""
+    """Return the exercise called ``name``.
+
+    Raises:
+        UnknownExercise: there is none; with the name that was probably meant.
+    """
     if (found := named(name)) is not None:
         return found
     known = [exercise.name for exercise in exercises()]
@@ -155,5 +156,5 @@ def find(name: str) -> Exercise:
 
 
 def number_of(exercise: Exercise) -> int:
-    """Its number in its notebook, from 1."""
+    """Return the number of an exercise in its notebook, from 1."""
     return [other.name for other in exercises_of(exercise.notebook)].index(exercise.name) + 1

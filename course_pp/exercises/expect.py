@@ -1,8 +1,7 @@
-"""What graders ask of a value before they judge it: its type, its length, that it is a number at
-all.
+"""Checks of a value before a grader judges it: its type, its length, whether it is a number.
 
-Each returns the value in its plain form and raises `Mistake` for a value of the wrong kind.
-``what`` names the value for the learner, as a rule the call that gave it: ``"bubble(4, 8)"``.
+Each function returns the value in its plain form and raises `Mistake` for a value of the wrong
+kind. ``what`` names the value for the learner, as a rule by its call: ``"bubble(4, 8)"``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _NOT_WHOLE = "Is it in the place of another number? Or is it divided, where `//`
 
 
 def expect_number(value: Any, what: str) -> float:
-    """A finite real number, whatever library made it."""
+    """Return a finite real number, from whatever library it comes."""
     plain = _scalar(value)
     if isinstance(plain, bool) or not isinstance(plain, numbers.Real):
         raise _wrong_kind(value, what, "a number")
@@ -40,30 +39,34 @@ def expect_number(value: Any, what: str) -> float:
             f"`{what}` is beyond every float.", "Look for a power, or for a loop that multiplies."
         ) from None
     if not math.isfinite(number):
-        raise Mistake(
-            f"`{what}` is {number}.",
-            "Look for a division by zero, or for a difference of two infinities.",
-        )
+        cause = "Look for a division by zero, or for a difference of two infinities."
+        raise Mistake(f"`{what}` is {number}.", cause)
     return number
 
 
 def expect_int(value: Any, what: str, remedy: str = "") -> int:
-    """A whole number; 3.0 is refused, because it can be no index and no count. ``remedy`` is for floats."""
+    """Return a whole number; refuse 3.0, which can be no index and no count.
+
+    ``remedy`` is the likely cause of a float.
+    """
     plain = _scalar(value)
     if isinstance(plain, float) and math.isfinite(plain):
         cause = remedy or (_A_FLOAT if plain.is_integer() else _NOT_WHOLE)
-        raise Mistake(
-            f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for.", cause
-        )
+        symptom = f"`{what}` is {plain:.6g}, a float; a whole number (`int`) is asked for."
+        raise Mistake(symptom, cause)
     if isinstance(plain, bool) or not isinstance(plain, numbers.Integral):
         raise _wrong_kind(value, what, "a whole number")
     return int(plain)
 
 
 def expect_list(value: Any, what: str, length: int | None = None, remedy: str = "") -> list[Any]:
-    """A list, of ``length`` entries unless that is None; any sequence, array or tensor is made one.
+    """Return a sequence, an array or a tensor as a list.
 
-    ``remedy`` says what the list should hold.
+    Args:
+        value: value of the answer.
+        what: name of the value.
+        length: number of entries it must have; any if None.
+        remedy: sentence on the entries that the list should hold.
     """
     if hasattr(value, "tolist") and getattr(value, "ndim", None):
         entries = value.tolist()
@@ -78,24 +81,23 @@ def expect_list(value: Any, what: str, length: int | None = None, remedy: str = 
 
 
 def expect_dict(value: Any, what: str, keys: Sequence[Any] | None = None) -> dict[Any, Any]:
-    """A dictionary that has exactly ``keys``, unless that is None."""
+    """Return a dictionary; refuse other keys than ``keys``, unless that is None."""
     if not isinstance(value, dict):
         raise _wrong_kind(value, what, "a dictionary")
     if keys is not None:
         missing = [key for key in keys if key not in value]
         extra = [key for key in value if key not in keys]
         if missing or extra:
-            told = [f"lacks {_shown(missing)}"] * bool(missing) + [
-                f"has {_shown(extra)} too many"
-            ] * bool(extra)
-            raise Mistake(f"`{what}` {' and '.join(told)}.")
+            lacks = f"lacks {_shown(missing)}" if missing else ""
+            has = f"has {_shown(extra)} too many" if extra else ""
+            raise Mistake(f"`{what}` {' and '.join(filter(None, (lacks, has)))}.")
     return value
 
 
 def expect_tensor(
     value: Any, what: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor, of this shape and dtype unless they are None."""
+    """Return a tensor; refuse another shape or dtype than these, unless they are None."""
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -108,7 +110,7 @@ def expect_tensor(
 
 
 def _scalar(value: Any) -> Any:
-    """A tensor's or an array's only number; anything else as it is."""
+    """Return the only number of a tensor or an array, and any other value as it is."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         try:
             return value.item()
@@ -119,7 +121,7 @@ def _scalar(value: Any) -> Any:
 
 def _wrong_kind(value: Any, what: str, asked_for: str, remedy: str = "") -> Mistake:
     if value is None:
-        # Where it is an entry, something was returned.
+        # A name that ends in a bracket is an entry of a value, so a value was returned.
         cause = "This place was never filled." if what.endswith("]") else "Is a `return` missing?"
         return Mistake(f"`{what}` is None; {asked_for} is asked for.", cause)
     name = "complex number" if isinstance(value, complex) else type(value).__name__

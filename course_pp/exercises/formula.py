@@ -1,4 +1,7 @@
-"""One grader for every exercise whose answer is a number, a choice, or a list of either; and solutions with a flaw."""
+"""One grader for every exercise whose answer is a number, a choice, or a list of these.
+
+Also solutions with a flaw: see `flawed`.
+"""
 
 from __future__ import annotations
 import __future__
@@ -8,7 +11,7 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from course_pp.exercises.answer import Answer, written_call
@@ -23,23 +26,23 @@ Case = tuple[Any, ...]
 class Formula:
     """A grader: in every case the answer has to give what ``solution`` gives.
 
-    A wrong answer is told the cause of the first formula in ``wrongs`` that gives what it gives in
-    every case; else of the first that does so wherever the answer is wrong, if that is twice or
-    more and these are numbers or lists.
+    A wrong answer is compared with the known wrong formulas. The message gives the cause of the
+    first formula that gives the answer's value in every case. If there is none, a formula counts
+    that gives the answer's value in every case in which the answer is wrong, provided that there
+    are two such cases or more, and that the values are numbers or lists.
 
     Args:
         solution: the right formula.
-        cases: its arguments, one row a call; or what makes them, where that takes time.
-        wrongs: what people write instead, each with its cause last: a formula, or for one or more
-            texts in the source of ``solution`` what stands in their place. One that raises is no
-            match.
-        otherwise: the cause of any other wrong answer.
-        read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for one of
-            another kind.
-        call: how a message writes a call; as it would be typed unless given.
-        example: a counter-example, made as a cause is.
-        same: ``same(got, right)`` says whether a value is right; equal but for rounding unless
-            given.
+        cases: arguments of each call; or a function that returns them, where that takes time.
+        wrongs: known wrong formulas, each with its cause last. A formula is a function, or one or
+            more pairs (text in the source of ``solution``, text in its place). A formula that
+            raises is no match.
+        otherwise: likely cause of any other wrong answer, of the case, its value and the right one.
+        read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for a value
+            of another kind.
+        call: ``call(*case)`` returns a call as a message writes it; as it would be typed if None.
+        example: a counter-example, of the same arguments as ``otherwise``.
+        same: ``same(got, right)`` says whether a value is right; equal but for rounding if None.
     """
 
     def __init__(
@@ -54,12 +57,17 @@ class Formula:
         example: Cause = "",
         same: Callable[[Any, Any], bool] | None = None,
     ) -> None:
-        self.solution, self._cases, self.otherwise = solution, cases, otherwise
-        self.wrongs: list[tuple[Callable[..., Any], Cause]] = [
-            (what[0] if callable(what[0]) else flawed(solution, *what), cause)
-            for *what, cause in wrongs
-        ]
-        self._read, self._call, self._example, self._same = read, call, example, same or alike
+        self.solution = solution
+        self.otherwise = otherwise
+        self.wrongs: list[tuple[Callable[..., Any], Cause]] = []
+        for *what, cause in wrongs:
+            formula = what[0] if callable(what[0]) else flawed(solution, *what)
+            self.wrongs.append((formula, cause))
+        self._cases = cases
+        self._read = read
+        self._call = call
+        self._example = example
+        self._same = same or alike
 
     @cached_property
     def cases(self) -> list[Case]:
@@ -71,26 +79,25 @@ class Formula:
         self.judge(answer.name, answer.calls(self.cases, written))
 
     def judge(self, name: str, values: Sequence[Any]) -> None:
-        """Refuse what the answer called ``name`` has given in each case, unless it is right."""
-        calls = [
-            self._call(*case) if self._call else written_call(name, *case) for case in self.cases
-        ]
+        """Refuse the values that the answer called ``name`` gave in each case, unless all are right."""
+        write = self._call or partial(written_call, name)
+        calls = [write(*case) for case in self.cases]
         got = [self._read(value, call) for value, call in zip(values, calls, strict=True)]
         right = [self.solution(*case) for case in self.cases]
         missed = [i for i, pair in enumerate(zip(got, right, strict=True)) if not self._same(*pair)]
         if not missed:
             return
-        i = missed[0]
-        # Of the few values that a choice has, two alike mean little.
-        several = len(missed) > 1 and all(_says_much(got[each]) for each in missed)
-        about = self.cases[i], got[i], right[i]
+
         cause = self._explained(got, range(len(got)))
-        if not cause and _are_rounded(
-            [got[each] for each in missed], [right[each] for each in missed]
-        ):
+        wrong = [got[each] for each in missed]
+        if not cause and _are_rounded(wrong, [right[each] for each in missed]):
             cause = "It is rounded: return the number as it is computed."
-        if not cause and several:
+        # A choice has few values: two formulas often agree on them by chance.
+        if not cause and len(missed) > 1 and all(map(_says_much, wrong)):
             cause = self._explained(got, missed)
+
+        i = missed[0]
+        about = self.cases[i], got[i], right[i]
         raise Mistake(
             f"`{calls[i]}` is {_shown(got[i])}, not {_shown(right[i])}.",
             why(cause or self.otherwise, *about),
@@ -98,37 +105,37 @@ class Formula:
         )
 
     def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
+        """Return the cause of the first wrong formula that gives these values; empty if none does."""
         cases = [(self.cases[i], got[i]) for i in where]
-        return next(
-            (
-                cause
-                for formula, cause in self.wrongs
-                if all(self._gives(formula, *each) for each in cases)
-            ),
-            "",
-        )
+        for formula, cause in self.wrongs:
+            if all(self._gives(formula, *each) for each in cases):
+                return cause
+        return ""
 
     def _gives(self, formula: Callable[..., Any], case: Case, value: Any) -> bool:
         try:
             return self._same(value, formula(*case))
         except Exception:
+            # A wrong formula may divide by zero: then it is not what the answer computes.
             return False
 
 
 def flawed(solution: Callable[..., Any], *changes: tuple[str, str]) -> Callable[..., Any]:
-    """Return the solution with a flaw: in its source each text is replaced by the other.
+    """Return the solution with a flaw.
+
+    Args:
+        solution: a right function.
+        changes: pairs (text in its source, text in its place).
 
     Raises:
         ValueError: a text does not occur exactly once.
     """
     source = textwrap.dedent(inspect.getsource(solution))
     for right, wrong in changes:
-        if source.count(right) != 1:
-            raise ValueError(
-                f"{right!r} occurs {source.count(right)} times in the source of {solution.__name__}"
-            )
+        if (count := source.count(right)) != 1:
+            raise ValueError(f"{right!r} occurs {count} times in the source of {solution.__name__}")
         source = source.replace(right, wrong)
-    # Named as a cell, so that a hang is told at its own line.
+    # The file has the name of a cell, so that a message about a hang can name the line.
     file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names = dict(vars(sys.modules[solution.__module__]))
@@ -147,18 +154,25 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _says_much(value: Any) -> bool:
-    """Whether two formulas hardly give this value by chance: a number, a list, or a tuple with one of its own."""
+    """Whether two formulas hardly give this value by chance.
+
+    That holds for a number, a list, and a tuple with a list or a float in it.
+    """
     if isinstance(value, tuple):
         return any(isinstance(entry, list | float) for entry in value)
     return type(value) in (int, float, list)
 
 
 def _are_rounded(got: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether the values are the right ones, all rounded to the same number of digits after the point."""
+    """Whether the values are the right ones, all rounded to the same number of decimals."""
     pairs = [*zip(_floats(list(got)), _floats(list(right)), strict=False)]
-    if not pairs or _shape(list(got)) != _shape(list(right)):
+    if not pairs or _without_floats(list(got)) != _without_floats(list(right)):
         return False
-    return any(all(close(a, round(b, digits)) for a, b in pairs) for digits in range(1, 7))
+
+    def agree(digits: int) -> bool:
+        return all(close(a, round(b, digits)) for a, b in pairs)
+
+    return any(map(agree, range(1, 7)))
 
 
 def _floats(value: Any) -> list[float]:
@@ -167,18 +181,19 @@ def _floats(value: Any) -> list[float]:
     return [value] if isinstance(value, float) else []
 
 
-def _shape(value: Any) -> Any:
-    """The value without its floats: what has to be equal beside them."""
+def _without_floats(value: Any) -> Any:
+    """Return the value with None in place of each float."""
     if isinstance(value, list | tuple):
-        return [_shape(entry) for entry in value]
+        return [_without_floats(entry) for entry in value]
     return None if isinstance(value, float) else value
 
 
 def _shown(value: Any, inside: bool = False) -> str:
-    """Write a value for a message. A thousand has a comma unless it stands inside a list, which has its own."""
+    """Return a value as a message writes it."""
     if isinstance(value, list | tuple):
         entries = ", ".join(_shown(entry, inside=True) for entry in value)
         return f"[{entries}]" if isinstance(value, list) else f"({entries})"
+    # A thousand has a comma, but not beside the commas of a list.
     comma = "" if inside else ","
     if isinstance(value, float):
         return f"{value:{comma}.7g}"

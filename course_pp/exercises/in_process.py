@@ -1,4 +1,4 @@
-"""What happens to an answer in a process of its own: the calls, and how each of them ended."""
+"""The calls of an answer in a process of its own, and how each of them ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pickle
 import reprlib
 import resource
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -28,13 +28,13 @@ _SHOWN_CHARACTERS = 300
 def call_each(
     rank: int, fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]], kwargs: dict, note: Path
 ) -> list:
-    """Call ``fn(*row, **kwargs)`` for each row; write to ``note`` which one is being called, for
-    the caller to read.
+    """Call ``fn(*row, **kwargs)`` for each row, and write the number of the row to ``note``.
+
+    The process that judges reads the number there if this one ends.
 
     Raises:
-        Stopped: at the first call that does not end well; the symptom begins where the call is to
-            be named.
-        Pending: likewise, of a stub.
+        Stopped: the first call that does not end well. Its symptom lacks the call at its beginning.
+        Pending: the first call that finds a stub. Its text lacks the call, too.
     """
     _bound_memory()
     results = []
@@ -53,14 +53,19 @@ def call_each(
 def run_harness(
     rank: int, harness: Callable[..., Any], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    """Call ``harness(rank, fn, *args)`` on a rank. Raises as `call_each` does, or the Mistake of the harness."""
+    """Call ``harness(rank, fn, *args)`` on a rank.
+
+    Raises:
+        Stopped, Pending: as `call_each` does.
+        Mistake: the harness raises it.
+    """
     _bound_memory()
     with _told(fn) as called:
         return _sendable(harness(rank, called, *args), is_the_answers=False)
 
 
 def _bound_memory() -> None:
-    """Let this process take 2 GiB more and no further, so that an answer gets a MemoryError and the system lives."""
+    """Let this process take 2 GiB more: an answer that takes more gets a MemoryError."""
     with contextlib.suppress(OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -68,7 +73,7 @@ def _bound_memory() -> None:
 
 
 class _Called:
-    """The answer; knows whether it is being called."""
+    """The answer. It knows whether it is being called."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -86,7 +91,7 @@ class _Called:
 
 @contextlib.contextmanager
 def _told(fn: Callable[..., Any]) -> Iterator[_Called]:
-    """Tell whatever the answer raises in terms of its own lines."""
+    """Raise every exception of the answer as a sentence with the line at which it was raised."""
     called = _Called(fn)
     try:
         yield called
@@ -94,24 +99,25 @@ def _told(fn: Callable[..., Any]) -> Iterator[_Called]:
         raise
     except SystemExit as e:
         where = _where(e, fn)
-        raise Stopped(
-            "exited", f"tried to leave Python{where}", "Give the value back with `return` instead."
-        ) from e
+        symptom = f"tried to leave Python{where}"
+        raise Stopped("exited", symptom, "Give the value back with `return` instead.") from e
     except BaseException as e:
-        what, where = _in_a_line(e), _where(e, fn)
-        # torch raises NotImplementedError, too, where a dtype lacks an operation, and leaves no
-        # frame of its own.
+        what = _in_a_line(e)
+        where = _where(e, fn)
+        # torch, too, raises NotImplementedError, where a dtype lacks an operation. It leaves no
+        # frame of its own, so only a `raise` in the learner's line means a stub.
         if isinstance(e, NotImplementedError) and (not e.args or ": `raise " in where):
             raise Pending(f"raised {what}{where}", what == type(e).__name__) from e
-        cause = cause_of(what) if where or not called.inside else _why_not_cached(e, fn)
-        if not (where or called.inside):
-            cause = (
-                f"It happened outside your function, probably because of what it returned. {cause}"
-            ).rstrip()
+        if where:
+            cause = cause_of(what)
+        elif called.inside:
+            cause = _why_not_cached(e, fn)
+        else:
+            outside = "It happened outside your function, probably because of what it returned."
+            cause = f"{outside} {cause_of(what)}".rstrip()
         peer = e.peer if isinstance(e, NoSuchRank) else None
-        raise Stopped(
-            "raised", f"raised {what}{where}", cause, error=type(e).__name__, peer=peer
-        ) from e
+        symptom = f"raised {what}{where}"
+        raise Stopped("raised", symptom, cause, error=type(e).__name__, peer=peer) from e
 
 
 def _why_not_cached(error: BaseException, fn: Callable[..., Any]) -> str:
@@ -128,25 +134,33 @@ def _in_a_line(error: BaseException) -> str:
         lines = str(error).strip().splitlines() or [""]
     except Exception:
         lines = ["(its message cannot be shown)"]
-    text = " ".join((lines[-1] if len(lines) > 3 else " ".join(lines)).split())
+    # torch ends a long message with the reason, after a stack of its own.
+    if len(lines) > 3:
+        lines = lines[-1:]
+    text = " ".join(" ".join(lines).split())
     if len(text) > _SHOWN_CHARACTERS:
         text = text[:_SHOWN_CHARACTERS] + " …"
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
-    """The innermost line in the answer's file, or in a cell: ``", in line 3: `return 1 / 0`"``."""
+    """Return the innermost line in the answer's file or in a cell: ``", in line 3: `return 1 / 0`"``.
+
+    Empty if the exception has passed none.
+    """
     file = getattr(getattr(innermost(fn), "__code__", None), "co_filename", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file or has_name_of_cell(frame.filename)]
     if not own:
         return ""
-    return f", in line {own[-1].lineno}" + (f": `{own[-1].line}`" if own[-1].line else "")
+    last = own[-1]
+    text = f": `{last.line}`" if last.line else ""
+    return f", in line {last.lineno}{text}"
 
 
 def innermost(fn: Any) -> Any:
-    """Return ``fn`` without partials, bindings, and decorators that say what they wrap."""
-    # An object may claim to wrap itself.
+    """Return ``fn`` without partials, bindings, and decorators that name the function they wrap."""
+    # An object may claim to wrap itself: hence a limit.
     for _ in range(100):
         if isinstance(fn, functools.partial):
             fn = fn.func
@@ -162,7 +176,10 @@ def innermost(fn: Any) -> Any:
 
 
 def _sendable(value: Any, is_the_answers: bool = True) -> Any:
-    """The value, if the caller can receive and print it: whatever that does happens here first, under the limits."""
+    """Return the value, if the caller can receive and print it.
+
+    Both are tried here first, because here a limit of time and memory holds.
+    """
     import cloudpickle
 
     try:
@@ -177,16 +194,15 @@ def _sendable(value: Any, is_the_answers: bool = True) -> Any:
 
 
 def _culprit(value: Any) -> str:
-    """The kind of what cannot be sent: of the value, or of the entry in it that is to blame."""
+    """Return the type of the value that cannot be sent, or of the entry that is to blame."""
     import cloudpickle
 
-    for entry in (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    ):
+    entries: Iterable[Any] = ()
+    if isinstance(value, dict):
+        entries = value.values()
+    elif isinstance(value, list | tuple):
+        entries = value
+    for entry in entries:
         try:
             cloudpickle.dumps(entry)
         except Exception:
@@ -213,7 +229,7 @@ def _a(noun: str) -> str:
 
 
 def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names of their parameters; by number, where these are not known."""
+    """Return the arguments of a call by the names of their parameters, or by number if unknown."""
     try:
         return dict(inspect.signature(fn).bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
@@ -222,33 +238,28 @@ def _by_name(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 @contextlib.contextmanager
 def unchanged(**arguments: Any) -> Iterator[None]:
-    """Refuse an answer that changes what it was given, by name: lists, tensors, whatever can be
-    copied.
+    """Refuse an answer that changes its arguments: lists, tensors, any value that can be copied.
 
     Raises:
-        Stopped: with the first argument that is not what it was before the block.
+        Stopped: an argument is not as it was before the block. Names the first one.
     """
     before = copy.deepcopy(arguments)
     yield
     for name, value in arguments.items():
         if not _same(before[name], value):
-            cause = "Whoever called still needs it: work on a copy, or build something new."
-            raise Stopped(
-                "changed", f"changed its argument {_change(name, before[name], value)}", cause
-            )
+            cause = "The caller still needs it: work on a copy, or build a new one."
+            change = _change(name, before[name], value)
+            raise Stopped("changed", f"changed its argument {change}", cause)
 
 
 def _change(name: str, before: Any, after: Any) -> str:
-    """What has changed, told by its innermost place; tensors are not printed."""
+    """Return the innermost place that has changed, with its values; tensors are not printed."""
     if type(before) is type(after):
         if isinstance(before, list | tuple) and len(before) == len(after):
-            i = next(
-                i for i, pair in enumerate(zip(before, after, strict=True)) if not _same(*pair)
-            )
-            if (
-                isinstance(before[i], list | tuple | dict)
-                or _tensor_comparison(before[i]) is not None
-            ):
+            pairs = zip(before, after, strict=True)
+            i = next(i for i, pair in enumerate(pairs) if not _same(*pair))
+            is_tensor = _tensor_comparison(before[i]) is not None
+            if is_tensor or isinstance(before[i], list | tuple | dict):
                 return _change(f"{name}[{i}]", before[i], after[i])
         if isinstance(before, dict) and list(before) == list(after):
             key = next(key for key in before if not _same(before[key], after[key]))
@@ -261,7 +272,10 @@ def _change(name: str, before: Any, after: Any) -> str:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values look the same, however deep; what cannot be compared counts as the same."""
+    """Whether two values look the same, however deep.
+
+    Values that cannot be compared count as the same.
+    """
     if a is b:
         return True
     if type(a) is not type(b):

@@ -34,15 +34,15 @@ class Question:
 
     Attributes:
         name: a short name, the same in every version.
-        concept: what it is about: "bubble", "memory", ...
-        notebook, section: where it is taught: "03", "4. When messages take time".
+        concept: its subject: "bubble", "memory", ...
+        notebook, section: place where it is taught: "03", "4. When messages take time".
         asks: the question.
         correct: the right answer.
-        output: what a cell of the notebook prints that shows it.
+        output: output of a cell of the notebook that shows it.
         wrong: common guesses.
         run: an expression over the package that computes the answer; empty where only a run on
             ranks shows it.
-        value: of ``run``.
+        value: value of ``run``.
     """
 
     name: str
@@ -59,24 +59,21 @@ class Question:
     @property
     def options(self) -> tuple[str, ...]:
         """All answers, in an order that is the same for everybody and says nothing."""
-        return tuple(sorted((self.correct, *(wrong.says for wrong in self.wrong)), key=self._place))
+        answers = [self.correct, *(wrong.says for wrong in self.wrong)]
+        return tuple(sorted(answers, key=self._place))
 
     def _place(self, option: str) -> bytes:
         return hashlib.sha256(f"{self.name}: {option}".encode()).digest()
 
     def explain(self, answer: str | None) -> str:
-        """Say what is right, why ``answer`` is not, and where to read; None is no answer."""
+        """Return the right answer, why ``answer`` is wrong, and where to read; None is no answer."""
         where = f"Notebook {self.notebook}, section {self.section!r}, prints: {self.output}"
         if answer == self.correct:
             return f"Right: {self.correct}. {where}"
-        because = next(
-            (
-                f" Not {wrong.says!r}: {wrong.because}."
-                for wrong in self.wrong
-                if wrong.says == answer
-            ),
-            "",
-        )
+        because = ""
+        for wrong in self.wrong:
+            if wrong.says == answer:
+                because = f" Not {wrong.says!r}: {wrong.because}."
         return f"{self.correct} is right.{because} {where}"
 
 
@@ -87,26 +84,33 @@ def _data() -> dict[str, Any]:
 
 @cache
 def questions() -> tuple[Question, ...]:
-    """All questions, in the order of the notebooks."""
-    return tuple(
-        Question(**{**entry, "wrong": tuple(Wrong(**wrong) for wrong in entry["wrong"])})
-        for entry in _data()["question"]
-    )
+    """Return all questions, in the order of the notebooks."""
+    found = []
+    for entry in _data()["question"]:
+        wrong = tuple(Wrong(**each) for each in entry["wrong"])
+        found.append(Question(**{**entry, "wrong": wrong}))
+    return tuple(found)
 
 
 def questions_about(about: Sequence[str]) -> tuple[Question, ...]:
-    """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``; of
-    none, all.
+    """Return the questions that some routes and notebooks answer, such as ``["a_day", "10"]``.
+
+    Without any, return all questions.
 
     Raises:
         NoQuiz: a name is neither a route nor a notebook with questions.
     """
-    routes, notebooks = _data()["routes"], {question.notebook for question in questions()}
+    routes = _data()["routes"]
+    notebooks = {question.notebook for question in questions()}
     for name in about:
         if name not in routes and name not in notebooks:
             raise NoQuiz(f"about is {name!r}; there are {', '.join([*routes, *sorted(notebooks)])}")
-    named = {*about, *(name for route in about for name in routes.get(route, ()))}
-    return tuple(each for each in questions() if not about or {each.name, each.notebook} & named)
+    if not about:
+        return questions()
+    named = set(about)
+    for route in about:
+        named.update(routes.get(route, ()))
+    return tuple(each for each in questions() if {each.name, each.notebook} & named)
 
 
 class NoQuiz(MessageOnly, ValueError):
@@ -114,5 +118,5 @@ class NoQuiz(MessageOnly, ValueError):
 
 
 def count_right(asked: Sequence[Question], given: Mapping[str, str]) -> int:
-    """How many of the questions are answered rightly."""
+    """Return how many of the questions are answered rightly."""
     return sum(given.get(question.name) == question.correct for question in asked)

@@ -1,8 +1,7 @@
-"""What a grader raises when an answer is wrong, and what exceptions and hangs mean to the person
-who wrote the line.
+"""Mistake, which a grader raises, tables of causes, and the causes of exceptions and hangs.
 
-The messages of torch and gloo name their own insides. Each is recognised by words of theirs; one
-that is reworded loses its cause.
+The messages of torch and gloo name their own insides. Each is recognised by some of its words; a
+message that is reworded loses its cause.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Mistake(Exception):
-    """An answer is wrong. Names are put in backticks; an example may have several lines.
+    """An answer is wrong.
 
     Attributes:
-        symptom: what was seen, a sentence.
-        cause: what probably leads to it, and what to look at.
-        example: a counter-example: input, what came out, what should have.
+        symptom: sentence on the wrong result, names in backticks.
+        cause: sentence on the likely cause, and where to look.
+        example: a counter-example, of one line or several: input, result, right result.
     """
 
     def __init__(self, symptom: str, cause: str = "", example: str = "") -> None:
@@ -42,10 +41,10 @@ class Stopped(Mistake):
         how: ``"raised"``, ``"endless"`` (still running at the time limit), ``"exited"``,
             ``"died"``, ``"changed"`` (an argument), ``"unsendable"`` (its result), ``"parameters"``
             (others than the stub's) or ``"broken"``.
-        row: which of several calls it was, from 0; 0 on ranks.
-        waits: what each rank was doing at the time limit; empty unless it was reached.
-        error: the name of the class of the exception; empty where none was raised.
-        peer: the rank beyond the group that was sent to or received from; None unless one was.
+        row: number of the call, from 0; 0 on ranks.
+        waits: call at which each rank stood at the time limit; empty unless that was reached.
+        error: name of the class of the exception; empty where none was raised.
+        peer: rank outside the group to which or from which a message was sent; None without one.
     """
 
     def __init__(
@@ -60,7 +59,8 @@ class Stopped(Mistake):
         peer: int | None = None,
     ) -> None:
         super().__init__(symptom, cause, example)
-        self.args = (how, symptom, cause, example)  # of which a copy from another process is made
+        # Unpickling calls the class with args: the exception comes from another process.
+        self.args = (how, symptom, cause, example)
         self.how = how
         self.row = 0
         self.waits = waits
@@ -69,9 +69,9 @@ class Stopped(Mistake):
 
 
 class Pending(Exception):
-    """The answer raises NotImplementedError: it is still the stub, or part of it.
+    """The answer raises NotImplementedError: it is the stub still, whole or in part.
 
-    Its text says in which call; it is empty for the stub itself.
+    Its text names the call; it is empty for the whole stub.
     """
 
 
@@ -188,7 +188,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def cause_of(error: str) -> str:
-    """Say what an exception of torch or gloo means to the person who wrote the line; ``""`` for any other."""
+    """Return the likely cause of an exception of torch or gloo; ``""`` for any other."""
     return next((cause for words, cause in _KNOWN if words in error), "")
 
 
@@ -199,7 +199,7 @@ _LOST = (
 
 
 def explained_in_line(stopped: Stopped) -> Mistake:
-    """Tell as `explained` does, for stages in a line, a stage a rank: also a message to a rank beyond its ends."""
+    """Explain a hang of stages in a line, one a rank, and also a message beyond the line's ends."""
     if stopped.peer is not None:
         cause = (
             "The last rank has nobody below it: it sends no activation and receives no gradient,"
@@ -215,7 +215,7 @@ def explained_in_line(stopped: Stopped) -> Mistake:
 
 
 def explained(stopped: Stopped) -> Mistake:
-    """Tell a hang in terms of what a pipeline's step sends; leave anything else as it is."""
+    """Explain a hang by the messages of a pipeline's step; return any other `Stopped` as it is."""
     waiting = [wait for wait in stopped.waits if wait.peers]
     if not waiting:
         return stopped
@@ -234,7 +234,7 @@ def explained(stopped: Stopped) -> Mistake:
         )
     elif unheard:
         cause = f"{stopped.cause} {_LOST}"
-    # Of the learner's own lines: torch waits for a blocking send in the same way.
+    # `where` is a line of the learner, because torch waits for a blocking send in the same way.
     elif any(".wait(" in wait.where for wait in sending):
         cause = (
             "To wait for a message at once is to send it blocking: wait after the last backward. Or"

@@ -1,4 +1,4 @@
-"""The judge of orders: can it run, does it hold too much, does it take too long, and what probably leads to that."""
+"""The judge of orders: can an order run, does it hold too much, does it take too long, and why."""
 
 from __future__ import annotations
 
@@ -54,39 +54,40 @@ def read_order(
     repeated: Callable[[Action], str] = lambda action: "",
     most_shown: int = 60,
 ) -> tuple[Row, str]:
-    """Return the actions that were meant, each of ``wanted`` once, and a line that shows them.
+    """Return the actions of an answer, each of ``wanted`` once, and a line that shows them.
 
     Args:
-        value: what the answer returned: actions, or their texts.
-        what: the call.
+        value: result of the answer: actions, or their texts.
+        what: the call, as a message writes it.
         wanted: the actions of this rank, in any order.
-        foreign: why an action does not belong here.
-        lacking: why one is missing.
-        repeated: why one is there more than once.
-        most_shown: a longer order is not shown.
+        foreign: returns the likely cause of an action that is not in ``wanted``.
+        lacking: returns the likely cause of an action that is missing.
+        repeated: returns the likely cause of an action that is there more than once.
+        most_shown: number of actions up to which an order is shown.
 
     Raises:
-        Mistake: it is no list of actions, or not of those.
+        Mistake: the value is no list of actions, or not of these.
     """
     texts = [str(each) for each in expect_list(value, what)]
-    example = f"`{what}` is `{' '.join(texts) or '[]'}`." if len(texts) <= most_shown else ""
+    example = ""
+    if len(texts) <= most_shown:
+        example = f"`{what}` is `{' '.join(texts) or '[]'}`."
     try:
         row = tuple(Action.parse(text) for text in texts)
     except ValueError as error:
         raise Mistake(f"`{what}` has an entry that is no action: {error}.", "", example) from None
-    counts, needed = Counter(row), dict.fromkeys(wanted)
+    counts = Counter(row)
+    needed = dict.fromkeys(wanted)
     for action in row:
         if action not in needed:
-            raise Mistake(
-                f"`{what}` has `{action}`, which does not belong there.", foreign(action), example
-            )
+            symptom = f"`{what}` has `{action}`, which does not belong there."
+            raise Mistake(symptom, foreign(action), example)
     for action in needed:
         if not counts[action]:
             raise Mistake(f"`{what}` lacks `{action}`.", lacking(action), example)
         if counts[action] > 1:
-            raise Mistake(
-                f"`{what}` has `{action}` {counts[action]} times.", repeated(action), example
-            )
+            symptom = f"`{what}` has `{action}` {counts[action]} times."
+            raise Mistake(symptom, repeated(action), example)
     return row, example
 
 
@@ -99,46 +100,48 @@ def judge_orders(
     slow: Cause,
     costs: Iterable[Costs] = (Costs(),),
 ) -> None:
-    """Ask for an order that can run, holds no more on any rank than the reference, and takes no
-    longer.
+    """Refuse an order that cannot run, holds more than the reference, or takes longer.
 
     Args:
         given: the sizes, as a message begins: ``"With p=4 and m=8"``.
-        yours: the answer's, on the ranks of the reference.
-        reference: as good as can be asked for.
-        impossible: why it cannot run.
-        crowded: why ``orders.rank`` holds more.
-        slow: why it takes longer.
-        costs: with each of which it is simulated.
+        yours: order of the answer, on the ranks of the reference.
+        reference: the best order there is.
+        impossible: likely cause of an order that cannot run, of `Orders`.
+        crowded: likely cause of an order in which ``orders.rank`` holds more.
+        slow: likely cause of an order that takes longer.
+        costs: all costs with which the orders are simulated.
 
     Raises:
-        Mistake: with the order as it is.
+        Mistake: with the order of the answer.
     """
     if not isinstance(yours, Schedule):
         yours = Schedule("yours", reference.placement, tuple(yours))
-    rows = tuple(tuple(part for action in row for part in action.parts) for row in yours.actions)
+    rows: list[Row] = []
+    for row in yours.actions:
+        rows.append(tuple(part for action in row for part in action.parts))
+
     if problems := check(yours):
         orders = Orders(rows, None, simulate(reference))
-        raise Mistake(
-            f"{given} it cannot run: {problems[0]}.", why(impossible, orders), shown(rows)
-        )
+        symptom = f"{given} it cannot run: {problems[0]}."
+        raise Mistake(symptom, why(impossible, orders), shown(rows))
+
     for each in costs:
-        timeline, best = simulate(yours, each), simulate(reference, each)
-        for rank, (peak, enough) in enumerate(
-            zip(timeline.peak_activations, best.peak_activations, strict=True)
-        ):
+        timeline = simulate(yours, each)
+        best = simulate(reference, each)
+        peaks = zip(timeline.peak_activations, best.peak_activations, strict=True)
+        for rank, (peak, enough) in enumerate(peaks):
             if peak > enough:
+                holds = f"rank {rank} holds {peak} activations at its peak; {enough} are enough."
                 cause = why(crowded, Orders(rows, timeline, best, rank))
-                symptom = (
-                    f"{given}, rank {rank} holds {peak} activations at its peak; {enough} are"
-                    " enough."
-                )
-                raise Mistake(symptom, cause, shown(rows))
+                raise Mistake(f"{given}, {holds}", cause, shown(rows))
         if timeline.makespan > best.makespan:
             symptom = f"{given} it takes {timeline.makespan:g} units; {best.makespan:g} are enough."
             raise Mistake(symptom, why(slow, Orders(rows, timeline, best)), shown(rows))
 
 
 def shown(rows: Sequence[Sequence[object]]) -> str:
-    """A line a rank."""
-    return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))
+    """Return the actions of each rank, a line a rank."""
+    lines = []
+    for rank, row in enumerate(rows):
+        lines.append(f"rank {rank}: {' '.join(map(str, row))}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a learner has solved so far: kept in one small file, shown as a table, exported for an instructor."""
+"""The progress of a learner: kept in one small file, shown as a table, exported for an instructor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import io
 import json
 import os
 import secrets
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,16 +31,16 @@ _MARK, VERSION = "course_pp_progress", 3
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of one exercise.
+    """The record of one exercise.
 
     Attributes:
-        correct: whether a check has ever said so.
+        correct: whether a check has ever said correct.
         attempts: checks that did not say pending, up to the first that said correct.
-        hints: how many hints were shown.
+        hints: number of hints shown.
         solution_seen: whether the solution was shown before the answer was correct.
-        begun: when the first check did not say pending, or the first hint was shown: seconds since
-            1970; 0 if neither.
-        took_minutes: from then to the first check that said correct; 0 before.
+        begun: time of the first hint or of the first check that did not say pending, in seconds
+            since 1970; 0 before.
+        took_minutes: minutes from then to the first check that said correct; 0 before.
     """
 
     correct: bool = False
@@ -50,13 +53,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the file holds, and an export of it.
+    """The content of the file, and of an export.
 
     Attributes:
-        exercises: a record for each that was begun, by name.
-        quiz: for ``before`` and ``after`` what was answered, by name of question.
-        learner: an id made by chance, so that two exports of a person count once.
-        written: when the file was: seconds since 1970.
+        exercises: {name: record} of each exercise that was begun.
+        quiz: {``"before"`` or ``"after"``: {name of question: answer}}.
+        learner: random id, so that two exports of a person count once.
+        written: time at which the file was written, in seconds since 1970.
     """
 
     exercises: Mapping[str, Record] = field(default_factory=dict)
@@ -77,31 +80,31 @@ _Change = Callable[[Kept], Kept]
 
 
 class Store:
-    """The file of a learner's progress. Several kernels may share it: each change is made under a
-    lock.
+    """The file of a learner's progress.
 
-    What is wrong with the file never stops a learner: each method returns or keeps a sentence about
-    it. A change that cannot be kept waits, and is made again on whatever the file holds when it can
-    next be written.
+    Several kernels may share it: each change is made under a lock. A fault of the file never stops
+    a learner: each method returns or keeps a sentence about it. A change that cannot be kept waits,
+    and is made on the content that the file has when it can next be written.
     """
 
     def __init__(self) -> None:
         self._waiting: list[_Change] = []
-        # What the file held when it was last read, for as long as it cannot be.
+        # The content at the last reading, for as long as the file cannot be read.
         self._seen = Kept()
         self._new_learner = secrets.token_hex(4)
 
     @property
     def path(self) -> Path:
-        """``COURSE_PP_PROGRESS``, or a file in the user's state directory; ``~`` stays where nobody has that name."""
+        """``COURSE_PP_PROGRESS``, or a file in the user's state directory."""
         chosen = os.environ.get("COURSE_PP_PROGRESS")
         path = Path(chosen) if chosen else state_folder() / "progress.json"
+        # Where no user has the name after a ~, the path stays as it is.
         with contextlib.suppress(RuntimeError):
             path = path.expanduser()
         return path
 
     def read(self) -> tuple[Kept, str]:
-        """Everything, and what was wrong with the file, if anything."""
+        """Return the content, and a sentence on the fault of the file, if it has one."""
         kept, note, error = self._settled()
         if error:
             note = f"{note} Progress could not be read from {self.path}: {error}.".lstrip()
@@ -115,7 +118,7 @@ class Store:
             if old.correct:
                 return old
             begun = old.begun or now
-            # a clock may be set back
+            # A clock may be set back.
             took = round(max(now - begun, 0.0) / 60, 1) if correct else 0.0
             return replace(
                 old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took
@@ -136,9 +139,10 @@ class Store:
         return seen
 
     def record_solution(self, name: str) -> None:
-        self._change_record(
-            name, lambda old: replace(old, solution_seen=old.solution_seen or not old.correct)
-        )
+        def seen(old: Record) -> Record:
+            return replace(old, solution_seen=old.solution_seen or not old.correct)
+
+        self._change_record(name, seen)
 
     def record_answers(self, when: When, given: Mapping[str, str]) -> str:
         """Add answers to questions, by name; return a sentence if they could not be kept.
@@ -148,18 +152,18 @@ class Store:
         """
 
         def added(old: Kept) -> Kept:
-            still_open = {
-                name: answer for name, answer in given.items() if name not in old.quiz["after"]
-            }
-            return replace(old, quiz={**old.quiz, when: {**old.quiz[when], **still_open}})
+            answers = dict(old.quiz[when])
+            for name, answer in given.items():
+                if name not in old.quiz["after"]:
+                    answers[name] = answer
+            return replace(old, quiz={**old.quiz, when: answers})
 
         return self._change(added)
 
     def _change_record(self, name: str, change: Callable[[Record], Record]) -> str:
         def of_all(old: Kept) -> Kept:
-            return replace(
-                old, exercises={**old.exercises, name: change(old.exercises.get(name, Record()))}
-            )
+            record = change(old.exercises.get(name, Record()))
+            return replace(old, exercises={**old.exercises, name: record})
 
         return self._change(of_all)
 
@@ -172,7 +176,11 @@ class Store:
         return note
 
     def _settled(self) -> tuple[Kept, str, str]:
-        """Everything with every change made, those that waited included; a note; and why nothing could be kept."""
+        """Make all changes, those that waited included.
+
+        Returns:
+            The content after them, a sentence on the file, and the reason if nothing could be kept.
+        """
         note = ""
         try:
             with locked(self.path) as path:
@@ -210,10 +218,11 @@ STORE = Store()
 
 
 def parse(content: bytes, version: int | None = None) -> Kept:
-    """Read `Kept.text`; unknown fields are passed over.
+    """Read `Kept.text`; pass over unknown fields.
 
-    Raises ValueError for anything else, for a newer version, and for another than ``version`` where
-    that is given.
+    Raises:
+        ValueError: the content is something else, or its version is newer than `VERSION` or is not
+            ``version``.
     """
     if not content.strip():
         raise ValueError("it is empty")
@@ -225,32 +234,32 @@ def parse(content: bytes, version: int | None = None) -> Kept:
         raise ValueError("it is no JSON, or only a part of it") from None
     if not isinstance(data, dict):
         raise ValueError("it holds no exercises")
-    found = data.get(_MARK, data.get("course_pp_export"))  # an export of version 2 had another mark
-    if (version is not None and found != version) or (isinstance(found, int) and found > VERSION):
-        raise ValueError(
-            "it is something else"
-            if found is None
-            else f"version {found!r:.20}, this course reads {VERSION}"
-        )
-    exercises, quiz = data.get("exercises"), data.get("quiz", {})
+    # An export of version 2 had another mark.
+    found = data.get(_MARK, data.get("course_pp_export"))
+    is_other = version is not None and found != version
+    if is_other or (isinstance(found, int) and found > VERSION):
+        if found is None:
+            raise ValueError("it is something else")
+        raise ValueError(f"version {found!r:.20}, this course reads {VERSION}")
+
+    exercises = data.get("exercises")
+    quiz = data.get("quiz", {})
     if not isinstance(exercises, dict) or not isinstance(quiz, dict):
         raise ValueError("it holds no exercises")
-    learner, written = data.get("learner", ""), data.get("written", 0.0)
-    if (
-        not isinstance(learner, str)
-        or Path(learner).name != learner
-        or not isinstance(written, int | float)
-    ):
+    learner = data.get("learner", "")
+    written = data.get("written", 0.0)
+    # The id becomes the name of a file: it may hold no path.
+    is_id = isinstance(learner, str) and Path(learner).name == learner
+    if not is_id or not isinstance(written, int | float):
         raise ValueError("it does not say whose it is, or since when")
+
     answers: dict[str, Any] = {when: quiz.get(when, {}) for when in TIMES}
     for when, given in answers.items():
-        if not isinstance(given, dict) or not all(
-            isinstance(answer, str) for answer in given.values()
-        ):
+        values = given.values() if isinstance(given, dict) else [None]
+        if not all(isinstance(answer, str) for answer in values):
             raise ValueError(f"the answers {when} are no texts by question")
-    return Kept(
-        {name: _record(name, kept) for name, kept in exercises.items()}, answers, learner, written
-    )
+    records = {name: _record(name, kept) for name, kept in exercises.items()}
+    return Kept(records, answers, learner, written)
 
 
 def _record(name: str, kept: Any) -> Record:
@@ -266,12 +275,12 @@ def _record(name: str, kept: Any) -> Record:
 
 
 def _free_name(path: Path) -> Path:
-    candidates = (
-        path.with_name(f"{path.name}.broken{suffix}") for suffix in ["", *map(str, range(2, 1000))]
-    )
-    return next(
-        (name for name in candidates if not name.exists()), path.with_name(f"{path.name}.broken")
-    )
+    first = path.with_name(f"{path.name}.broken")
+    for suffix in ["", *range(2, 1000)]:
+        candidate = path.with_name(f"{first.name}{suffix}")
+        if not candidate.exists():
+            return candidate
+    return first
 
 
 @dataclass(frozen=True)
@@ -293,33 +302,40 @@ class Row:
 @checked
 @dataclass(frozen=True)
 class Progress(Shown):
-    """Every exercise of the course and how far the learner is; shows itself as a table.
+    """The state of every exercise of the course; shows itself as a table.
 
     Attributes:
-        rows: one an exercise.
-        note: what was wrong with the file, if anything.
-        kept: what the file holds.
+        rows: a row for each exercise of the course.
+        note: sentence on the fault of the file, if it has one.
+        kept: content of the file.
+        here: number of the notebook whose exercises the table shows first, one by one; every other
+            notebook then has one line. Empty where it is not known: then all are shown one by one.
     """
 
     rows: tuple[Row, ...]
     note: str = ""
     kept: Kept = field(default_factory=Kept)
+    here: str = ""
 
     @property
     def summary(self) -> str:
+        """How many exercises are correct, the minutes left, and the answers to the quiz."""
         correct = sum(row.status == "correct" for row in self.rows)
-        left = sum(row.minutes for row in self.rows if row.status != "correct")
+        text = f"{correct} of {len(self.rows)} correct"
+        if left := sum(row.minutes for row in self.rows if row.status != "correct"):
+            text += f", about {left} minutes left"
         answered = [f"{len(given)} {when}" for when, given in self.kept.quiz.items() if given]
-        quiz = f"; questions answered: {' and '.join(answered)} the course" if answered else ""
-        return (
-            f"{correct} of {len(self.rows)} correct"
-            + (f", about {left} minutes left" if left else "")
-            + quiz
-        )
+        if answered:
+            text += f"; questions answered: {' and '.join(answered)} the course"
+        return text
 
     @checked
     def to_csv(self, path: str | Path) -> Path:
-        """Write one line an exercise, with a heading. Raises NotExported, with the remedy, if that cannot be."""
+        """Write a heading and one line an exercise; return the file.
+
+        Raises:
+            NotExported: the file cannot be written; with the remedy.
+        """
         text = io.StringIO()
         writer = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -328,46 +344,55 @@ class Progress(Shown):
 
     @checked
     def to_json(self, path: str | Path) -> Path:
-        """Write the exercises and the answers of the quiz, for ``python -m course_pp report``;
-        return the file.
+        """Write the exercises and the answers of the quiz; return the file.
 
-        It names no person. An id, made by chance, tells two exports of one learner from those of
-        two.
+        ``python -m course_pp report`` reads it. It names no person: a random id tells two exports
+        of one learner from those of two.
 
         Args:
-            path: a folder, in which the file is called after the id; or a file that ends in
-                ``.json``.
+            path: a folder, in which the file is named by the id; or a file that ends in ``.json``.
 
         Raises:
-            NotExported: that cannot be written; with the remedy.
+            NotExported: the file cannot be written; with the remedy.
         """
         path = Path(path)
-        if os.path.isdir(path):  # which never raises, unlike the method of a path
+        # os.path.isdir never raises, unlike the method of a path.
+        if os.path.isdir(path):
             path /= f"{self.kept.learner}.json"
         if path.suffix != ".json":
             raise NotExported(
                 f"{path} is no folder that you can reach: create it, or give a file that ends in"
                 " .json."
             )
-        # When somebody worked is nobody's business.
+        # The instructor need not know at what time somebody worked.
         exercises = {
             name: replace(record, begun=0.0) for name, record in self.kept.exercises.items()
         }
         return _exported(path, replace(self.kept, exercises=exercises).text)
 
     def __repr__(self) -> str:
-        table = columns([_HEADINGS, *map(_cells, self.rows)])
+        table = columns([_HEADINGS, *self._lines()])
         return "\n".join(filter(None, [table, self.summary, self.note]))
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Return the cells of each line of the table."""
+        if not self.here:
+            return [_cells(row) for row in self.rows]
+        lines = [_cells(row) for row in self.rows if row.notebook == self.here]
+        for notebook, rows in groupby(self.rows, key=lambda row: row.notebook):
+            if notebook != self.here:
+                lines.append(_folded(notebook, list(rows)))
+        return lines
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
-            tags = (
-                f'<{tag} style="text-align:left;white-space:{_wrap(i)}">{escape(c)}</{tag}>'
-                for i, c in enumerate(cells)
-            )
-            return f"<tr>{''.join(tags)}</tr>"
+            text = ""
+            for i, cell in enumerate(cells):
+                style = f"text-align:left;white-space:{_wrap(i)}"
+                text += f'<{tag} style="{style}">{escape(cell)}</{tag}>'
+            return f"<tr>{text}</tr>"
 
-        body = "".join(line("td", _cells(row)) for row in self.rows)
+        body = "".join(line("td", cells) for cells in self._lines())
         below = "".join(f"<p>{escape(text)}</p>" for text in (self.summary, self.note) if text)
         return f"<table><thead>{line('th', _HEADINGS)}</thead><tbody>{body}</tbody></table>{below}"
 
@@ -408,11 +433,44 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def _folded(notebook: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the cells of one line for a whole notebook."""
+    correct = sum(row.status == "correct" for row in rows)
+    status = "correct"
+    if correct < len(rows):
+        status = "not yet" if any(row.attempts for row in rows) else "open"
+    return (
+        notebook,
+        f"{correct} of {len(rows)} exercises correct",
+        "",
+        str(sum(row.minutes for row in rows)),
+        f"{_SYMBOLS[status]} {status}",
+        str(sum(row.attempts for row in rows)),
+        str(sum(row.hints for row in rows)),
+        str(sum(row.solution_seen for row in rows)),
+    )
+
+
 def progress() -> Progress:
-    """Return a table over all notebooks: what is solved, with how many attempts and how much help."""
+    """Return a table over all notebooks: solved exercises, attempts, and the help that was used.
+
+    In a notebook, its own exercises come first, and every other notebook has one line.
+    """
     kept, note = STORE.read()
-    rows = tuple(_row(exercise, kept.exercises.get(exercise.name)) for exercise in exercises())
-    return Progress(rows, note, kept).show()
+    every = list(exercises())
+    rows = tuple(_row(exercise, kept.exercises.get(exercise.name)) for exercise in every)
+    here = _notebook_with(sys._getframe(1).f_globals, every)
+    return Progress(rows, note, kept, here).show()
+
+
+def _notebook_with(names: Container[str], every: Iterable[Exercise]) -> str:
+    """Return the number of the notebook most of whose exercises have these names; empty if none.
+
+    A notebook defines the functions that its exercises ask for, and may borrow a solution of an
+    earlier notebook.
+    """
+    counts = Counter(exercise.notebook for exercise in every if exercise.name in names)
+    return max(counts, key=lambda notebook: counts[notebook], default="")
 
 
 class NotExported(MessageOnly, OSError):
@@ -433,16 +491,18 @@ def _exported(path: Path, text: str) -> Path:
 
 def _row(exercise: Exercise, record: Record | None) -> Row:
     record = record or Record()
-    status = "correct" if record.correct else "not yet" if record.attempts else "open"
+    status = "not yet" if record.attempts else "open"
+    if record.correct:
+        status = "correct"
     return Row(
         exercise.notebook,
         exercise.name,
-        exercise.title,
-        exercise.difficulty,
-        exercise.minutes,
-        status,
-        record.attempts,
-        record.hints,
-        record.solution_seen,
-        record.took_minutes,
+        title=exercise.title,
+        difficulty=exercise.difficulty,
+        minutes=exercise.minutes,
+        status=status,
+        attempts=record.attempts,
+        hints=record.hints,
+        solution_seen=record.solution_seen,
+        took_minutes=record.took_minutes,
     )

@@ -1,9 +1,8 @@
-"""The quiz that asks the inventory's questions: as text with letters, or one at a time with
-buttons.
+"""The quiz with the questions of the inventory: as text with letters, or as a panel with buttons.
 
 JupyterLab takes the arrow keys that a group of radio buttons would need, so each answer is a button
-of its own: Tab reaches it, the space bar presses it. ipywidgets is imported when a panel is made:
-the text needs none.
+of its own: Tab reaches it, the space bar presses it. ipywidgets is imported when a panel is made,
+because the text does not need it.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _MARK = "✓ "
 @checked
 @dataclass(frozen=True)
 class Quiz(Shown):
-    """The questions and what was answered.
+    """The questions and the answers so far.
 
     Attributes:
         when: ``"before"`` the course or ``"after"`` it.
-        about: routes and numbers of notebooks that are asked about; empty for everything.
-        kept: the answers so far, before the course and after it.
-        note: if answers could not be read or kept, or do not count.
+        about: routes and numbers of notebooks whose questions are asked; empty for all.
+        kept: progress of the learner, with the answers before the course and after it.
+        note: sentence on answers that could not be read or kept, or do not count.
     """
 
     when: When
@@ -58,7 +57,7 @@ class Quiz(Shown):
         return self.kept.quiz[self.when]
 
     def is_closed(self, question: Question) -> bool:
-        """Whether no answer to it counts any more: what is right has been told."""
+        """Whether no answer to it counts any more, because the right answer has been shown."""
         return question.name in self.kept.quiz["after"]
 
     @property
@@ -68,54 +67,55 @@ class Quiz(Shown):
         text = f"{answered} of {len(self.asked)} answered"
         if self.when == "before":
             return f"{text}. What is right is shown after the course: {self._call('after')}."
-        right, earlier = (
-            count_right(self.asked, self.kept.quiz[when]) for when in ("after", "before")
-        )
+        right = count_right(self.asked, self.kept.quiz["after"])
         if not self.kept.quiz["before"]:
             return f"{text}, {right} right."
+        earlier = count_right(self.asked, self.kept.quiz["before"])
         return f"{text}, {right} right; before the course it was {earlier}."
 
     @property
     def text(self) -> str:
-        """All of it as plain text: the questions, or what is right once all are answered after the course."""
+        """The quiz as plain text.
+
+        These are the questions, or the right answers once all are answered after the course.
+        """
         if self.when == "after" and all(question.name in self.given for question in self.asked):
-            explained = [
-                f"{i}. {q.asks}\n   {q.explain(self.given[q.name])}"
-                for i, q in enumerate(self.asked, 1)
-            ]
+            explained = []
+            for i, question in enumerate(self.asked, 1):
+                answer = question.explain(self.given[question.name])
+                explained.append(f"{i}. {question.asks}\n   {answer}")
             return "\n".join(filter(None, [*explained, self.summary, self.note]))
         how = (
             f"Answer with {self._call(self.when, '…')}: a letter for each of the {len(self.asked)}"
             f" questions, {NO_ANSWER} where you do not know."
         )
-        lines = [
-            how,
-            *(
-                _as_text(number, question, self.given)
-                for number, question in enumerate(self.asked, 1)
-            ),
-        ]
+        lines = [how]
+        for number, question in enumerate(self.asked, 1):
+            lines.append(_as_text(number, question, self.given))
         return "\n".join(filter(None, [*lines, self.summary, self.note]))
 
     def _call(self, *arguments: str) -> str:
-        """What a learner types for the same questions: ``quiz("after", about="a_day")``."""
+        """Return the call that asks the same questions: ``quiz("after", about="a_day")``."""
         words = [f'"{argument}"' for argument in arguments]
         if self.about:
-            words.append(
-                f"about={json.dumps(self.about[0] if len(self.about) == 1 else self.about)}"
-            )
+            about = self.about[0] if len(self.about) == 1 else self.about
+            words.append(f"about={json.dumps(about)}")
         return f"quiz({', '.join(words)})"
 
     def __repr__(self) -> str:
         return self.text
 
     def panel(self) -> QuizPanel:
-        """The questions one at a time, with buttons. Raises ModuleNotFoundError without ipywidgets."""
+        """Return a panel with buttons that shows one question at a time.
+
+        Raises:
+            ModuleNotFoundError: ipywidgets is not installed.
+        """
         return QuizPanel(self)
 
     @checked
     def answer(self, question: Question, option: str | None) -> Quiz:
-        """Keep an answer, None for *I do not know*; return the quiz as it is then kept."""
+        """Keep an answer, None for *I do not know*; return the quiz with it."""
         return _answered(self.when, self.about, {question.name: option or NO_ANSWER})
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -126,22 +126,23 @@ class Quiz(Shown):
 
 
 def quiz(
-    when: When = None,  # type: ignore[assignment]  # refused below: a missing argument would be a traceback
+    # None is refused below, in a sentence: a missing argument would give a traceback.
+    when: When = None,  # type: ignore[assignment]
     answers: str | None = None,
     about: str | Sequence[str] = (),
 ) -> Quiz:
     """Ask thirty questions on pipeline parallelism: the same before and after the course.
 
-    With ipywidgets they come one at a time, by keyboard or mouse, and each answer is kept at once.
-    Without, they are printed, and a second call takes the answers as letters. After the course the
+    With ipywidgets a panel shows one question at a time and keeps each answer at once. Without it
+    the questions are printed, and a second call takes the answers as letters. After the course the
     first answer to a question counts. Before it, an answer may be changed until the question is
-    answered after it.
+    answered after the course.
 
     Args:
-        when: ``"before"`` or ``"after"`` the course. Only after it is shown what is right, and why.
+        when: ``"before"`` or ``"after"`` the course. The right answers are shown only after it.
         answers: a letter for each question, ``-`` for *I do not know*: ``"ab-c"``.
-        about: ask only what these routes or notebooks teach: ``"a_day"``, ``"03"``, ``["02",
-            "03"]``.
+        about: routes or notebooks; only questions on these are asked: ``"a_day"``, ``"03"``,
+            ``["02", "03"]``.
 
     Raises:
         NoQuiz: ``when`` is neither, a name in ``about`` is unknown, or the letters do not fit the
@@ -153,23 +154,22 @@ def quiz(
         raise NoQuiz(str(error)) from None
     about = (about,) if isinstance(about, str) else tuple(about)
     asked = questions_about(about)
-    return _answered(when, about, {} if answers is None else _read(asked, answers)).show()
+    given = {} if answers is None else _read(asked, answers)
+    return _answered(when, about, given).show()
 
 
 def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Quiz:
-    """Keep answers, by name of question; return the quiz as it is then kept, with a note on what does not count."""
+    """Keep answers, by name of question; return the quiz, with a note on answers that do not count."""
     unkept = STORE.record_answers(when, given) if given else ""
     kept, unread = STORE.read()
-    late = [
-        str(number)
-        for number, question in enumerate(questions_about(about), 1)
-        if question.name in given and kept.quiz[when].get(question.name) != given[question.name]
-    ]
-    note = (
-        f"Not counted, as you had been told what is right: the answer to {', '.join(late)}."
-        if late
-        else ""
-    )
+    late = []
+    for number, question in enumerate(questions_about(about), 1):
+        name = question.name
+        if name in given and kept.quiz[when].get(name) != given[name]:
+            late.append(str(number))
+    note = ""
+    if late:
+        note = f"Not counted, as you had been told what is right: the answer to {', '.join(late)}."
     return Quiz(when, about, kept, " ".join(filter(None, [note, unkept or unread])))
 
 
@@ -196,27 +196,29 @@ def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
 
 
 def _as_text(number: int, question: Question, given: Mapping[str, str]) -> str:
-    options = [
-        f"   {letter}) {option}" + (" (your answer)" if given.get(question.name) == option else "")
-        for letter, option in zip(_LETTERS, question.options, strict=False)
-    ]
-    return "\n".join([f"{number}. {question.asks}", *options])
+    lines = [f"{number}. {question.asks}"]
+    for letter, option in zip(_LETTERS, question.options, strict=False):
+        yours = " (your answer)" if given.get(question.name) == option else ""
+        lines.append(f"   {letter}) {option}{yours}")
+    return "\n".join(lines)
 
 
 class QuizPanel:
-    """Question, answers, Back and Next. Each answer is kept when it is given; what is explained takes no other."""
+    """A panel: question, answers, Back and Next.
+
+    Each answer is kept at once. A question that has been explained takes no other.
+    """
 
     def __init__(self, quiz: Quiz) -> None:
         from ipywidgets import HTML, Button, HBox, Layout, VBox
 
         self.quiz = quiz
         self.number = 0
-        self._asks, self._said, self._choice = (
-            HTML(),
-            HTML(),
-            HBox(layout=Layout(flex_flow="row wrap")),
-        )
-        self.back, self.next = Button(description="Back"), Button(description="Next")
+        self._asks = HTML()
+        self._said = HTML()
+        self._choice = HBox(layout=Layout(flex_flow="row wrap"))
+        self.back = Button(description="Back")
+        self.next = Button(description="Next")
         self.back.on_click(lambda _: self._go(-1))
         self.next.on_click(lambda _: self._go(1))
         self.widget = VBox([self._asks, self._choice, self._said, HBox([self.back, self.next])])
@@ -224,12 +226,12 @@ class QuizPanel:
 
     @property
     def answers(self) -> tuple[Any, ...]:
-        """The buttons of the question that is shown: one for each answer, and *I do not know*."""
+        """The buttons of the question on show: one for each answer, and *I do not know*."""
         found: tuple[Any, ...] = self._choice.children
         return found
 
     def bundle(self) -> dict[str, Any]:
-        """What a notebook shows."""
+        """Return the panel as a notebook shows it."""
         bundle: dict[str, Any] = self.widget._repr_mimebundle_()
         return {kind: data for kind, data in bundle.items() if kind != "text/plain"}
 
@@ -240,11 +242,14 @@ class QuizPanel:
     def _show(self) -> None:
         asked = self.quiz.asked
         done = self.number == len(asked)
-        self.back.disabled, self.next.disabled = self.number == 0, done
-        self._choice.children = () if done else self._buttons(asked[self.number])
+        self.back.disabled = self.number == 0
+        self.next.disabled = done
         if done:
-            self._asks.value, self._said.value = "", _status(self.quiz.summary, self.quiz.note)
+            self._choice.children = ()
+            self._asks.value = ""
+            self._said.value = _status(self.quiz.summary, self.quiz.note)
             return
+        self._choice.children = self._buttons(asked[self.number])
         self._asks.value = _question(asked[self.number], self.number, len(asked))
         self._mark()
 
@@ -264,18 +269,20 @@ class QuizPanel:
         self.quiz = self.quiz.answer(self.quiz.asked[self.number], option)
         self._mark()
         if self.quiz.is_closed(self.quiz.asked[self.number]):
-            # the button that was pressed is disabled now, and would leave a keyboard nowhere
+            # The pressed button is disabled now: without this a keyboard would have no place.
             self.next.focus()
 
     def _mark(self) -> None:
-        """Mark the answer that was given, not by colour alone, and say that it is kept or what is right."""
+        """Mark the given answer, not by colour alone, and show that it is kept, or the right one."""
         question = self.quiz.asked[self.number]
-        given, closed = self.quiz.given.get(question.name), self.quiz.is_closed(question)
-        chosen = [
-            *(option == given for option in question.options),
-            given is not None and given not in question.options,
-        ]
-        said = "Answered after the course: no answer before it counts any more." if closed else ""
+        given = self.quiz.given.get(question.name)
+        closed = self.quiz.is_closed(question)
+        chosen = [option == given for option in question.options]
+        # The last button is *I do not know*.
+        chosen.append(given is not None and not any(chosen))
+        said = ""
+        if closed:
+            said = "Answered after the course: no answer before it counts any more."
         for button, marked in zip(self.answers, chosen, strict=True):
             name = button.description.removeprefix(_MARK)
             button.description = (_MARK if marked else "") + name

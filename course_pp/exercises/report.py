@@ -11,7 +11,7 @@ from pathlib import Path
 
 from course_pp.exercises.display import columns
 from course_pp.exercises.exercise import exercises
-from course_pp.exercises.inventory import Question, questions_about
+from course_pp.exercises.inventory import Question, count_right, questions_about
 from course_pp.exercises.progress import TIMES, VERSION, Kept, parse
 
 HELP = "say what a class has learned, from a folder of progress().to_json(...) files"
@@ -31,26 +31,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report. Raises ValueError if there is no export in the folder, or nothing of that name to score."""
+    """Print the report.
+
+    Raises:
+        ValueError: the folder has no export, or a name of ``--about`` is unknown.
+    """
     report = class_report(arguments.folder, arguments.about)
     print(json.dumps(_data(report), indent=1) if arguments.json else report)
 
 
 def _data(report: ClassReport) -> dict[str, object]:
-    whole, *concepts = (
-        {**asdict(line), "gain": line.gain} for line in (report.whole, *report.concepts)
-    )
+    lines = (report.whole, *report.concepts)
+    whole, *concepts = [{**asdict(line), "gain": line.gain} for line in lines]
     exercises = [{**asdict(line), "hard": line.hard} for line in report.exercises]
     return {**asdict(report), "whole": whole, "concepts": concepts, "exercises": exercises}
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Some questions over those who answered them before and after.
+    """The gain of the learners who answered questions before the course and after it.
 
     Attributes:
-        concept: what they are about; all of them are ``"everything"``.
-        people: who answered at least one of its questions both times.
+        concept: subject of the questions; ``"everything"`` for all of them.
+        people: learners who answered at least one of its questions both times.
         before, after: share of right answers among the questions that they answered both times; 0
             if nobody did.
     """
@@ -62,13 +65,20 @@ class Gain:
 
     @property
     def gain(self) -> float | None:
-        """The share learned of what could be: (after − before) / (1 − before); None if all was right before."""
+        """The share of the possible gain: (after − before) / (1 − before); None if before is 1."""
         return None if self.before == 1 else (self.after - self.before) / (1 - self.before)
 
 
 @dataclass(frozen=True)
 class QuestionLine:
-    """One question after the course: how many answered it, how many rightly, and the most common wrong answer."""
+    """One question after the course.
+
+    Attributes:
+        name, notebook, section: the question, and the place where it is taught.
+        answered: learners who answered it.
+        right: learners who answered it rightly.
+        common_mistake: the most common wrong answer.
+    """
 
     name: str
     notebook: str
@@ -83,12 +93,13 @@ class ExerciseLine:
     """One exercise over the class.
 
     Attributes:
-        tried, correct: people with a check that did not say pending, and those of them who solved
-            it.
-        attempts, hints: mean of those who tried.
+        notebook, exercise: number of the notebook, name of the exercise.
+        tried: people with a check that did not say pending.
+        correct: people who solved it.
+        attempts, hints: mean over the people who tried.
         solution_seen: people who looked at the solution before.
-        expected_minutes: what the notebook says.
-        minutes: median from the first check or hint to *correct*; None where nobody's is known.
+        expected_minutes: minutes that the notebook names.
+        minutes: median time from the first check or hint to *correct*; None if no time is known.
     """
 
     notebook: str
@@ -103,7 +114,7 @@ class ExerciseLine:
 
     @property
     def hard(self) -> bool:
-        """Whether half of those who tried, or more, did not solve it by themselves."""
+        """Whether half of the people who tried, or more, did not solve it."""
         return self.tried > 0 and self.correct <= _HARD * self.tried
 
 
@@ -113,9 +124,12 @@ class ClassReport:
 
     Attributes:
         people: learners whose export was read.
-        whole: the gain of the class.
-        not_twice: files of who has answered no question both times, by what they answered instead.
-        left_out: for each file that does not count, its name and why.
+        whole: gain of the class over all questions.
+        not_twice: {reason: files} of learners who answered no question both times.
+        concepts: gain of each concept that somebody answered both times.
+        questions: a line for each question.
+        exercises: a line for each exercise.
+        left_out: name of each file that does not count, with the reason.
     """
 
     people: int
@@ -127,69 +141,41 @@ class ClassReport:
     left_out: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = (
-            f"{self.people} learner{'' if self.people == 1 else 's'}, {self.whole.people} answered"
-            " before and after"
-        )
+        plural = "" if self.people == 1 else "s"
+        said = f"{self.people} learner{plural}, {self.whole.people} answered before and after"
         if self.whole.people:
             said += ": {2} right before, {3} after, gain {4}".format(*_gain_cells(self.whole))
-        parts = [
-            said,
-            *(f"answered {what}: {', '.join(files)}" for what, files in self.not_twice.items()),
-        ]
+        parts = [said]
+        for what, files in self.not_twice.items():
+            parts.append(f"answered {what}: {', '.join(files)}")
         parts += self.left_out
+
         if self.concepts:
-            parts += [
-                "",
-                columns(
-                    [
-                        ["concept", "people", "before", "after", "gain"],
-                        *map(_gain_cells, self.concepts),
-                    ]
-                ),
-            ]
-        missed = sorted(
-            (q for q in self.questions if q.right < q.answered), key=lambda q: q.right / q.answered
-        )[:5]
+            head = ["concept", "people", "before", "after", "gain"]
+            parts += ["", columns([head, *map(_gain_cells, self.concepts)])]
+
+        missed = [line for line in self.questions if line.right < line.answered]
+        missed.sort(key=lambda line: line.right / line.answered)
         if missed:
             head = ["missed most after the course", "right", "taught in", "often answered"]
-            rows = (
-                [
-                    q.name,
-                    f"{q.right} of {q.answered}",
-                    f"{q.notebook}, {q.section}",
-                    q.common_mistake,
-                ]
-                for q in missed
-            )
-            parts += ["", columns([head, *rows])]
+            parts += ["", columns([head, *map(_question_cells, missed[:5])])]
+
         if tried := [line for line in self.exercises if line.tried]:
-            head = [
-                "exercise",
-                "notebook",
-                "correct",
-                "attempts",
-                "hints",
-                "solution seen",
-                "minutes",
-                "",
-            ]
-            parts += ["", columns([head, *map(_exercise_cells, tried)])]
+            parts += ["", columns([_EXERCISE_HEADINGS, *map(_exercise_cells, tried)])]
         return "\n".join(parts)
 
 
 def class_report(folder: Path, about: Sequence[str] = ()) -> ClassReport:
-    """Read every ``.json`` in ``folder``; of two of one learner the later counts. What does not
-    count is said.
+    """Read every ``.json`` in ``folder``; of two files of one learner the later counts.
 
     Args:
-        folder: with files of ``progress().to_json(...)``. ``progress.json``, as the course keeps
-            it, is one as well.
-        about: score only what these routes or notebooks teach; see `quiz`.
+        folder: folder with files of ``progress().to_json(...)``. ``progress.json``, as the course
+            keeps it, is such a file, too.
+        about: routes or notebooks; only questions on these are scored; see `quiz`.
 
     Raises:
-        ValueError: ``folder`` is none, nothing in it could be read, or nothing is known by a name
-            in ``about``.
+        ValueError: ``folder`` is no folder, no file in it could be read, or a name in ``about`` is
+            unknown.
     """
     asked = questions_about(about)
     if not folder.is_dir():
@@ -198,109 +184,131 @@ def class_report(folder: Path, about: Sequence[str] = ()) -> ClassReport:
         )
     exports: dict[str, Kept] = {}
     left_out = []
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".csv")):
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".json", ".csv"):
+            continue
         try:
             if path.suffix == ".csv":
                 raise ValueError("it is for a spreadsheet, ask for progress().to_json(...)")
             exports[path.name] = parse(path.read_bytes(), VERSION)
         except (ValueError, OSError) as error:
             left_out.append(f"{path.name} is left out: {getattr(error, 'strerror', None) or error}")
-    latest = {
-        kept.learner: name
-        for name, kept in sorted(exports.items(), key=lambda each: each[1].written)
-    }
-    for name in [name for name, kept in exports.items() if latest[kept.learner] != name]:
-        left_out.append(
-            f"{name} is left out: {latest[exports.pop(name).learner]} is by the same learner, and"
-            " no older"
-        )
+
+    latest = {}
+    for name, kept in sorted(exports.items(), key=lambda each: each[1].written):
+        latest[kept.learner] = name
+    for name in list(exports):
+        later = latest[exports[name].learner]
+        if later != name:
+            del exports[name]
+            left_out.append(f"{name} is left out: {later} is by the same learner, and no older")
     if not exports:
         why = f" ({'; '.join(left_out)})" if left_out else ""
         raise ValueError(
             f"{str(folder)!r} has no export{why}: let each person run progress().to_json(...)"
         )
+
     learners = tuple(exports.values())
     not_twice: dict[str, list[str]] = {}
     for name, kept in exports.items():
         if what := _not_twice(kept, asked):
             not_twice.setdefault(what, []).append(name)
-    names = dict.fromkeys(question.concept for question in asked)
-    concepts = (
-        _gain(name, [each for each in asked if each.concept == name], learners) for name in names
-    )
+
+    concepts = []
+    for name in dict.fromkeys(question.concept for question in asked):
+        gain = _gain(name, [each for each in asked if each.concept == name], learners)
+        if gain.people:
+            concepts.append(gain)
     return ClassReport(
         len(learners),
         _gain("everything", asked, learners),
-        not_twice,
-        tuple(concept for concept in concepts if concept.people),
-        tuple(_question(question, learners) for question in asked),
-        tuple(_exercises(learners)),
-        tuple(left_out),
+        not_twice=not_twice,
+        concepts=tuple(concepts),
+        questions=tuple(_question(question, learners) for question in asked),
+        exercises=tuple(_exercises(learners)),
+        left_out=tuple(left_out),
     )
 
 
 def _not_twice(kept: Kept, asked: Sequence[Question]) -> str:
-    """What was answered, if no question was both times."""
-    before, after = ({question.name for question in asked} & set(kept.quiz[when]) for when in TIMES)
+    """Return when a learner answered, if not one question before and after; else empty."""
+    names = {question.name for question in asked}
+    before, after = (names & set(kept.quiz[when]) for when in TIMES)
+    if before & after:
+        return ""
     if before and after:
-        return "" if before & after else "other questions after than before"
-    return "only before" if before else "only after" if after else "no question"
+        return "other questions after than before"
+    if before:
+        return "only before"
+    return "only after" if after else "no question"
 
 
 def _gain(concept: str, about: Sequence[Question], learners: Sequence[Kept]) -> Gain:
-    right, asked, people = {"before": 0, "after": 0}, 0, 0
+    asked = people = before = after = 0
     for learner in learners:
-        both = [q for q in about if all(q.name in given for given in learner.quiz.values())]
+        twice = learner.quiz["before"].keys() & learner.quiz["after"].keys()
+        both = [question for question in about if question.name in twice]
         people += bool(both)
         asked += len(both)
-        for when in right:
-            right[when] += sum(
-                learner.quiz[when][question.name] == question.correct for question in both
-            )
-    return Gain(concept, people, right["before"] / max(asked, 1), right["after"] / max(asked, 1))
+        before += count_right(both, learner.quiz["before"])
+        after += count_right(both, learner.quiz["after"])
+    return Gain(concept, people, before / max(asked, 1), after / max(asked, 1))
 
 
 def _question(question: Question, learners: Sequence[Kept]) -> QuestionLine:
-    given = [
-        each.quiz["after"][question.name]
-        for each in learners
-        if question.name in each.quiz["after"]
-    ]
+    after = [each.quiz["after"] for each in learners]
+    given = [answers[question.name] for answers in after if question.name in answers]
     common = [wrong.says for wrong in question.wrong if wrong.says in given]
     mistake = max(common, key=given.count, default="")
     return QuestionLine(
         question.name,
         question.notebook,
-        question.section,
-        len(given),
-        given.count(question.correct),
-        mistake,
+        section=question.section,
+        answered=len(given),
+        right=given.count(question.correct),
+        common_mistake=mistake,
     )
 
 
 def _exercises(learners: Sequence[Kept]) -> Iterable[ExerciseLine]:
     for exercise in exercises():
-        people = [
-            each.exercises[exercise.name] for each in learners if exercise.name in each.exercises
-        ]
+        records = [each.exercises.get(exercise.name) for each in learners]
+        people = [record for record in records if record is not None]
         tried = [each for each in people if each.attempts]
         times = [each.took_minutes for each in tried if 0 < each.took_minutes <= _MOST_MINUTES]
         yield ExerciseLine(
             exercise.notebook,
             exercise.name,
-            len(tried),
-            sum(each.correct for each in tried),
-            statistics.fmean(each.attempts for each in tried) if tried else 0.0,
-            statistics.fmean(each.hints for each in tried) if tried else 0.0,
-            sum(each.solution_seen for each in people),
-            exercise.minutes,
-            statistics.median(times) if times else None,
+            tried=len(tried),
+            correct=sum(each.correct for each in tried),
+            attempts=statistics.fmean([each.attempts for each in tried] or [0]),
+            hints=statistics.fmean([each.hints for each in tried] or [0]),
+            solution_seen=sum(each.solution_seen for each in people),
+            expected_minutes=exercise.minutes,
+            minutes=statistics.median(times) if times else None,
         )
 
 
 def _gain_cells(line: Gain) -> list[str]:
     gain = "all known before" if line.gain is None else f"{line.gain:.0%}"
     return [line.concept, str(line.people), f"{line.before:.0%}", f"{line.after:.0%}", gain]
+
+
+def _question_cells(line: QuestionLine) -> list[str]:
+    right = f"{line.right} of {line.answered}"
+    return [line.name, right, f"{line.notebook}, {line.section}", line.common_mistake]
+
+
+_EXERCISE_HEADINGS = (
+    "exercise",
+    "notebook",
+    "correct",
+    "attempts",
+    "hints",
+    "solution seen",
+    "minutes",
+    "",
+)
 
 
 def _exercise_cells(line: ExerciseLine) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank sends: for graders that count bytes, and that want a collective written out."""
+"""The messages and collectives of a rank, for graders that count bytes or refuse collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from course_pp.exercises.mistakes import Mistake
 
 @dataclass
 class Traffic:
-    """What this rank has begun to send: bytes of messages, and the collectives that it called, barriers left out."""
+    """The messages and collectives that this rank has begun.
+
+    Attributes:
+        n_bytes: bytes of all messages.
+        collectives: names of the collectives that it called, without barriers.
+    """
 
     n_bytes: int = 0
     collectives: list[str] = field(default_factory=list)
@@ -24,7 +29,8 @@ class Traffic:
 @contextmanager
 def watched_traffic() -> Iterator[Traffic]:
     """Note every message and collective that this process begins in the block, over any process group."""
-    traffic, send = Traffic(), dist.ProcessGroup.send
+    traffic = Traffic()
+    send = dist.ProcessGroup.send
 
     def noted_send(self: Any, tensors: list[Any], *args: Any, **kwargs: Any) -> Any:
         traffic.n_bytes += sum(tensor.nbytes for tensor in tensors)
@@ -40,7 +46,7 @@ def watched_traffic() -> Iterator[Traffic]:
 
 @contextmanager
 def _begun(note: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Call ``note(handle, call)`` for each call that the launcher notes: where a rank blocks, nothing is in its way."""
+    """Call ``note(handle, call)`` for each call that the launcher notes."""
     calls = cast(Any, dist.ProcessGroup).course_pp_calls
     begin = calls.begin
 
@@ -54,19 +60,23 @@ def _begun(note: Callable[[Any, Any], None]) -> Iterator[None]:
 
 @contextmanager
 def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
-    """Refuse an answer that returns while its last message to rank ``to`` may still be on its way;
-    none if below 0.
+    """Refuse an answer that returns while its last message to rank ``to`` may still be on its way.
 
     Without this the verdict is luck: a message whose handle is dropped arrives if its receiver was
-    waiting already. A rank that waits for a message knows that all before it to the same rank are
-    taken; so does a rank that meets the others at a barrier. Any other collective is called for its
-    result, and that the messages are taken by then is luck.
+    waiting already. A rank that waits for a message knows that all earlier messages to the same
+    rank are taken; so does a rank that meets the others at a barrier. Any other collective is
+    called for its result, and proves nothing about messages.
+
+    Args:
+        rank: this rank.
+        to: the other rank; no message is watched if it is below 0.
 
     Raises:
         Mistake: at the end of the block.
     """
     calls = cast(Any, dist.ProcessGroup).course_pp_calls
-    of, pending = calls.of, set[int]()
+    of = calls.of
+    pending = set[int]()
 
     def noted(handle: Any, call: Any) -> None:
         if call.operation == "barrier":
@@ -76,7 +86,7 @@ def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
             pending.add(id(handle))
 
     def noted_of(handle: Any) -> Any:
-        """What the launcher asks when a wait begins."""
+        """Note a wait: the launcher asks this when one begins."""
         pending.discard(id(handle))
         return of(handle)
 

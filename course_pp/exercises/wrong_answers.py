@@ -1,4 +1,4 @@
-"""What people write instead of the solution, exercise by exercise: for a teacher's sheet, and for tests of graders."""
+"""Wrong answers that people hand in, by exercise: for a teacher's sheet, and for tests of graders."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ __all__ = ["formulas_of", "written", "wrong_answers"]
 
 
 def formulas_of(exercise: Exercise) -> list[Formula]:
-    """The formula that is its grader, and those that its grader calls."""
+    """Return the formula that is its grader, and the formulas that its grader calls."""
     there = (exercise.grade, *vars(sys.modules[exercise.solution.__module__]).values())
-    return [
-        *dict.fromkeys(
-            e for e in there if isinstance(e, Formula) and e.solution is exercise.solution
-        )
-    ]
+    formulas = [each for each in there if isinstance(each, Formula)]
+    own = [each for each in formulas if each.solution is exercise.solution]
+    return [*dict.fromkeys(own)]
 
 
 def wrong_answers(exercise: Exercise) -> list[Callable[..., Any]]:
-    """Functions that people hand in: those that a `Formula` of the grader knows, and ``wrong_answers.toml``'s."""
-    known = [wrong for formula in formulas_of(exercise) for wrong, _ in formula.wrongs]
-    return known + [
-        flawed(exercise.solution, *changes.items()) for changes in _table().get(exercise.name, ())
-    ]
+    """Return wrong functions: the ones that a `Formula` knows, and those of ``wrong_answers.toml``."""
+    wrong = [each for formula in formulas_of(exercise) for each, _ in formula.wrongs]
+    for changes in _table().get(exercise.name, ()):
+        wrong.append(flawed(exercise.solution, *changes.items()))
+    return wrong
 
 
 def written(exercise: Exercise, wrong: Callable[..., Any]) -> str:
-    """A wrong answer: an expression, lines that differ from the solution's (``-`` there, ``+`` here), or a function."""
+    """Return a wrong answer as text.
+
+    That is an expression, the lines that differ from the solution's (``-`` there, ``+`` here), or a
+    whole function.
+    """
     if wrong.__name__ == "<lambda>":
         return f"return {_body(wrong, [*inspect.signature(exercise.solution).parameters])}"
     source = replace(exercise, solution=wrong).source
@@ -50,13 +52,16 @@ def written(exercise: Exercise, wrong: Callable[..., Any]) -> str:
 
 
 def _body(fn: Callable[..., Any], names: list[str]) -> str:
-    """What a lambda returns, its parameters renamed, those with a default given as its value."""
+    """Return the expression of a lambda, with other names for its parameters.
+
+    A parameter with a default becomes the value of that default.
+    """
     tree = ast.parse(Path(fn.__code__.co_filename).read_text(encoding="utf-8"))
     line = fn.__code__.co_firstlineno
-    [found] = [
-        each for each in ast.walk(tree) if isinstance(each, ast.Lambda) and each.lineno == line
-    ]
-    parameters, values = [each.arg for each in found.args.args], fn.__defaults__ or ()
+    lambdas = [each for each in ast.walk(tree) if isinstance(each, ast.Lambda)]
+    [found] = [each for each in lambdas if each.lineno == line]
+    parameters = [each.arg for each in found.args.args]
+    values = fn.__defaults__ or ()
     named = dict(zip(parameters, names, strict=False))
     named |= dict(zip(parameters[len(parameters) - len(values) :], map(repr, values), strict=True))
     for each in ast.walk(found.body):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from course_pp.exercises import progress
-from course_pp.exercises.progress import STORE, NotExported, Record, Store, parse
+from course_pp.exercises.progress import STORE, NotExported, Progress, Record, Row, Store, parse
 from tests.exercises.toy import only_the_toy
 
 
@@ -91,6 +91,35 @@ def test_only_the_wide_cells_of_the_table_break_over_two_lines() -> None:
     assert html.count("<td") == len(cells) > 0
     # Exercise and solution: unbroken, they would push the last column off a page of 980 pixels.
     assert cells[:8] == ["nowrap", "normal", *["nowrap"] * 5, "normal"]
+
+
+def row(notebook: str, exercise: str, status: str) -> Row:
+    return Row(
+        notebook,
+        exercise,
+        title="",
+        difficulty=1,
+        minutes=5,
+        status=status,
+        attempts=2,
+        hints=1,
+        solution_seen=False,
+        took_minutes=0.0,
+    )
+
+
+def test_exercises_of_the_own_notebook_come_first_and_another_notebook_has_one_line() -> None:
+    rows = (row("01", "a", "correct"), row("01", "b", "open"), row("02", "c", "not yet"))
+    _, *lines, summary = repr(Progress(rows, here="02")).splitlines()
+    assert [line.split()[:2] for line in lines] == [["02", "c:"], ["01", "1"]]
+    assert lines[1].split()[-4:] == ["yet", "4", "2", "0"]
+    assert summary.startswith("1 of 3 correct")
+
+
+def test_a_notebook_is_known_by_the_functions_of_its_exercises() -> None:
+    names = {"progress": progress}
+    exec("before = progress()\ndouble = abs\nafter = progress()", names)
+    assert (names["before"].here, names["after"].here) == ("", "98")
 
 
 @contextmanager
