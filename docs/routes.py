@@ -1,8 +1,9 @@
-"""Ways through the course for 45 minutes to a semester, by the clock: python docs/routes.py --route
-a_day --start 9:30
+"""Ways through the course for 45 minutes to a semester, by the clock.
 
-A section takes a minute to turn to and its share, by length, of the other minutes that its notebook
-states. Exercises bring their own minutes.
+    python docs/routes.py --route a_day --start 9:30
+
+The notebook states its minutes. A section takes one minute to turn to, and a share of the rest by
+its length. Exercises bring their own minutes.
 """
 
 import argparse
@@ -24,14 +25,14 @@ _RANKS = re.compile(r"\*\*(?:\d+ to )?(\d+) ranks?\*\*")
 
 @dataclass(frozen=True)
 class Part:
-    """Sections of a notebook, by the beginning of their headings, and exercises to do in the room.
+    """Sections of a notebook and exercises to do in the room.
 
     Attributes:
-        notebook: ``"02"``.
-        sections: ``("1", "3")``; empty for all of them.
+        notebook: number of the notebook: ``"02"``.
+        sections: beginnings of headings: ``("1", "3")``; empty for all sections.
         exercises: names of functions.
-        pause: minutes of a break after it.
-        running: minutes more for *On the cluster*, in which all start a run.
+        pause: minutes of a break after the part.
+        running: extra minutes for *On the cluster*, where all start a run.
     """
 
     notebook: str
@@ -46,15 +47,15 @@ class Route:
     """A way through the course.
 
     Attributes:
-        name: of the file of slides.
-        title: how long it takes.
-        minutes: from the beginning to the end of a meeting, breaks included.
-        goal: what people can do afterwards, beside the goals of the shorter routes.
-        parts: in order.
-        skipped: what to leave out, and say so.
+        name: name of the file of slides.
+        title: length of the route in words.
+        minutes: minutes of a meeting, breaks included.
+        goal: ability that people gain, beside the goals of the shorter routes.
+        parts: parts in order.
+        skipped: topics to leave out, and to name as left out.
         set_up: minutes until all have opened their copy.
         hand_in: minutes until all have sent their file and filled in the form.
-        weekly: whether each part has a meeting of its own, and its exercises are homework.
+        weekly: whether each part has a meeting of its own, with its exercises as homework.
     """
 
     name: str
@@ -151,7 +152,7 @@ ROUTES = (
 
 
 def route(name: str) -> Route:
-    """The route with this name. Raises ValueError, which lists the names, for any other."""
+    """Return the route with this name. Raises ValueError, which lists the names, for any other."""
     for each in ROUTES:
         if each.name == name:
             return each
@@ -161,7 +162,7 @@ def route(name: str) -> Route:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a notebook as the routes see it: its heading, its cells, and its share of the notebook's minutes."""
+    """A section of a notebook: its heading, its cells, and its share of the notebook's minutes."""
 
     title: str
     cells: list[dict]
@@ -170,70 +171,78 @@ class Section:
 
 @cache
 def path_of(notebook: str) -> Path:
-    """The notebook with this number."""
+    """Return the file of the notebook with this number."""
     return next(iter(NOTEBOOKS.glob(f"{notebook}_*.ipynb")))
 
 
 @cache
 def read(notebook: str) -> dict:
-    """What the notebook with this number holds."""
+    """Return the content of the notebook with this number."""
     return json.loads(path_of(notebook).read_text(encoding="utf-8"))
 
 
 def title_of(notebook: dict) -> str:
-    """Its heading: ``"02 · GPipe: microbatches"``."""
+    """Return the notebook's heading: ``"02 · GPipe: microbatches"``."""
     return re.match(r"# (.*)", "".join(notebook["cells"][0]["source"]))[1]
 
 
 @cache
 def sections_of(notebook: str) -> tuple[Section, ...]:
-    """The sections of a notebook; its minutes are shared out by words of prose and lines of code."""
+    """Return the sections. Words of prose and lines of code share out the notebook's minutes."""
     cells = read(notebook)["cells"]
     minutes = int(re.search(r"\*\*(\d+) minutes\*\*", "".join(cells[0]["source"]))[1])
-    found: list[tuple[str, list[dict]]] = []
+
+    # A cell of prose may end one section and begin the next, so it is cut at its headings.
+    titles: list[str] = []
+    contents: list[list[dict]] = []
     for cell in cells:
+        is_prose = cell["cell_type"] == "markdown"
         source = "".join(cell["source"])
-        pieces = re.split(r"(?m)^(?=## )", source) if cell["cell_type"] == "markdown" else [source]
+        pieces = re.split(r"(?m)^(?=## )", source) if is_prose else [source]
         for piece in filter(str.strip, pieces):
-            if cell["cell_type"] == "markdown" and (heading := re.match(r"## (.*)", piece)):
-                found.append((heading[1], []))
-            if found:
-                found[-1][1].append({**cell, "source": piece})
-    lengths = [sum(_length(cell) for cell in cells) for _, cells in found]
-    shares = _shared_out(minutes - len(found), lengths)
-    return tuple(
-        Section(title, cells, 1 + share)
-        for (title, cells), share in zip(found, shares, strict=True)
-    )
+            if is_prose and (heading := re.match(r"## (.*)", piece)):
+                titles.append(heading[1])
+                contents.append([])
+            if contents:  # the cells before the first heading belong to no section
+                contents[-1].append({**cell, "source": piece})
+
+    lengths = [sum(map(_length, content)) for content in contents]
+    shares = _shared_out(minutes - len(titles), lengths)
+    sections = []
+    for title, content, share in zip(titles, contents, shares, strict=True):
+        sections.append(Section(title, content, minutes=1 + share))
+    return tuple(sections)
 
 
 def _shared_out(minutes: int, weights: Sequence[int]) -> list[int]:
-    """Whole minutes, as near to their shares as a sum of exactly ``minutes`` allows."""
+    """Return whole minutes, as near to their shares as a sum of exactly ``minutes`` allows."""
     reached = [minutes * each // sum(weights) for each in accumulate(weights, initial=0)]
     return [end - begin for begin, end in pairwise(reached)]
 
 
 def _length(cell: dict) -> int:
-    prose = cell["source"].partition("**References**")[0]
-    return len(prose.split()) if cell["cell_type"] == "markdown" else 8 * prose.count("\n") + 8
+    source = cell["source"].partition("**References**")[0]  # nobody reads those in the room
+    if cell["cell_type"] == "markdown":
+        return len(source.split())
+    return 8 * (source.count("\n") + 1)  # a line of code takes as long as eight words
 
 
 def chosen(part: Part) -> list[Section]:
-    """The sections of a part of a route. Raises ValueError for one that the notebook does not have."""
+    """Return the sections of a part. Raises ValueError for one that the notebook does not have."""
     sections = sections_of(part.notebook)
     for beginning in part.sections:
         if not any(_begins(section, beginning) for section in sections):
             raise ValueError(
                 f"notebook {part.notebook} has no section {beginning!r}: mend docs/routes.py"
             )
-    return [
-        replace(
-            section,
-            minutes=section.minutes + part.running * section.title.startswith("On the cluster"),
-        )
-        for section in sections
-        if not part.sections or any(_begins(section, each) for each in part.sections)
-    ]
+    wanted = []
+    for section in sections:
+        if part.sections and not any(_begins(section, each) for each in part.sections):
+            continue
+        if section.title.startswith("On the cluster"):
+            section = replace(section, minutes=section.minutes + part.running)
+        wanted.append(section)
+    return wanted
 
 
 def _begins(section: Section, beginning: str) -> bool:
@@ -241,40 +250,45 @@ def _begins(section: Section, beginning: str) -> bool:
 
 
 def exercises_in(part: Part) -> tuple[Exercise, ...]:
-    """The exercises of a part of a route; a whole notebook that names none has all of its own."""
-    return (
-        tuple(map(find, part.exercises))
-        if part.sections or part.exercises
-        else exercises_of(part.notebook)
-    )
+    """Return the exercises of a part: all of a whole notebook that names none."""
+    if part.sections or part.exercises:
+        return tuple(map(find, part.exercises))
+    return exercises_of(part.notebook)
 
 
 def left_for_home(part: Part) -> list[Exercise]:
-    """The exercises that stand in its sections and are not to be done in the room."""
-    text = "".join(cell["source"] for section in chosen(part) for cell in section.cells)
-    written = [
-        each for each in exercises_of(part.notebook) if f"### Exercise {number_of(each)} " in text
-    ]
-    return [each for each in written if each not in exercises_in(part)]
+    """Return the exercises that stand in the part's sections and are not done in the room."""
+    text = ""
+    for section in chosen(part):
+        text += "".join(cell["source"] for cell in section.cells)
+    left = []
+    for exercise in exercises_of(part.notebook):
+        stands_here = f"### Exercise {number_of(exercise)} " in text
+        if stands_here and exercise not in exercises_in(part):
+            left.append(exercise)
+    return left
 
 
 def minutes_of(part: Part) -> tuple[int, int]:
-    """Minutes of reading and running, and of the exercises."""
-    exercises = exercises_in(part)
-    return sum(section.minutes for section in chosen(part)), sum(
-        exercise.minutes for exercise in exercises
-    )
+    """Return (minutes of reading and running, minutes of the exercises)."""
+    reading = sum(section.minutes for section in chosen(part))
+    solving = sum(exercise.minutes for exercise in exercises_in(part))
+    return reading, solving
 
 
 def goals(route: Route) -> list[str]:
-    """What people can do after a route, its own goal last."""
+    """Return the abilities that people gain on a route, its own goal last."""
     return [each.goal for each in ROUTES[: ROUTES.index(route) + 1]]
 
 
 def ranks_of(route: Route) -> int:
-    """The most ranks that its notebooks start at once."""
-    texts = [path_of(part.notebook).read_text(encoding="utf-8") for part in route.parts]
-    return max(int(found[1]) for text in texts if (found := _RANKS.search(text)))
+    """Return the most ranks that the route's notebooks start at once."""
+    most = []
+    for part in route.parts:
+        text = path_of(part.notebook).read_text(encoding="utf-8")
+        if found := _RANKS.search(text):
+            most.append(int(found[1]))
+    return max(most)
 
 
 @dataclass(frozen=True)
@@ -282,13 +296,13 @@ class Row:
     """A line of a timetable.
 
     Attributes:
-        week: 1, 2, … where each part has a meeting of its own, else 0.
-        begins: minutes after midnight.
-        minutes: until the next line.
+        week: number of the week, from 1, in a weekly route; else 0.
+        begins: beginning in minutes after midnight.
+        minutes: minutes until the next line.
         what: ``"set-up"``, ``"quiz before"``, ``"quiz after"``, ``"hand in and form"``,
             ``"break"``, ``"lunch"``, or the notebook's title.
-        part: of the route, None beside the notebooks.
-        questions: those of the minutes that are left for questions.
+        part: part of the route; None for a line without a notebook.
+        questions: minutes, of those above, that are left for questions.
     """
 
     week: int
@@ -301,72 +315,93 @@ class Row:
     @property
     def when(self) -> str:
         """``"9:05"``, in a weekly route ``"week 2, 9:00"``."""
-        return f"week {self.week}, " * (self.week > 0) + clock(self.begins)
+        return f"week {self.week}, {clock(self.begins)}" if self.week else clock(self.begins)
 
 
 def timetable(route: Route, start: int = 9 * 60) -> list[Row]:
-    """A route by the clock. What set-up, quiz, notebooks, exercises and breaks leave of it is for
-    questions.
+    """Return a route by the clock.
+
+    Set-up, quiz, notebooks, exercises and breaks take their minutes; the rest is for questions.
 
     Args:
-        start: minutes after midnight; each meeting of a weekly route begins then.
+        route: the route.
+        start: minutes after midnight at which it begins, as does each meeting of a weekly route.
     """
-    asked = max(2, (len(quiz_of(route)) + 1) // 2)
-    meetings = [[part] for part in route.parts] if route.weekly else [[*route.parts]]
+    if not route.weekly:
+        return _meeting(route, route.parts, start=start)
     rows = []
-    for meeting, parts in enumerate(meetings, start=1):
-        first = [("set-up", route.set_up), ("quiz before", asked)] if meeting == 1 else []
-        last = (
-            [("quiz after", asked), ("hand in and form", route.hand_in)]
-            if meeting == len(meetings)
-            else []
-        )
-        work = [minutes_of(part)[0] if route.weekly else sum(minutes_of(part)) for part in parts]
-        left = (
-            route.minutes
-            - sum(work)
-            - sum(part.pause for part in parts)
-            - sum(each for _, each in first + last)
-        )
-        lines: list[tuple] = [*first]
-        for part, minutes, more in zip(parts, work, _shared_out(left, work), strict=True):
-            lines.append((title_of(read(part.notebook)), minutes + more, part, more))
-            if part.pause:
-                lines.append(("lunch" if part.pause >= 45 else "break", part.pause))
-        begins = start
-        for what, minutes, *rest in lines + last:
-            rows.append(Row(meeting if route.weekly else 0, begins, minutes, what, *rest))
-            begins += minutes
+    for week, part in enumerate(route.parts, start=1):
+        rows += _meeting(route, (part,), start=start, week=week)
+    return rows
+
+
+def _meeting(route: Route, parts: Sequence[Part], start: int, week: int = 0) -> list[Row]:
+    asked = max(2, (len(quiz_of(route)) + 1) // 2)
+    first = []
+    last = []
+    if parts[0] is route.parts[0]:
+        first = [("set-up", route.set_up), ("quiz before", asked)]
+    if parts[-1] is route.parts[-1]:
+        last = [("quiz after", asked), ("hand in and form", route.hand_in)]
+
+    work = []
+    for part in parts:
+        reading, solving = minutes_of(part)
+        work.append(reading if route.weekly else reading + solving)
+    left = route.minutes - sum(work) - sum(part.pause for part in parts)
+    left -= sum(minutes for _, minutes in first + last)
+
+    rows: list[Row] = []
+    begins = start
+
+    def add(what: str, minutes: int, part: Part | None = None, questions: int = 0) -> None:
+        nonlocal begins
+        rows.append(Row(week, begins, minutes=minutes, what=what, part=part, questions=questions))
+        begins += minutes
+
+    for what, minutes in first:
+        add(what, minutes)
+    for part, minutes, questions in zip(parts, work, _shared_out(left, work), strict=True):
+        title = title_of(read(part.notebook))
+        add(title, minutes + questions, part=part, questions=questions)
+        if part.pause:
+            add("lunch" if part.pause >= 45 else "break", part.pause)
+    for what, minutes in last:
+        add(what, minutes)
     return rows
 
 
 def quiz_of(route: Route) -> tuple[Question, ...]:
-    """The questions before and after a route."""
+    """Return the questions before and after a route."""
     return questions_about([route.name])
 
 
 def quiz_call(route: Route, when: str) -> str:
-    """What asks them: ``quiz("before", about="a_day")``."""
+    """Return the call that asks the questions: ``quiz("before", about="a_day")``."""
     return f'quiz("{when}")' if route.weekly else f'quiz("{when}", about="{route.name}")'
 
 
 def clock(minutes: int) -> str:
-    """Minutes after midnight as ``9:05``."""
+    """Return minutes after midnight as ``9:05``."""
     return f"{minutes // 60 % 24}:{minutes % 60:02}"
 
 
 def in_short(route: Route) -> str:
-    """A timetable in a line, for INSTRUCTOR.md."""
+    """Return a timetable in a line, for INSTRUCTOR.md."""
     rows = timetable(route)
     if route.weekly:
         around = [f"{row.what} in week {row.week}" for row in rows if row.part is None]
         return f"{route.minutes} minutes a week; {', '.join(around)}"
-    told = [f"{clock(row.begins)} {row.part.notebook if row.part else row.what}" for row in rows]
-    return ", ".join([*told, f"{clock(rows[0].begins + route.minutes)} end"])
+    told = []
+    for row in rows:
+        name = row.part.notebook if row.part else row.what
+        told.append(f"{clock(row.begins)} {name}")
+    told.append(f"{clock(rows[0].begins + route.minutes)} end")
+    return ", ".join(told)
 
 
 def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
-    """Routes in Markdown."""
+    """Return the routes in Markdown."""
     lines = [
         "# Routes",
         "",
@@ -380,20 +415,22 @@ def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
     ]
     for route in routes:
         rows = timetable(route, start)
-        reading, solving = (sum(each) for each in zip(*map(minutes_of, route.parts), strict=True))
+        reading, solving = map(sum, zip(*map(minutes_of, route.parts), strict=True))
+        at_home = " at home" if route.weekly else ""
+        questions = sum(row.questions for row in rows)
         lines += [
             f"## {route.title}",
             "",
             (
                 f"People can {'; '.join(goals(route))}. {reading} minutes of notebooks, {solving}"
-                f" of exercises{' at home' * route.weekly}, {sum(row.questions for row in rows)}"
-                f" for questions; up to {ranks_of(route)} ranks at once for each person."
-                f" `{quiz_call(route, 'before')}` asks {len(quiz_of(route))} questions."
+                f" of exercises{at_home}, {questions} for questions; up to {ranks_of(route)} ranks"
+                f" at once for each person. `{quiz_call(route, 'before')}` asks"
+                f" {len(quiz_of(route))} questions."
             ),
             "",
             "| from | notebook | sections | minutes | exercises | minutes | questions |",
             "|---|---|---|---|---|---|---|",
-            *(_line(row) for row in rows),
+            *map(_line, rows),
         ]
         if not route.weekly:
             lines.append(f"| {clock(start + route.minutes)} | end | | | | | |")
@@ -404,25 +441,25 @@ def page(routes: Sequence[Route] = ROUTES, start: int = 9 * 60) -> str:
 def _line(row: Row) -> str:
     if row.part is None:
         return f"| {row.when} | {row.what} | | {row.minutes} | | | |"
-    minutes, more = minutes_of(row.part)
-    titles = (
-        "; ".join(section.title for section in chosen(row.part)) if row.part.sections else "all"
-    )
-    whole = exercises_in(row.part) == exercises_of(row.part.notebook)
-    names = "all" if whole else ", ".join(f"`{name}`" for name in row.part.exercises)
+    reading, solving = minutes_of(row.part)
+    titles = "all"
+    if row.part.sections:
+        titles = "; ".join(section.title for section in chosen(row.part))
+    names = "all"
+    if exercises_in(row.part) != exercises_of(row.part.notebook):
+        names = ", ".join(f"`{name}`" for name in row.part.exercises)
     link = f"[{row.part.notebook}](../notebooks/{path_of(row.part.notebook).name})"
-    return (
-        f"| {row.when} | {link} | {titles} | {minutes} | {names} | {more or ''} | {row.questions} |"
-    )
+    cells = (row.when, link, titles, reading, names, solving or "", row.questions)
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Route], int]:
-    """What a command line says, its routes, and the minute at which they start. Ends with a sentence if it is wrong."""
-    parser.add_argument(
-        "--route",
-        metavar="NAME",
-        help=f"one of {', '.join(each.name for each in ROUTES)}; else all",
-    )
+    """Return the arguments of the command line, the routes, and the minute at which they start.
+
+    A wrong command line ends the process with a sentence.
+    """
+    known = ", ".join(each.name for each in ROUTES)
+    parser.add_argument("--route", metavar="NAME", help=f"one of {known}; else all")
     parser.add_argument(
         "--start",
         default="9:00",
@@ -431,7 +468,8 @@ def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
     )
     args = parser.parse_args()
     try:
-        return args, [route(args.route)] if args.route else [*ROUTES], _minute(args.start)
+        routes = [route(args.route)] if args.route else [*ROUTES]
+        return args, routes, _minute(args.start)
     except ValueError as e:
         sys.exit(f"{e}.")
 

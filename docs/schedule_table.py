@@ -1,4 +1,7 @@
-"""The table of docs/schedules.md: which schedule takes which sizes and runs where. `make images` writes it."""
+"""The table of docs/schedules.md: the sizes that a schedule takes, and the engines that run it.
+
+`make images` writes the table.
+"""
 
 import re
 from pathlib import Path
@@ -14,13 +17,17 @@ HEADER = (
 
 
 def microbatches(name: str) -> str:
+    """Return the numbers of microbatches that a schedule takes on 4 ranks."""
     allowed = [m for m in range(1, 33) if is_allowed(name, 4, m)]
     first = allowed[0]
+    if first == 1 and allowed == list(range(1, 33)):
+        return "any"
     if allowed == list(range(first, 33)):
-        return "any" if first == 1 else f"{first} or more"
+        return f"{first} or more"
     if allowed == list(range(first, 33, 2)):
         return f"even, {first} or more"
-    return f"{', '.join(str(m) for m in allowed if 8 <= m <= 16)}, …; any with `round_size`"
+    examples = ", ".join(str(m) for m in allowed if 8 <= m <= 16)
+    return f"{examples}, …; any with `round_size`"
 
 
 def is_allowed(name: str, p: int, m: int) -> bool:
@@ -32,24 +39,31 @@ def is_allowed(name: str, p: int, m: int) -> bool:
 
 
 def row(name: str) -> str:
-    entry, asynchronous = find(name), any(part.kind == "U" for part in build(name, 2, 8).parts)
-    chosen = "2 a wave" if entry.chunks_in == 2 else f"{entry.n_chunks}, or another number"
-    every = chosen if entry.any_chunks else entry.n_chunks
+    entry = find(name)
+    stages = str(entry.n_chunks)
+    if entry.any_chunks:
+        stages = "2 a wave" if entry.chunks_in == 2 else f"{entry.n_chunks}, or another number"
     ranks = "any" if is_allowed(name, 3, 48) else "even"
-    of_torch = f"torch's `Schedule{entry.torch_name}`" if entry.torch_name else "torch's executor"
-    reason = "no: asynchronous" if asynchronous else "no: two copies of a stage"
-    where = of_torch if name in schedule_names() else reason
+
+    # An asynchronous schedule has updates (U) among its actions.
+    asynchronous = any(part.kind == "U" for part in build(name, 2, 8).parts)
     runtime = "yes, with optimizers" if asynchronous else "yes"
-    return f"| `{name}` | {every} | {ranks} | {microbatches(name)} | {runtime} | {where} |"
+    if name not in schedule_names():
+        parallel = "no: asynchronous" if asynchronous else "no: two copies of a stage"
+    elif entry.torch_name:
+        parallel = f"torch's `Schedule{entry.torch_name}`"
+    else:
+        parallel = "torch's executor"
+    return f"| `{name}` | {stages} | {ranks} | {microbatches(name)} | {runtime} | {parallel} |"
 
 
 def table() -> str:
-    """The table as the catalogue and torch say it now."""
+    """Return the table by the catalogue and torch as they are now."""
     return "\n".join((*HEADER, *map(row, names())))
 
 
 def written() -> str:
-    """The table as the page has it."""
+    """Return the table that stands on the page."""
     found = re.search(rf"{re.escape(HEADER[0])}\n(\|[^\n]*\n)+", PAGE.read_text(encoding="utf-8"))
     if found is None:
         raise ValueError(

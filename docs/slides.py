@@ -1,8 +1,9 @@
-"""Slides of each route, made of the notebooks' own headings, questions, results and code: make
-slides ROUTE=a_day
+"""Slides of each route, made of the notebooks' headings, questions, results and code.
 
-Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down go on;
-N unfolds what the speaker says, here and on paper.
+    make slides ROUTE=a_day
+
+Each deck is one file in runs/slides that needs nothing else. Space, arrow keys and Page Down turn
+the slides; N unfolds the speaker's notes, on the screen and on paper.
 """
 
 import argparse
@@ -33,10 +34,10 @@ from routes import Part, Route, Row, Section, clock
 from course_pp.exercises.exercise import exercises_of
 
 OUT = routes.NOTEBOOKS.parent / "runs" / "slides"
-LINES = 22  # of code that fit on a slide of 720 pixels, none smaller than 16
-WIDTH = 86  # letters that fit beside each other on one of 1,024
-# What %torchrun says first on a login node of a cluster, where the notebooks' own run says that
-# ranks run here.
+# Lines of code that fit on a slide 720 pixels high, and letters on one 1,024 wide, 16 pixels each.
+LINES = 22
+WIDTH = 86
+# The first lines of %torchrun on a login node of a cluster. The notebooks ran on one machine.
 ON_A_CLUSTER = """\
 Ranks run in a Slurm job of their own: 1 node, {n} GPUs.
 $ srun -p gpu -N 1 -n 1 -c {n} --gres=gpu:{n} -t 6 torchrun --nproc-per-node={n} …"""
@@ -96,12 +97,15 @@ addEventListener("keydown", event => {
 
 @dataclass
 class Slide:
-    """One screen: heading and body in HTML, and in Markdown what the speaker says.
+    """One screen.
 
     Attributes:
-        minutes: of the section or exercise that begins here.
-        exercise: whether that is an exercise.
-        wide: whether the body takes the width of the screen; letters of a short text are larger.
+        heading, body: HTML.
+        minutes: minutes of the section or exercise that begins here.
+        exercise: whether the slide is an exercise.
+        wide: whether the body takes the width of the screen. Otherwise a short text has large
+            letters.
+        notes: paragraphs for the speaker, in Markdown.
     """
 
     heading: str
@@ -128,63 +132,69 @@ def main() -> int:
 
 
 def deck(route: Route, start: int = 9 * 60) -> str:
-    """A page of its own with all slides of a route."""
+    """Return a page of its own with all slides of a route."""
     rows = routes.timetable(route, start)
-    shown = [_html(_first(route, rows), "")]
+    slides = [(_first(route, rows), "", False)]
     for row in rows:
-        foot = (
-            f"{row.when} to {clock(row.begins + row.minutes)} ·"
-            f" {escape(row.what.partition(':')[0])}"
-        )
-        shown += [_html(slide, foot, at_home=row.week > 0) for slide in _slides_of_row(row, route)]
-    pages = "\n".join(
-        each.format(number=f"{i} / {len(shown)}") for i, each in enumerate(shown, start=1)
-    )
+        until = clock(row.begins + row.minutes)
+        foot = f"{row.when} to {until} · {escape(row.what.partition(':')[0])}"
+        for slide in _slides_of_row(row, route):
+            slides.append((slide, foot, row.week > 0))
+
+    shown = []
+    for i, (slide, foot, at_home) in enumerate(slides, start=1):
+        shown.append(_html(slide, foot, number=f"{i} / {len(slides)}", at_home=at_home))
+    pages = "\n".join(shown)
     body = f"<main>\n{pages}\n</main><script>{SCRIPT}</script>"
     return page(f"Pipeline parallelism: {route.title}", STYLE, body)
 
 
-def _html(slide: Slide, foot: str, at_home: bool = False) -> str:
-    """A slide, in which the number is left open."""
+def _html(slide: Slide, foot: str, number: str, at_home: bool) -> str:
     home = at_home and slide.exercise
-    told = f"{slide.minutes} minute{'s' * (slide.minutes > 1)}{' at home' * home}"
-    minutes = (
-        f'<span class="{"home" if home else "minutes"}">{told}</span>' if slide.minutes else ""
-    )
+    minutes = ""
+    if slide.minutes:
+        told = "1 minute" if slide.minutes == 1 else f"{slide.minutes} minutes"
+        minutes = f'<span class="minutes">{told}</span>'
+        if home:
+            minutes = f'<span class="home">{told} at home</span>'
+
+    # The fewer letters a slide has, the larger they are.
     length = len(re.sub("<[^>]+>", "", slide.body))
-    kind = "wide" if slide.wide else "short" if length < 500 else "middle" if length < 800 else ""
+    kind = ""
+    if slide.wide:
+        kind = "wide"
+    elif length < 500:
+        kind = "short"
+    elif length < 800:
+        kind = "middle"
+    header = f"<header>{slide.heading}{minutes}</header>"
+    body = f'<div class="body {kind}">{slide.body}</div>'
+    footer = f"<footer><span>{foot}</span><span>{number}</span></footer>"
     notes = rendered("\n\n".join(slide.notes))
-    folded = f'<details class="notes"><summary>notes</summary>{notes}</details>' if notes else ""
-    inner = f'<header>{slide.heading}{minutes}</header><div class="body {kind}">{slide.body}</div>'
-    inner = inner.replace("{", "{{").replace("}", "}}")
-    folded = folded.replace("{", "{{").replace("}", "}}")
-    return f"<section>{inner}<footer><span>{foot}</span><span>{{number}}</span></footer>{folded}</section>"
+    if notes:
+        notes = f'<details class="notes"><summary>notes</summary>{notes}</details>'
+    return f"<section>{header}{body}{footer}{notes}</section>"
 
 
 def _first(route: Route, rows: list[Row]) -> Slide:
-    lines = [
-        (row.when, row.what, ", ".join(row.part.exercises) if row.part and not route.weekly else "")
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        at_work = row.part is not None and not route.weekly
+        lines.append((row.when, row.what, ", ".join(row.part.exercises) if at_work else ""))
     if not route.weekly:
         lines.append((clock(rows[-1].begins + rows[-1].minutes), "end", ""))
-    table = "".join(
-        f"<tr><td>{when}</td><td>{what}</td><td><code>{names}</code></td></tr>"
-        for when, what, names in lines
-    )
+    table = ""
+    for when, what, names in lines:
+        table += f"<tr><td>{when}</td><td>{what}</td><td><code>{names}</code></td></tr>"
     goals = "".join(f"<li>{goal}</li>" for goal in routes.goals(route))
-    body = (
-        f"<p>{escape(route.title)}. Afterwards you can</p><ul>{goals}</ul><table"
-        f' class="timetable">{table}</table>'
-    )
+    body = f"<p>{escape(route.title)}. Afterwards you can</p><ul>{goals}</ul>"
+    body += f'<table class="timetable">{table}</table>'
     return Slide("<h1>Pipeline parallelism</h1>", body)
 
 
 def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
-    heading, end = (
-        f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>",
-        clock(row.begins + row.minutes),
-    )
+    heading = f"<h2>{escape(row.what[0].upper() + row.what[1:])}</h2>"
+    end = clock(row.begins + row.minutes)
     if row.part is None:
         call = routes.quiz_call(route, row.what.split()[-1])
         told = _AROUND.get(row.what.split()[0], "Back at {end}.").format(end=end, call=call)
@@ -193,14 +203,19 @@ def _slides_of_row(row: Row, route: Route) -> Iterator[Slide]:
     reading, solving = routes.minutes_of(row.part)
     chosen = routes.chosen(row.part)
     sections = "".join(f"<li>{escape(each.title)}</li>" for each in chosen)
-    told = f"{reading} minutes, {solving} more for exercises{' at home' * route.weekly}"
-    told += f", {row.questions} for questions" if row.questions else ""
-    room, home = routes.exercises_in(row.part), routes.left_for_home(row.part)
-    todo = (("At home" if route.weekly else "Exercises", room), ("At home", home))
-    named = " ".join(
-        f"{where}: {', '.join(f'`{each.name}`' for each in them)}." for where, them in todo if them
-    )
-    yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>{rendered(named)}')
+    told = f"{reading} minutes, {solving} more for exercises"
+    if route.weekly:
+        told += " at home"
+    if row.questions:
+        told += f", {row.questions} for questions"
+    named = []
+    if now := routes.exercises_in(row.part):
+        where = "At home" if route.weekly else "Exercises"
+        named.append(f"{where}: {', '.join(f'`{each.name}`' for each in now)}.")
+    if later := routes.left_for_home(row.part):
+        named.append(f"At home: {', '.join(f'`{each.name}`' for each in later)}.")
+    exercises = rendered(" ".join(named))
+    yield Slide(heading, f'<ul class="sections">{sections}</ul><p>{told}.</p>{exercises}')
     for section in chosen:
         yield from slides_of(section, row.part)
     if row.questions:
@@ -243,12 +258,17 @@ Then fill in the form."""
 
 
 def slides_of(section: Section, part: Part) -> list[Slide]:
-    """A question, its result, an exercise, a figure, code to read: a slide each. The prose between is the speaker's."""
-    heading, clinic = f"<h2>{escape(section.title)}</h2>", section.title == "Bug clinic"
+    """Return a slide for each question, result, exercise, figure and piece of code to read.
+
+    The prose between them becomes the speaker's notes.
+    """
+    heading = f"<h2>{escape(section.title)}</h2>"
+    clinic = section.title == "Bug clinic"
+    recap = section.title == "Recap"
     slides: list[Slide] = []
-    waiting: list[str] = []  # prose that no slide has yet
-    lead: Slide | None = None  # a sentence of a clinic above code to read
-    result: Slide | None = None  # of a guess, until the notebook has said what to think of it
+    waiting: list[str] = []  # paragraphs that no slide has yet
+    lead: Slide | None = None  # a slide of a clinic with one sentence, to which code will be added
+    result: Slide | None = None  # the result of a guess, to which the notebook's comment is added
 
     def add(slide: Slide) -> Slide:
         if not slides and slide.exercise and waiting:
@@ -262,37 +282,41 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
         if cell["cell_type"] == "code":
             for i, piece in enumerate(_to_read(cell)):
                 slide = lead if lead and i == 0 else add(Slide(heading, ""))
-                slide.body, slide.wide = slide.body + _pre(piece), True
+                slide.body += _pre(piece)
+                slide.wide = True
             lead = None
-            shown = [add(Slide(heading, body, wide=wide)) for body, wide in _shown(cell)]
-            result = (
-                [each for each in shown if each.body.startswith("<pre")][-1]
-                if guessed(cell)
-                else None
-            )
+            result = None
+            for body, wide in _shown(cell):
+                slide = add(Slide(heading, body, wide=wide))
+                if guessed(cell) and body.startswith("<pre"):
+                    result = slide
             continue
-        source, lead = spoken(cell["source"]), None
-        told, others = after_a_guess(source) if result else ([], blocks(source, joined=clinic))
+        lead = None
+        source = spoken(cell["source"])
         if result:
+            told, others = after_a_guess(source)
             result.body += rendered("\n\n".join(told))
-        result = None
+            result = None
+        else:
+            others = blocks(source, joined=clinic)
         for block in others:
-            if section.title == "Recap":
+            if recap:
                 if block.startswith("**References**"):
                     break
-                waiting += [] if block.startswith("#") else [block]
+                if not block.startswith("#"):
+                    waiting.append(block)
             elif found := re.match(r"### Exercise (\d+)(.*) · \d+ minutes\n", block):
                 exercise = exercises_of(part.notebook)[int(found[1]) - 1]
                 if exercise in routes.exercises_in(part):
                     title = f"<h2>Exercise {found[1]}{escape(found[2])}</h2>"
-                    stub = re.search(
-                        rf"^def {exercise.name}\(.*?\):$", after["source"], re.S | re.M
-                    )[0]
+                    head = rf"^def {exercise.name}\(.*?\):$"
+                    stub = re.search(head, after["source"], re.S | re.M)[0]
                     body = rendered(block[found.end() :]) + _pre(stub)
                     add(Slide(title, body, exercise.minutes, exercise=True))
             elif clinic and not block.startswith(("#", "<details>")):
+                # A short question stands below the output of the cell that it asks about.
                 if block is others[0] and len(block) < 2 * WIDTH and slides:
-                    slides[-1].body += rendered(block)  # the question below what patients put out
+                    slides[-1].body += rendered(block)
                     continue
                 slide = add(Slide(heading, rendered(block)))
                 lead = slide if len(block) < WIDTH else None
@@ -301,11 +325,7 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
             elif not block.startswith("#"):
                 waiting.append(re.sub(r"</?details>|<summary>.*?</summary>", "", block))
     if not slides:
-        add(
-            Slide(
-                heading, rendered("\n\n".join(waiting if section.title == "Recap" else waiting[:1]))
-            )
-        )
+        add(Slide(heading, rendered("\n\n".join(waiting if recap else waiting[:1]))))
     else:
         slides[-1].notes += waiting
     next(each for each in slides if not each.exercise).minutes = section.minutes
@@ -313,26 +333,25 @@ def slides_of(section: Section, part: Part) -> list[Slide]:
 
 
 def _to_read(cell: dict) -> list[str]:
-    """The code of a cell that is there to be read, in pieces."""
+    """Return the code of a cell in pieces; none if the code is not there to be read."""
     return _pieces(bare(cell["source"])) if to_read(cell) else []
 
 
 def _shown(cell: dict) -> Iterator[tuple[str, bool]]:
-    """Bodies of slides of what a cell put out, and whether they are wide."""
-    source, said = bare(cell["source"]), printed(cell).replace("; you have not guessed", "").strip()
-    # beside a guess to write down, a line
+    """Yield (body, wide) of the slides for a cell's output."""
+    source = bare(cell["source"])
+    said = printed(cell).replace("; you have not guessed", "").strip()
+    # A cell may only ask for a guess, in one line beside the place to write it.
     asks_only = source != cell["source"] and "\n" not in source
     if "check(" in cell["source"] or (asks_only and not guessed(cell)):
         return
-    if command := re.search(r"^%torchrun --nproc-per-node=(\d).*", source, re.M | re.S):
+    command = re.search(r"^%torchrun --nproc-per-node=(\d).*", source, re.M | re.S)
+    if command:
         here = "\n".join(said[said.find("Ranks run") :].splitlines()[:3])
         there = ON_A_CLUSTER.format(n=command[1])
         yield _pre(command[0], f"# here it says\n{here}", f"# on a cluster it says\n{there}"), True
-    if (
-        said
-        and not (command or guessed(cell) or _to_read(cell))
-        and _height(f"{source}\n{said}") <= LINES
-    ):
+    stands_alone = not (command or guessed(cell) or _to_read(cell))
+    if said and stands_alone and _height(f"{source}\n{said}") <= LINES:
         yield _pre(source, said), True
     elif said and (guessed(cell) or not command):
         yield from ((_pre(piece), False) for piece in _pieces(said))
@@ -353,14 +372,19 @@ def _pre(*texts: str) -> str:
 
 
 def _pieces(text: str) -> list[str]:
-    """Lines in pieces that fit on a slide, cut before the least indented line nearest to the middle."""
+    """Return the text in pieces that fit on a slide.
+
+    A piece is cut before the least indented line, and of those before the nearest to the middle.
+    """
     lines = text.strip("\n").split("\n")
     if _height(text) <= LINES or len(lines) < 4:
         return ["\n".join(lines)]
-    places = range(len(lines) // 4, 3 * len(lines) // 4)
-    cut = min(
-        places, key=lambda i: (len(lines[i]) - len(lines[i].lstrip()), abs(i - len(lines) / 2))
-    )
+
+    def badness(i: int) -> tuple[int, float]:
+        indent = len(lines[i]) - len(lines[i].lstrip())
+        return indent, abs(i - len(lines) / 2)
+
+    cut = min(range(len(lines) // 4, 3 * len(lines) // 4), key=badness)
     return _pieces("\n".join(lines[:cut])) + _pieces("\n".join(lines[cut:]))
 
 
