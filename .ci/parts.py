@@ -72,7 +72,7 @@ def start(name: str) -> Part:
 
 
 def run(names: list[str], at_once: int) -> list[Part]:
-    """Run the targets, at most so many at once, in this order; shows what each printed as it ends."""
+    """Run the targets in this order, at most so many at once; show the output of each as it ends."""
     waiting, running, done = list(names), [], []
     try:
         while waiting or running:

@@ -34,7 +34,7 @@ def main(n_ranks: int = 8, n_microbatches: int = 32) -> None:
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and seconds of this process alone: what else the machine does adds to the first only."""
+    """Return seconds by the clock, and seconds of this process, to which others do not add."""
     start, cpu = perf_counter(), process_time()
     work()
     return perf_counter() - start, process_time() - cpu

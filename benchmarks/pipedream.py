@@ -83,7 +83,7 @@ def schedule_of(shares: tuple[int, ...], versions: Versions | None, m: int) -> S
 def step(
     rank: int, schedule: Schedule, costs: Costs, versions: Versions | None
 ) -> tuple[float, int]:
-    """The second of two steps: the first settles shapes. Its makespan in seconds, and what overran."""
+    """Run two steps, as the first settles shapes; return makespan (s) and overruns of the second."""
     torch.manual_seed(0)
     stages = {
         s: nn.Linear(WIDTH, WIDTH) for s, ranks in enumerate(schedule.placement) if rank in ranks
@@ -119,7 +119,10 @@ def model() -> list[nn.Module]:
 
 
 def compare_cuts(seconds: float) -> None:
-    """The even cut and the planned one, of layers whose times were measured, slowed down to ``seconds`` in all."""
+    """Return the even cut and the planned one of layers with measured times.
+
+    The times are slowed down so that the sum of all layers is ``seconds``.
+    """
     torch.set_num_threads(1)
     layers = profile_layers(model(), torch.randn(ROWS, 256), repeats=20)
     print(
@@ -146,7 +149,10 @@ def compare_cuts(seconds: float) -> None:
 
 
 def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> float:
-    """What the slowest stage or boundary of a cut takes, in seconds; nodes are joined where half of the ranks are."""
+    """Return the seconds of the slowest stage or boundary of a cut.
+
+    The first half of the ranks is one node, the second half another one.
+    """
     times, rank = [], 0
     for stage in stages:
         work = sum(layer.time for layer in layers[stage.start : stage.end])

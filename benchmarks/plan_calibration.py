@@ -47,7 +47,10 @@ def llama(n_gpus: int, dp: int, tflops: float) -> PublishedRun:
 
 
 def mt_nlg(dp: int, seconds: float) -> PublishedRun:
-    """Smith et al. 2022, arXiv:2201.11990, section 2.4: 530B on 280 and 420 DGX A100 servers, a batch of 1,920."""
+    """Return the rows of Smith et al. 2022, arXiv:2201.11990, section 2.4.
+
+    They trained 530B parameters on 280 to 420 DGX A100 servers with a batch of 1,920.
+    """
     layout = Layout(
         35,
         8,
@@ -100,7 +103,7 @@ _NAMES = ("matmul_efficiency", "memory_passes")
 
 @dataclass(frozen=True)
 class Linear:
-    """A row near some constants: log(predicted / published), and its change for a relative change of each constant."""
+    """Return log(predicted / published) of a row, and its derivative by each constant's logarithm."""
 
     error: float
     slopes: tuple[float, float]
@@ -138,7 +141,7 @@ def fitted(rows: Sequence[PublishedRun], start: Constants) -> tuple[Constants, l
 
 
 def left_out(fit: Constants, linear: Sequence[Linear]) -> tuple[list[float], list[float]]:
-    """For each row of the table its relative error when the others predict it: by the model, and naively."""
+    """Return each row's relative error if the other rows predict it: by the model, and naively."""
     errors, naive = [], []
     for i, row in enumerate(TABLE):
         # The common fit is so near that one step from it, without this row, ends at the fit of the

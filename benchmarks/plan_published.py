@@ -14,7 +14,10 @@ from course_pp.plan.prediction import reason
 
 
 def planned(run: PublishedRun) -> tuple[Prediction, Prediction]:
-    """The published layout and the planner's best, which have all but sizes, schedule and checkpointing in common."""
+    """Compare the published layout with the planner's best one.
+
+    Both have the same cluster and model; sizes, schedule and checkpointing may differ.
+    """
     best = plan(run.model, run.cluster, run.global_batch, run.seq_len, n_best=5, like=run.layout)[0]
     return run.predicted(), best
 

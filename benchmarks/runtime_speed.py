@@ -109,7 +109,7 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
 
 
 def in_turn(steps: list[T], repeat: int) -> list[T]:
-    """The steps, beginning with another one in each repeat: a step leaves caches as the next one finds them."""
+    """Return the steps; each repeat begins with another one, as a step leaves its caches to the next."""
     first = repeat % len(steps)
     return steps[first:] + steps[:first]
 

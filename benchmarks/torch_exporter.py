@@ -34,7 +34,7 @@ def cut_by_torch(name: str, batch: Example, train: bool) -> Pipe:
 
 
 def furthest(model: nn.Module, pipe: Pipe, batch: Example) -> float:
-    """The largest difference between what the model and the parts in turn return, from the same seed."""
+    """Return the largest difference between the outputs of the model and of its parts in turn."""
     results: list[Tensor] = []
     for run in (lambda: called(model, batch), lambda: called(pipe, batch)):
         torch.manual_seed(7)

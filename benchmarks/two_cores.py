@@ -63,7 +63,7 @@ def report(size: Size, speedups: dict[str, list[float]]) -> None:
 
 
 def line(what: str, ratios: list[float]) -> str:
-    """The median, its interval at 95 % from the order of the values, and how far the quartiles are apart."""
+    """Return the median, its interval at 95 % by rank order, and the distance of the quartiles."""
     low, middle, high = statistics.quantiles(ratios, method="inclusive")
     # 1.96 standard deviations of a binomial count with probability 1/2
     reach = 0.98 * len(ratios) ** 0.5
@@ -74,7 +74,7 @@ def line(what: str, ratios: list[float]) -> str:
 
 
 def take_turns(rank: int, size: Size, repeats: int) -> dict[str, list[float]]:
-    """How many times as fast as one rank ours, torch's and the stages apart were, in each repeat."""
+    """Return the speed-ups over one rank, in each repeat: ours, torch's, and the stages apart."""
     modules = [module_of(stage, size) for stage in range(2)]
     batch = torch.randn(size.samples * N_MICROBATCHES, size.width)
     ours = Pipeline(build("1f1b", 2, N_MICROBATCHES), modules[rank], nn.functional.mse_loss)

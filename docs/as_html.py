@@ -1,4 +1,4 @@
-"""What slides and handouts take from cells of notebooks: prose and figures as HTML, what tells a result, code."""
+"""Parts of notebooks for slides and handouts: prose and figures as HTML, results, and code."""
 
 import re
 from html import escape
@@ -42,7 +42,7 @@ def figures(cell: dict) -> list[str]:
 
 
 def spoken(markdown: str) -> str:
-    """Prose without what neither a wall nor paper has: pictures that play, and the references that numbers name."""
+    """Return prose without pictures that play and without numbers of references."""
     return re.sub(
         r",? and play the picture\s+\([^)]*\)|\s\[\d(?:, (?:[a-z]+\s)?[\d.]+)*\]", "", markdown
     )
@@ -86,7 +86,7 @@ def after_a_guess(markdown: str) -> tuple[list[str], list[str]]:
 
 
 def bare(source: str) -> str:
-    """The code of a cell without what is only to be run: imports and guesses before it, an exercise's stub after."""
+    """Return the code that is worth reading: no imports, no guesses, and no stub of an exercise."""
     source = re.sub(r"\A(?:(?:guess_|from |import )[^\n]*\s+)*", "", source)
     return re.sub(
         r'\n+def [^\n]*\n    """[^"]*"""\n    raise NotImplementedError\n.*', "", source, flags=re.S

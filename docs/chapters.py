@@ -16,7 +16,7 @@ def anchor(exercise: Exercise) -> str:
 
 
 def with_hints(notebook: dict, name: str) -> dict:
-    """A copy of a notebook with an anchor before each exercise and its hints, folded, below its cell."""
+    """Return a copy of a notebook: an anchor stands before each exercise, folded hints below it."""
     notebook = copy.deepcopy(notebook)
     known = {exercise.name: exercise for exercise in exercises_of(name[:2])}
     cells, heading = [], None

@@ -1,4 +1,7 @@
-"""The cheat sheet: eight schedules, their closed forms and how to run them on one page. `make images` draws it."""
+"""The cheat sheet: one page with eight schedules, their closed forms, and the calls that run them.
+
+`make images` draws it.
+"""
 
 from fractions import Fraction
 

@@ -1,15 +1,19 @@
-"""The page that compares the schedules: every number is simulated when it is written. `make images` writes it."""
+"""The page that compares the schedules. `make images` simulates every number and writes it."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from course_pp.schedule import Costs, Schedule, Timeline, build, find, names, simulate
 
 PAGE = Path(__file__).parent / "which_schedule.md"
-RANKS, MICROBATCHES, LATENCY = 4, 16, Fraction(1, 2)
+RANKS = 4
+MICROBATCHES = 16
+LATENCY = Fraction(1, 2)
 REMARKS = {
     "naive": "one microbatch at a time: only to see why not",
     "gpipe": "two loops; waits for no answer, so latency costs it least",
@@ -35,14 +39,14 @@ class Row:
     """One schedule on equal terms: the same model, the same ranks, the same batch.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         step: makespan; one unit is the forward of a rank's share of the model for one microbatch.
-        step_late: the same when each message takes half a unit.
+        step_late: makespan if each message takes half a unit.
         bubble: waiting time as a share of ranks times makespan.
-        held: the most activations on a rank, in those of a rank's share of the model for one
-            microbatch.
-        weights: how many copies of a rank's share of the model it holds.
-        messages: from rank to rank in a step.
+        held: the most activations on a rank; one unit is the activations of a rank's share of the
+            model for one microbatch.
+        weights: copies of its share of the model that a rank holds.
+        messages: messages from rank to rank in a step.
     """
 
     name: str
@@ -55,7 +59,7 @@ class Row:
 
 
 def row(name: str) -> Row:
-    """Simulate one schedule on 4 ranks with 16 microbatches, a backward twice as long as a forward."""
+    """Simulate one schedule on 4 ranks with 16 microbatches; a backward takes two forwards."""
     schedule = build(name, RANKS, MICROBATCHES)
     share = Fraction(RANKS, schedule.n_stages)
 
@@ -64,66 +68,73 @@ def row(name: str) -> Row:
             schedule, Costs(forward=share, input_grad=share, weight_grad=share, latency=latency)
         )
 
-    now, late = at(Fraction(0)), at(LATENCY)
-    held = max(Fraction(peak) for peak in now.peak_activations)
-    per_rank = max(sum(rank in ranks for ranks in schedule.placement) for rank in range(RANKS))
-    bubble = Fraction(now.bubble_fraction).limit_denominator(10_000)
+    now = at(Fraction(0))
+    late = at(LATENCY)
+    held = max(map(Fraction, now.peak_activations))
+    stages_of = Counter(rank for ranks in schedule.placement for rank in ranks)
     return Row(
         name,
-        Fraction(now.makespan),
-        Fraction(late.makespan),
-        bubble,
-        held * share,
-        per_rank * share,
-        crossings(schedule),
+        step=Fraction(now.makespan),
+        step_late=Fraction(late.makespan),
+        bubble=Fraction(now.bubble_fraction).limit_denominator(10_000),
+        held=held * share,
+        weights=max(stages_of.values()) * share,
+        messages=crossings(schedule),
     )
 
 
 def crossings(schedule: Schedule) -> int:
-    """Messages of one step: each microbatch crosses each boundary between two ranks down, and up."""
-    places = schedule.placement
-    return 2 * sum(
-        places[stage][i % len(places[stage])] != places[stage + 1][i % len(places[stage + 1])]
-        for stage in range(schedule.n_stages - 1)
-        for i in range(schedule.n_microbatches)
-    )
+    """Return the messages of a step: a microbatch crosses each boundary of ranks down, and up."""
+    n_messages = 0
+    for here, there in pairwise(schedule.placement):
+        for i in range(schedule.n_microbatches):
+            # Where a stage has two copies, microbatches take them in turn.
+            if here[i % len(here)] != there[i % len(there)]:
+                n_messages += 2
+    return n_messages
 
 
 def remark(name: str) -> str:
-    """Why one takes a schedule; of one without a remark, what its function says it is."""
+    """Return the reason to take a schedule; without a remark above, its function's summary."""
+    if name in REMARKS:
+        return REMARKS[name]
     said = (find(name).order.__doc__ or "").partition("\n")[0].rstrip(".")
-    return REMARKS.get(name, said[:1].lower() + said[1:] if said[1:2].islower() else said)
+    if said[1:2].islower():  # not an abbreviation
+        said = said[0].lower() + said[1:]
+    return said
 
 
 def rows() -> list[Row]:
-    """All schedules, in the catalogue's order."""
+    """Return all schedules in the catalogue's order."""
     return [row(name) for name in names()]
 
 
 def page() -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     table = rows()
     flushed = [each for each in table if each.name != "pipedream"]
     once = [each for each in flushed if each.weights == 1]
+    serious = [each for each in once if each.name != "naive"]
     usual = next(each for each in table if each.name == "1f1b")
     lean = [each for each in once if each.held <= usual.held]
+
+    def least_held(each: Row) -> Any:
+        return each.held, each.step
+
+    def shortest(each: Row) -> Any:
+        return each.step, each.held
+
+    def shortest_late(each: Row) -> Any:
+        return each.step_late, each.held
+
+    slow = f"links are slow (a message takes {number(LATENCY)}) and memory is what 1F1B takes"
     by = {
         "you want the simplest that works": "`1f1b`: " + told(usual),
-        "memory for activations is short": best(
-            [each for each in once if each.name != "naive"], lambda each: (each.held, each.step)
-        ),
-        "the bubble is too large, and memory is what 1F1B takes": best(
-            lean, lambda each: (each.step, each.held)
-        ),
-        "the bubble is too large, and memory is left": best(
-            once, lambda each: (each.step, each.held)
-        ),
-        f"links are slow (a message takes {number(LATENCY)}) and memory is what 1F1B takes": best(
-            lean, lambda each: (each.step_late, each.held), late=True
-        ),
-        "links are slow, and memory is left": best(
-            once, lambda each: (each.step_late, each.held), late=True
-        ),
+        "memory for activations is short": best(serious, least_held),
+        "the bubble is too large, and memory is what 1F1B takes": best(lean, shortest),
+        "the bubble is too large, and memory is left": best(once, shortest),
+        slow: best(lean, shortest_late, late=True),
+        "links are slow, and memory is left": best(once, shortest_late, late=True),
     }
     lines = [
         "# Which schedule?",
@@ -151,12 +162,7 @@ def page() -> str:
             " | weights | messages | |"
         ),
         "|---|---|---|---|---|---|---|---|",
-        *(
-            f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} |"
-            f" {float(each.bubble):.1%} | {number(each.held)} | {number(each.weights)} × |"
-            f" {each.messages} | {remark(each.name)} |"
-            for each in table
-        ),
+        *map(line, table),
         "",
         (
             "*Activations held* are those of the rank that holds most. *Weights* counts copies of a"
@@ -168,19 +174,28 @@ def page() -> str:
     return "\n".join(lines)
 
 
+def line(each: Row) -> str:
+    return (
+        f"| `{each.name}` | {number(each.step)} | {number(each.step_late)} |"
+        f" {float(each.bubble):.1%} | {number(each.held)} | {number(each.weights)} × |"
+        f" {each.messages} | {remark(each.name)} |"
+    )
+
+
 def best(table: list[Row], key: Callable[[Row], Any], late: bool = False) -> str:
-    """The first schedule by ``key``, and those that are equal to it in what the key looks at."""
+    """Return the schedules whose ``key`` is the least, with the numbers of the first one."""
     least = min(map(key, table))
     found = [each for each in table if key(each) == least]
-    return f"{' or '.join(f'`{each.name}`' for each in found)}: {told(found[0], late)}"
+    names = " or ".join(f"`{each.name}`" for each in found)
+    return f"{names}: {told(found[0], late)}"
 
 
 def told(each: Row, late: bool = False) -> str:
-    """A schedule's numbers in half a sentence."""
+    """Return a schedule's numbers in half a sentence."""
     step = each.step_late if late else each.step
     return f"step {number(step)}, holds {number(each.held)}, {each.messages} messages"
 
 
 def number(value: Fraction) -> str:
-    """At most two digits after the point."""
+    """Return the value with at most two digits after the point."""
     return f"{float(value):.2f}".rstrip("0").rstrip(".")

@@ -1,4 +1,4 @@
-"""How Sphinx builds the site. ``make site`` calls it on the folder that `docs/make_site.py` has put together."""
+"""Settings of Sphinx for the site. `make site` runs it on the folder that docs/make_site.py makes."""
 
 import sys
 from pathlib import Path

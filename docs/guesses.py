@@ -1,4 +1,4 @@
-"""What each `guess_…` of the notebooks asks, what is measured, and what the notebook says of it then."""
+"""The question of each `guess_…` in the notebooks, its measurement, and the notebook's comment."""
 
 import ast
 import json

@@ -78,7 +78,7 @@ def sheet(asked: Route, kind: str, of_exercise: Callable[[Exercise], str]) -> st
 
 @dataclass(frozen=True)
 class Task:
-    """An exercise in its notebook: its section, what stands last before it as HTML, its statement, its stub."""
+    """An exercise in its notebook: section, last output before it as HTML, statement, and stub."""
 
     section: str
     before: list[str]
@@ -139,7 +139,7 @@ def for_people(exercise: Exercise) -> str:
 
 
 def for_teachers(exercise: Exercise) -> str:
-    """What was asked, the tested solution, what people write instead and are told, and the hints."""
+    """Return task, tested solution, common wrong answers with their messages, and hints."""
     task, rows, told = task_of(exercise), "", set[str]()
     print(
         f"{exercise.notebook} {exercise.name}: what its check says of common mistakes", flush=True

@@ -17,25 +17,25 @@ from course_pp.show.board_widget import Board, board
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import LOOKS
 
-RANKS, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 6, 8, 12, 16)
+RANKS = (2, 3, 4, 6, 8)
+MICROBATCHES = (2, 4, 6, 8, 12, 16)
 _numbers = count(1)
 
 
 def script() -> str:
-    """Rules, board, player and explorer as one script, for pages that are opened from a folder too."""
+    """Return rules, board, player and explorer as one script.
+
+    A browser loads no modules for a page that is opened from a folder, so exports go.
+    """
     show = files("course_pp.show")
-    read = {
-        name: show.joinpath(name).read_text(encoding="utf-8")
-        for name in ("board_rules.js", "board.js", "player.js")
-    }
-    player = read.pop("player.js")
-    lines = [
-        line
-        for line in "\n".join(read.values()).splitlines()
-        if not line.startswith("export default")
-    ]
-    plain = "\n".join(line.removeprefix("export ") for line in lines)
+    modules = _read(show / "board_rules.js") + "\n" + _read(show / "board.js")
+    lines = []
+    for line in modules.splitlines():
+        if not line.startswith("export default"):
+            lines.append(line.removeprefix("export "))
+    plain = "\n".join(lines)
     own = _read(Path(__file__).with_name("live.js"))
+    player = _read(show / "player.js")
     player = player[player.index("(function") :].strip()
     style = _read(show / "board.css") + _read(show / "player.css")
     levels = _told([_data(board(level.number)) for level in LEVELS])
@@ -48,12 +48,13 @@ def _read(path: Traversable) -> str:
 
 
 def board_html(of: Board, *, addressed: bool = False) -> str:
-    """One board; its still picture where no script runs. The address follows it if ``addressed``."""
-    data = (
-        {"level": of.level.number, "addressed": addressed}
-        if of.level
-        else {"level": 0, **_data(of)}
-    )
+    """Return one board, with its still picture for readers without scripts.
+
+    If ``addressed``, the page's address follows the moves on the board.
+    """
+    data = {"level": 0, **_data(of)}
+    if of.level:
+        data = {"level": of.level.number, "addressed": addressed}
     return _live("board", data, of.figure)
 
 
@@ -63,7 +64,7 @@ def _data(of: Board) -> dict:
 
 
 def explorer_html() -> str:
-    """The explorer, for the sizes above."""
+    """Return the explorer for the sizes above."""
     looks = {kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()}
     data = {"ranks": RANKS, "microbatches": MICROBATCHES, "orders": orders(), "looks": looks}
     return _live("explorer", data, timeline(simulate(build("1f1b", 4, 8))))
@@ -71,10 +72,10 @@ def explorer_html() -> str:
 
 @cache
 def orders() -> dict[str, dict[str, object]]:
-    """For each schedule and size its placement and order, or why there is none of that size.
+    """Return placement and order of each schedule and size, or the reason why there is none.
 
-    Schedules with replicated stages, overlapped pairs or updates are left out: the browser's rules
-    have none of them.
+    Schedules with replicated stages, overlapped pairs or updates are left out, because the
+    browser's rules have none of them.
     """
     found: dict[str, dict[str, object]] = {}
     for name in names():
@@ -90,16 +91,12 @@ def orders() -> dict[str, dict[str, object]]:
                     break
                 rows = [" ".join(map(str, row)) for row in schedule.actions]
                 found.setdefault(name, {})[f"{p} {m}"] = {"placement": placement, "order": rows}
-    whole = len(RANKS) * len(MICROBATCHES)
-    return {
-        name: sizes
-        for name, sizes in found.items()
-        if len(sizes) == whole and not all(map(_is_text, sizes.values()))
-    }
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    complete = {}
+    for name, sizes in found.items():
+        has_an_order = any(isinstance(value, dict) for value in sizes.values())
+        if has_an_order and len(sizes) == len(RANKS) * len(MICROBATCHES):
+            complete[name] = sizes
+    return complete
 
 
 def _live(kind: str, data: dict, figure: ChartFigure) -> str:
@@ -120,7 +117,7 @@ def _told(data: object) -> str:
 
 
 def with_boards(notebook: dict) -> dict:
-    """Put a live board in place of each still one among a notebook's outputs. Changes ``notebook``."""
+    """Put a live board in place of each still one in a notebook's outputs. Changes ``notebook``."""
     first = True
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
@@ -134,14 +131,13 @@ def with_boards(notebook: dict) -> dict:
 
 
 def board_of(source: str) -> Board | None:
-    """The board that a cell makes by ``show.board(…)`` with plain values; None for other cells."""
+    """Return the board of ``show.board(…)`` with plain values in a cell; None for other cells."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "show.board":
             try:
                 values = [ast.literal_eval(each) for each in node.args]
-                named = {
-                    each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg
-                }
+                words = [each for each in node.keywords if each.arg]
+                named = {each.arg: ast.literal_eval(each.value) for each in words}
             except ValueError:
                 return None
             return board(*values, **named)
@@ -149,7 +145,7 @@ def board_of(source: str) -> Board | None:
 
 
 def board_page() -> str:
-    """All levels, on one board."""
+    """Return the page with all levels on one board."""
     parts = [
         "# The board",
         "",
@@ -167,7 +163,7 @@ def board_page() -> str:
 
 
 def explorer_page() -> str:
-    """The explorer."""
+    """Return the page of the explorer."""
     left_out = ", ".join(f"`{name}`" for name in names() if name not in orders())
     parts = [
         "# The explorer",

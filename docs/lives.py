@@ -1,4 +1,7 @@
-"""Pictures of ARCHITECTURE.md: rooms, the arrows that imports make, and four lives. `make images` draws them."""
+"""Pictures of ARCHITECTURE.md: the rooms, the arrows between them, and four lives.
+
+An arrow is an import. `make images` draws the pictures.
+"""
 
 import ast
 from functools import cache
@@ -10,7 +13,7 @@ from course_pp.show.sketch import SMALL, Sketch, wrapped
 from course_pp.show.wording import listed
 
 PACKAGE = Path(chart.__file__).resolve().parents[1]
-# Through which modules it goes, and what each does with it.
+# The modules that a thing passes, and the work of each.
 LIVES = {
     "schedule": (
         ("schedule/catalogue.py", "build: a name and sizes become a value"),
@@ -66,20 +69,15 @@ _WIDE, _HIGH, _GAP = 1.36, 0.82, 0.16
 
 
 def life(of: str) -> ChartFigure:
-    """The modules through which a schedule, a batch, a tensor or a cell goes, from left to right."""
+    """Draw the modules that a schedule, a batch, a tensor or a cell passes, from left to right."""
     steps = LIVES[of]
     title = f"The life of a {of}, in {len(steps)} modules"
     sketch = Sketch(len(steps) * (_WIDE + _GAP) - _GAP, _HIGH + 0.3, title)
     for i, (module, what) in enumerate(steps):
         x = i * (_WIDE + _GAP)
+        text = wrapped(what, _WIDE - 0.16, SMALL)
         sketch.text((x + _WIDE / 2, 0.1), module, SMALL, align="center", bold=True)
-        sketch.box(
-            (x, 0.28),
-            (_WIDE, _HIGH),
-            wrapped(what, _WIDE - 0.16, SMALL),
-            fill="#E8F3FA",
-            sizes=(SMALL,),
-        )
+        sketch.box((x, 0.28), (_WIDE, _HIGH), text, fill="#E8F3FA", sizes=(SMALL,))
         if i:
             sketch.arrow((x - _GAP, 0.28 + _HIGH / 2), (x, 0.28 + _HIGH / 2))
     told = listed([f"{module}, {what}" for module, what in steps])
@@ -88,27 +86,35 @@ def life(of: str) -> ChartFigure:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Which of the rooms each room imports, read from its source, functions and type checking included."""
+    """Return the rooms that each room imports, also inside functions and for type checking."""
     found: dict[str, set[str]] = {}
     for room in ROOMS:
         found[room] = set()
         for path in (PACKAGE / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                if isinstance(node, ast.ImportFrom) and node.module == "course_pp":
-                    names = [f"course_pp.{alias.name}" for alias in node.names]
-                if isinstance(node, ast.Import):
-                    names = [alias.name for alias in node.names]
-                found[room] |= {
-                    name.split(".")[1] for name in names if name.startswith("course_pp.")
-                } & set(ROOMS)
-        found[room] -= {room}
+                for name in _imported(node):
+                    package, _, rest = name.partition(".")
+                    other = rest.partition(".")[0]
+                    if package == "course_pp" and other in ROOMS and other != room:
+                        found[room].add(other)
     return found
 
 
+def _imported(node: ast.AST) -> list[str]:
+    """Return the dotted names that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module == "course_pp":
+        return [f"course_pp.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return []
+
+
 def rooms() -> ChartFigure:
-    """A table of rooms: a dot where the room of the row imports that of the column."""
-    cell, left = 0.58, 1.0
+    """Draw a table of rooms with a dot where the row's room imports the column's."""
+    cell = 0.58
+    left = 1.0
     count = sum(map(len, imports().values()))
     alone = listed([room for room in ROOMS if not imports()[room]])
     title = f"{count} arrows between {len(ROOMS)} rooms; none leaves {alone}"
@@ -123,11 +129,13 @@ def rooms() -> ChartFigure:
         y = 0.28 + 0.3 * i
         sketch.text((left - 0.1, y + 0.15), room, SMALL, align="right", bold=True)
         for j, other in enumerate(ROOMS):
-            is_there = other in imports()[room]
-            fill = chart.SKY_BLUE if is_there else ("#DDDDDD" if room == other else "white")
-            sketch.box((left + cell * j, y), (cell, 0.3), "●" if is_there else "", fill=fill)
-    told = [
-        f"{room} imports {listed(sorted(found)) if found else 'none'}"
-        for room, found in imports().items()
-    ]
+            dot = ""
+            fill = "#DDDDDD" if room == other else "white"
+            if other in imports()[room]:
+                dot = "●"
+                fill = chart.SKY_BLUE
+            sketch.box((left + cell * j, y), (cell, 0.3), dot, fill=fill)
+    told = []
+    for room, found in imports().items():
+        told.append(f"{room} imports {listed(sorted(found)) or 'none'}")
     return sketch.finish(f"{title}. {'; '.join(told)}.")

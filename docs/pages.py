@@ -1,4 +1,4 @@
-"""Pages that are made from the package and the notebooks: exercises, figures, references, schedules, the API."""
+"""Pages made from package and notebooks: exercises, figures, references, schedules, the API."""
 
 import importlib
 import inspect
@@ -242,7 +242,10 @@ def _directive(module: ModuleType, public: str) -> list[str]:
 
 
 def _owner(value: object, public: str) -> str | None:
-    """The package on whose page a class or function is described: its own, or the first that passes it on."""
+    """Return the package whose page describes a class or function.
+
+    That is its own package, or the first one that passes it on.
+    """
     home = (
         getattr(value, "__module__", "")
         if inspect.isclass(value) or inspect.isroutine(value)

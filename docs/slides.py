@@ -249,8 +249,8 @@ In a new cell:
     from course_pp.exercises import progress
     progress().to_json(".")
 
-It writes exercises and quiz, and no name, to `ID.json` beside the notebook: send or upload that file. If the teacher
-names a folder, write its path in place of the dot.
+It writes exercises and quiz, and no name, to `ID.json` beside the notebook: send or upload that
+file. If the teacher names a folder, write its path in place of the dot.
 
 Then fill in the form."""
     ),

@@ -1,4 +1,4 @@
-"""What Sphinx and MyST-NB do not do by themselves: alt text, formulas without scripts, terms linked at first use."""
+"""Additions to Sphinx and MyST-NB: alt text, formulas without scripts, links at a term's first use."""
 
 import json
 import re
@@ -32,7 +32,10 @@ def _forget_builtins(app: Sphinx, env: Any) -> None:
 def _keep_names_together(
     app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
 ) -> None:
-    """Sphinx takes all but the last word of ``:ivar schedule, n_chunks:`` for a type, and looks for a class of it."""
+    """Mend fields such as ``:ivar schedule, n_chunks:``.
+
+    Sphinx takes all words but the last for a type, and looks for a class of that name.
+    """
     for i, line in enumerate(lines):
         if found := re.match(r":(?:ivar|param) ((?:\w+, )+\w+):", line):
             lines[i] = line.replace(found[1], found[1].replace(" ", ""), 1)
@@ -178,7 +181,7 @@ def _displayed_formula(writer: Any, node: nodes.math_block) -> None:
 
 
 def mathml(tex: str, displayed: bool = False) -> str:
-    """A formula as MathML. A formula that cannot be converted is a warning, and stays as it is written."""
+    """Return a formula as MathML. One that cannot be converted gives a warning and stays as it is."""
     known = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", tex.strip())
     for unknown, other in _SPELLINGS.items():
         known = known.replace(unknown, other)

@@ -51,7 +51,7 @@ MOVING = """
 
 
 def measure_pipeline(rank: int, n_ranks: int, n_microbatches: int) -> Timeline:
-    """One recorded 1F1B step of a model large enough to hide the messages, after two steps of warm-up."""
+    """Record one 1F1B step, after two to warm up, of a model large enough to hide the messages."""
     config = ModelConfig(dim=256, n_layers=8, n_heads=4, vocab_size=512, max_seq_len=128)
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
     module = build_stage_module(config, rank, n_ranks)
@@ -69,7 +69,10 @@ def measure_pipeline(rank: int, n_ranks: int, n_microbatches: int) -> Timeline:
 
 
 def moving(figure: show.ChartFigure) -> str:
-    """A timeline as SVG that uncovers itself from left to right. Where nothing moves it is the whole picture."""
+    """Return a timeline as SVG that uncovers itself from left to right.
+
+    A reader that shows no animations shows the whole picture.
+    """
     wide, high = (inches * 72 for inches in figure.get_size_inches())
     x0, y0, x1, y1 = figure.axes[0].get_position().extents
     left, right, top, bottom = x0 * wide, x1 * wide, (1 - y1) * high, (1 - y0) * high
