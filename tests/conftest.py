@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_all_but_a_sample(cases: list[pytest.Item]) -> None:
-    """Of cases under ``@pytest.mark.sample(n)``, every n-th stays in the default run; the others are ``long``."""
+    """Mark cases under ``@pytest.mark.sample(n)`` as ``long``, but for every n-th one."""
     for number, item in enumerate(cases):
         sample = item.get_closest_marker("sample")
         if sample is not None and number % sample.args[0]:
@@ -65,7 +65,7 @@ def mark_all_but_a_sample(cases: list[pytest.Item]) -> None:
 
 
 def starts_ranks(item: pytest.Item) -> bool:
-    """Whether the test, a fixture of it, or a function of ours that they reach, mentions a starter."""
+    """Return whether the test, or a fixture or function that it reaches, mentions a starter."""
     if not isinstance(item, pytest.Function):
         return False
     fixtures = item._fixtureinfo.name2fixturedefs

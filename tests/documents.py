@@ -1,4 +1,4 @@
-"""What the repository tells its reader outside of notebooks and code: the README and the pages in docs/."""
+"""The texts of the repository beside notebooks and code: the README and the pages in docs/."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ LEARNING_RATE = 1e-2
 
 @dataclass
 class Trained:
-    """What a training run leaves behind, by the full model's parameter names."""
+    """The result of a training run, by the full model's parameter names."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -25,12 +25,14 @@ class Trained:
 
 
 def full(tensor: Any) -> Tensor:
-    """The whole of a tensor that may be sharded, apart from it."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    """Return a copy of a tensor, all of it if it is sharded."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone()
 
 
 def snapshot_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Gradients of one rank's modules; a missing gradient is an error."""
+    """Return the gradients of one rank's modules; a missing gradient is an error."""
     named = [pair for module in modules for pair in module.named_parameters()]
     missing = [name for name, p in named if p.grad is None]
     assert not missing, f"no gradient for {missing}"
@@ -38,7 +40,7 @@ def snapshot_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def snapshot_parameters(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters of one rank's modules."""
+    """Return the parameters of one rank's modules."""
     return {name: full(p) for module in modules for name, p in module.named_parameters()}
 
 
@@ -48,9 +50,11 @@ def train(
     step: Callable[[int], Tensor | float],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:
-    """What ``n_steps`` of AdamW leave behind; ``step(i)`` computes gradients and returns the loss."""
-    modules, trained = list(modules), Trained([], {}, {})
-    optimizer = optimizer or (adamw(modules) if modules else None)
+    """Take ``n_steps`` of AdamW; ``step(i)`` computes gradients and returns the loss."""
+    modules = list(modules)
+    trained = Trained([], {}, {})
+    if optimizer is None and modules:
+        optimizer = adamw(modules)
     for i in range(n_steps):
         if optimizer is not None:
             optimizer.zero_grad()
@@ -68,7 +72,10 @@ def adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
 
 
 def sharded_adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
-    """:func:`adamw`, in one operation for all parameters of a mesh: DTensor needs milliseconds to plan each."""
+    """Return :func:`adamw` with one operation for all parameters of a mesh.
+
+    DTensor needs milliseconds to plan each operation.
+    """
     by_mesh: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in _parameters(modules):
         by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
@@ -98,7 +105,7 @@ def train_in_one_process(
     seed: int = 0,
     **kwargs: Tensor,
 ) -> Trained:
-    """The reference: the whole model in float64, each batch in one piece. Gradients are the first step's."""
+    """Train the whole model in float64, each batch in one piece; gradients are the first step's."""
     torch.manual_seed(seed)
     model = Transformer(config).double()
 
@@ -113,7 +120,7 @@ def train_in_one_process(
 def assert_equals_one_process(
     ranks: list[Trained], reference: Trained, config: ModelConfig
 ) -> None:
-    """:func:`assert_same_training` for this package's model, whose tied weights have a second name."""
+    """Call :func:`assert_same_training` for our model, whose tied weights have a second name."""
     tied = (("embed.weight", "head.weight"),) if config.tie_embeddings else ()
     assert_same_training(ranks, reference, tied)
 

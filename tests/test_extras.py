@@ -1,4 +1,4 @@
-"""Parts of the package need packages that an extra brings; without one, a sentence names the extra."""
+"""Parts of the package need packages of an extra; without one, a sentence names the extra."""
 
 import json
 import subprocess
@@ -38,8 +38,11 @@ NEEDS = {
     "transformers": ("hf", "from course_pp.model.hf import config_class; config_class('llama')"),
     "datasets": ("hf", "from course_pp.training.data import load_corpus; load_corpus(dataset='x')"),
     "ortools": ("ortools", "from course_pp.schedule import optimum; optimum(2, 2)"),
-    "torchao": ("fp8", "from course_pp.parallel.float8 import _config_of; _config_of('rowwise', 'cpu')"),
-}  # fmt: skip
+    "torchao": (
+        "fp8",
+        "from course_pp.parallel.float8 import _config_of; _config_of('rowwise', 'cpu')",
+    ),
+}
 
 TRY_EACH = """
 import json, sys

@@ -1,4 +1,4 @@
-"""The table in docs/models.md of which families of models are cut automatically is what cutting them gives."""
+"""The table in docs/models.md says rightly which families of models are cut automatically."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What README and docs/ say is true: links lead somewhere, pictures are described, commands and examples run."""
+"""README and docs/ are true: links lead somewhere, pictures are described, commands run."""
 
 import html
 import math

@@ -1,4 +1,4 @@
-"""The table in docs/schedules.md of which schedule runs where is what the catalogue and torch say."""
+"""The table in docs/schedules.md says rightly which engine runs which schedule."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is not the absence of an argument is not taken for it: 0, an empty list or text, half a stage."""
+"""Only a missing argument gets a default: not 0, an empty list or text, or half a stage."""
 
 from collections.abc import Callable
 

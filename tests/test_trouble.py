@@ -1,4 +1,4 @@
-"""Every sentence of docs/trouble.md is one that is printed: each is provoked here, or read where it is written."""
+"""Every message in docs/trouble.md is real: it is provoked here, or found where it is written."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What is built from the repository holds what the course needs, and opens it where there is no clone."""
+"""The wheel holds all files of the course, and opens the course where there is no clone."""
 
 import os
 import shutil

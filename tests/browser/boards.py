@@ -1,5 +1,6 @@
-"""Random boards, and what Python says of them: what the browser must say too."""
+"""Random boards, and Python's answers about them. The browser must give the same answers."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -34,16 +35,16 @@ _TIMES = (0.5, 1, 1.25, 2, 3)
 SCRIPT = """
 async ([source, boards]) => {
   const rules = await import("data:text/javascript;charset=utf-8," + encodeURIComponent(source));
-  const tried = (does) => {
-    try { return does() ?? "done"; } catch (refused) { return [refused.message]; }
+  const tried = (call) => {
+    try { return call() ?? "done"; } catch (refused) { return [refused.message]; }
   };
   return boards.map(({ game, references, moves, asked }) => {
     const position = new rules.Position(game);
     const answers = moves.map((move) => tried(() => rules.play(position, move)));
     const ranks = [...position.rows.keys()];
-    const state = () => [position.rows.map((row) => row.map((span) => [span.action, span.start, span.end])),
-      position.makespan, position.left, position.peaks, position.gaps().map((gap) => gap.slice(0, 3)),
-      position.criticalPath(),
+    const spans = (row) => row.map((span) => [span.action, span.start, span.end]);
+    const state = () => [position.rows.map(spans), position.makespan, position.left,
+      position.peaks, position.gaps().map((gap) => gap.slice(0, 3)), position.criticalPath(),
       rules.recognised(position, references)];
     const before = state();
     const policies = [...Object.keys(rules.POLICIES), ...Object.keys(references)];
@@ -64,29 +65,36 @@ async ([source, boards]) => {
 
 
 def random_board(seed: int) -> dict[str, Any]:
-    """A game, the moves tried on it, and what is asked afterwards; many moves are illegal."""
+    """Return a game, moves to try on it, and questions for later; many moves are illegal."""
     random = Random(seed)
     placement = random.choice(_PLACEMENTS)
-    n, m, split = len(placement), random.randint(1, 4), random.random() < 0.6
-    each = [tuple(random.choice(_TIMES) for _ in placement) for _ in range(3)]
-    costs = Costs(*each, latency=random.choice([0, 0.5, 1.5])) if random.random() < 0.6 else Costs()
+    n = len(placement)
+    m = random.randint(1, 4)
+    split = random.random() < 0.6
+    times = []
+    for _ in range(3):
+        times.append(tuple(random.choice(_TIMES) for _ in placement))
+    costs = Costs()
+    if random.random() < 0.6:
+        costs = Costs(*times, latency=random.choice([0, 0.5, 1.5]))
     cap = random.choice([None, None, 2, 3, 4])
-    cap = None if cap is None else max(cap, *map(placement.count, placement))
+    if cap is not None:
+        # A rank must have room for one microbatch of each of its stages.
+        cap = max(cap, *map(placement.count, placement))
     game = game_of(placement, m, costs, cap, split)
-    position, moves = Position(game), []
+
+    position = Position(game)
+    moves = []
     for _ in range(random.randint(0, 3 * n * m)):
         move = _random_move(random, position, n, m)
         moves.append(move)
         with suppress(Refused):
             play(position, move)
-    asked = [
-        [
-            random.randrange(game.n_ranks),
-            random.choice([None, float(random.randint(0, 12)), random.randint(0, 40) / 4]),
-            f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}",
-        ]
-        for _ in range(6)
-    ]
+    asked = []
+    for _ in range(6):
+        rank = random.randrange(game.n_ranks)
+        at = random.choice([None, float(random.randint(0, 12)), random.randint(0, 40) / 4])
+        asked.append([rank, at, _random_action(random, n, m)])
     return {
         "game": game,
         "references": references(placement, m, split),
@@ -111,41 +119,50 @@ def _random_move(random: Random, position: Position, n: int, m: int) -> str:
             return f"0F{random.randrange(m)}"
         index, _ = position.fit(action, at)
         return str(action) if at is None else f"{action}@{index}"
-    return f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}" + random.choice(
-        ["", "", "@0", "@2"]
-    )
+    return _random_action(random, n, m) + random.choice(["", "", "@0", "@2"])
+
+
+def _random_action(random: Random, n: int, m: int) -> str:
+    return f"{random.randrange(n)}{random.choice('FBIW')}{random.randrange(m)}"
 
 
 def told(board: dict[str, Any]) -> list[Any]:
-    """What Python says of a board."""
-    game, orders, moves = board["game"], board["references"], board["moves"]
+    """Return Python's answers about a board, in the shape of ``SCRIPT``."""
+    game = board["game"]
+    orders = board["references"]
     position = Position(game)
-    answers = [_tried(lambda move=move: play(position, move)) for move in moves]  # type: ignore[misc]
-    tl = position.timeline
+    answers = [_tried(play, position, move) for move in board["moves"]]
+    timeline = position.timeline
+    rows = []
+    for row in position.rows:
+        rows.append([[str(span.action), span.start, span.end] for span in row])
     state = [
-        [[[str(span.action), span.start, span.end] for span in row] for row in position.rows],
-        tl.makespan,
+        rows,
+        timeline.makespan,
         position.left,
-        list(tl.peak_activations),
-        [[gap.rank, gap.start, gap.end] for gap in tl.idle_gaps],
-        [str(span.action) for span in tl.critical_path],
+        list(timeline.peak_activations),
+        [[gap.rank, gap.start, gap.end] for gap in timeline.idle_gaps],
+        [str(span.action) for span in timeline.critical_path],
         recognised(position, orders),
     ]
+
     policies = [*POLICIES, *orders]
-    next_ = [
-        [_text(advice(position, policy, orders, rank)) for rank in (None, *range(game.n_ranks))]
-        for policy in policies
+    next_ = []
+    for policy in policies:
+        ranks = (None, *range(game.n_ranks))
+        next_.append([_text(advice(position, policy, orders, rank)) for rank in ranks])
+    legal = []
+    where = []
+    for rank, at, action in board["asked"]:
+        legal.append(_tried(lambda r, t: [*map(str, position.legal(r, t))], rank, at))
+        where.append(position.why_not(Action.parse(action), at))
+
+    played = [
+        move for move, answer in zip(board["moves"], answers, strict=True) if answer == "done"
     ]
-    legal = [
-        _tried(lambda r=rank, at=at: [*map(str, position.legal(r, at))])
-        for rank, at, *_ in board["asked"]
-    ]  # type: ignore[misc]
-    where = [position.why_not(Action.parse(action), at) for _, at, action in board["asked"]]
     filled = []
     for policy in policies:
-        copy = replay(
-            game, [move for move, answer in zip(moves, answers, strict=True) if answer == "done"]
-        )
+        copy = replay(game, played)
         placed = fill(copy, policy, orders)
         filled.append([placed, copy.timeline.makespan, copy.left, standstill(copy, policy, orders)])
     return [answers, state, next_, legal, where, filled]
@@ -155,9 +172,9 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _tried(does: Any) -> Any:
+def _tried(call: Callable[..., Any], *args: Any) -> Any:
     try:
-        answer = does()
+        answer = call(*args)
     except Refused as refused:
         return [str(refused)]
     return "done" if answer is None else answer

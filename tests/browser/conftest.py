@@ -28,7 +28,7 @@ class Lab:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab with settings, workspaces and notebooks of its own, on a port that the system chooses."""
+    """Start JupyterLab with settings, workspaces and notebooks of its own, on a free port."""
     folder = tmp_path_factory.mktemp("lab")
     token = secrets.token_hex(16)
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"

@@ -10,7 +10,7 @@ SOON = 60_000  # milliseconds
 
 
 def open_and_run(page: Any, lab: Lab, *cells: str, until: str) -> None:
-    """Open a notebook of these cells in JupyterLab and run all of them, until there is what ``until`` selects."""
+    """Run a notebook of these cells in JupyterLab, until the page has an element ``until``."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     # or JupyterLab asks for one
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}

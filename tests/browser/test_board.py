@@ -29,7 +29,7 @@ def restart_kernels(lab: Lab) -> None:
 
 
 def said(page: Any, text: str) -> None:
-    """Wait until the board says ``text``; stop at once, with its own words, if it says that it did not run."""
+    """Wait until the board says ``text``; fail at once if it says that it did not run."""
     shown = "document.querySelector('.cpp-now')?.innerText ?? ''"
     expected = f"({shown}).includes({json.dumps(text)}) || ({shown}).includes('It did not run')"
     try:

@@ -369,9 +369,11 @@ def test_boards_that_load_their_script_each_have_patterns_of_their_own(page: Any
     draw = """
     async ([source, state]) => {
       for (let i = 0; i < 4; i += 1) {
-        const board = await import("data:text/javascript;charset=utf-8," + encodeURIComponent(source + "//" + i));
+        const text = encodeURIComponent(source + "//" + i);
+        const board = await import("data:text/javascript;charset=utf-8," + text);
         const nothing = () => {};
-        const model = { get: (name) => state[name], set: nothing, save_changes: nothing, on: nothing, off: nothing };
+        const model = { get: (name) => state[name], set: nothing, save_changes: nothing,
+          on: nothing, off: nothing };
         board.default.render({ model, el: document.body });
       }
       return [...document.querySelectorAll("pattern")].map((each) => each.id);

@@ -1,4 +1,4 @@
-"""Every notebook from top to bottom in a real JupyterLab, as a learner would run it: no error in any output."""
+"""Every notebook runs from top to bottom in a real JupyterLab, without an error in any output."""
 
 import json
 import time
@@ -62,7 +62,7 @@ def test_a_learner_runs_it_from_top_to_bottom(
 
 
 def wait_until_idle(lab: Lab) -> None:
-    """Wait for a kernel that has nothing left to do: between two cells it is idle for a moment, too."""
+    """Wait for a kernel that stays idle: between two cells it is idle for a moment, too."""
     deadline, quiet = time.monotonic() + 60 * MINUTES, 0
     while quiet < 6:
         assert time.monotonic() < deadline, f"the notebook still runs after {MINUTES} minutes"

@@ -24,7 +24,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("halves", [False, True], ids=["one backward", "in two halves"])
 def test_grouped_products_in_bfloat16_differ_by_rounding(halves: bool) -> None:
-    """Three products in a row, forward and back, each off by half a unit in the last place, some experts idle."""
+    """Three products in a row, forward and back, each round by half a unit in the last place."""
     torch.manual_seed(0)
     exact, counts = Experts(EXPERTS).double(), torch.tensor([5, 0, 17, 1, 0, 8, 33, 0])
     x = torch.randn(int(counts.sum()), EXPERTS.dim, dtype=torch.float64).bfloat16()

@@ -1,4 +1,4 @@
-"""Products in eight bits on a GPU: the tensor cores' are those that a CPU emulates, and torchao's own."""
+"""Products in eight bits on a GPU equal those that a CPU emulates, and torchao's own."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ ROWS, WIDTH = 2048, 256
 
 
 def peak_bytes(n_microbatches: int, schedule: str) -> tuple[int, int]:
-    """Most bytes that the allocator gave out during a step beyond those before it, and most that a recorder counted."""
+    """Return the peaks of a step beyond the bytes before it: the allocator's and the recorder's."""
     torch.manual_seed(0)
     stage = nn.Sequential(
         *(part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
@@ -33,7 +33,7 @@ def peak_bytes(n_microbatches: int, schedule: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_each_microbatch_in_flight_costs_what_is_predicted(schedule: str) -> None:
-    """Of two numbers of microbatches, so that what is there for a moment, whatever the schedule, cancels out."""
+    """Two numbers of microbatches are compared, so that bytes of any schedule cancel out."""
     (few, counted), (many, _) = peak_bytes(4, schedule), peak_bytes(8, schedule)
     in_flight = [simulate(build(schedule, 1, n)).peak_memory()[0] for n in (4, 8)]
     each = counted / in_flight[0]

@@ -1,4 +1,4 @@
-"""Whole training runs on a GPU: every precision, compiled, saved and resumed with the GPU's own random numbers."""
+"""Whole training runs on a GPU: every precision, compiled, saved and resumed."""
 
 from pathlib import Path
 

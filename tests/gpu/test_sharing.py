@@ -1,4 +1,4 @@
-"""Ranks that share one GPU and send through host memory, under the runtime: equal to one process."""
+"""Ranks of the runtime that share one GPU and send through host memory equal one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Calls of `on_ranks` on their way to a Slurm that only pretends: whose result is whose, and what is left behind."""
+"""Calls of `on_ranks` through a pretended Slurm: each gets its result, and nothing is left."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ SQUEUE = (
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster of one node, which is this machine; nothing is left of it, in the shared folder neither."""
+    """A cluster of one node, this machine. Nothing is left of it, not even in the shared folder."""
     for name in [name for name in os.environ if name.startswith("SLURM")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("COURSE_PP_WHERE")
@@ -139,7 +139,7 @@ remote.main(Path(), 1000.0, "course_pp")
     ],
     ids=["cores", "its turn", "a group's share", "fewer jobs of ours", "cores for ours"],
 )
-def test_an_idle_job_leaves_when_a_job_of_the_course_waits_for_what_it_holds_and_until_then_takes_calls(
+def test_an_idle_job_takes_calls_until_a_job_of_the_course_waits_for_its_cores(
     tools: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -325,7 +325,8 @@ def test_a_job_that_an_interrupt_cancels_is_said_to_be_and_only_one_of_our_own_g
 STARTER = """
 import os, subprocess, sys, time
 guard, folder, home = sys.argv[1:]
-subprocess.Popen([sys.executable, guard, str(os.getpid()), folder, "sleep", "1000"], stdin=subprocess.PIPE)
+command = [sys.executable, guard, str(os.getpid()), folder, "sleep", "1000"]
+subprocess.Popen(command, stdin=subprocess.PIPE)
 if os.fork() == 0:
     time.sleep(1000)
 open(f"{home}/started", "w").close()

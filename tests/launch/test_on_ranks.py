@@ -1,4 +1,4 @@
-"""`on_ranks` returns what the ranks returned, shows what they printed, and reports how they failed."""
+"""`on_ranks` returns the ranks' results, shows their lines, and reports how they failed."""
 
 import contextlib
 import ctypes

@@ -14,7 +14,7 @@ from tests.launch.conftest import pretend
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository, seen from its notebooks, with a home beside it and the package among installed ones."""
+    """A repository, seen from its notebooks, with a home beside it and the package installed."""
     monkeypatch.delenv("COURSE_PP_SITE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(where, "_ABOVE_THE_PACKAGE", tmp_path / "site-packages")

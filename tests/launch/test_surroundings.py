@@ -1,4 +1,4 @@
-"""`on_ranks` in a process that lacks what others have, and with functions that do what nobody expects."""
+"""`on_ranks` in a process without streams or files, and with functions that do strange things."""
 
 import io
 import os
@@ -47,10 +47,10 @@ Path(sys.argv[1]).write_text(repr(said))
 
 
 @pytest.mark.long
-def test_ranks_start_without_streams_from_a_long_path_with_few_files_blocked_signals_and_an_ascii_locale(
+def test_ranks_start_from_a_process_that_lacks_nearly_everything(
     tmp_path: Path,
 ) -> None:
-    """Standard descriptors are closed, and each warning is an error."""
+    """No streams, few files, a long path, blocked signals, ASCII; each warning is an error."""
     plain = {
         "LC_ALL": "C",
         "PYTHONCOERCECLOCALE": "0",

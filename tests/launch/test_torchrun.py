@@ -58,7 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ``srun`` on PATH that says what it was asked and runs it, with a cluster that answers ``sinfo``."""
+    """An ``srun`` on PATH that prints its request and runs it, and a cluster that answers."""
     monkeypatch.delenv("COURSE_PP_WHERE")
     srun = folder / "bin" / "srun"
     srun.parent.mkdir()

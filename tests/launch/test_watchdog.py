@@ -177,9 +177,7 @@ def test_a_rank_between_two_lines_is_reported_by_its_function(
     assert watch.report(0).line == 1
 
 
-def test_native_code_that_lets_no_thread_run_is_reported_as_silent_before_the_groups_own_limit() -> (
-    None
-):
+def test_native_code_that_lets_no_thread_run_is_reported_as_silent() -> None:
     def hold_the_interpreter_or_receive(rank: int) -> None:
         if rank == 0:
             ctypes.PyDLL(None).sleep(100)  # lets no other thread run

@@ -1,4 +1,4 @@
-"""Emulated runs in units of their costs, the same on a slow machine; gradients of schedules beside one process's."""
+"""Emulated runs look the same on a slow machine; gradients of schedules equal one process's."""
 
 from dataclasses import replace
 from fractions import Fraction

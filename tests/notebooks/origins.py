@@ -13,7 +13,14 @@ _TIMES = {"makespan", "bubble_fraction", "utilisation", "peak_activations", "tra
 
 @dataclass
 class Origin:
-    """What a value was made from: calls that run and calls on paper, by their place; times and hows of which runs."""
+    """The sources of a value.
+
+    Attributes:
+        ran: places of calls that run ranks.
+        paper: places of calls that compute on paper.
+        times: for each run whose times are used, the places of its calls.
+        hows: for each run whose ``how`` is used, the places of its calls.
+    """
 
     ran: set[str] = field(default_factory=set)
     paper: set[str] = field(default_factory=set)
@@ -28,18 +35,17 @@ class Origin:
 
 
 def wrongly_called(cells: Sequence[ast.Module]) -> Iterator[str]:
-    """Each ``reveal`` that calls measured what was not, or calls it otherwise though it was.
+    """Yield each ``reveal`` that says "measured" of a computed value, or the reverse.
 
-    What ``emulate`` returns is simulated on a busy machine, so ``how=`` must name every run whose
+    On a busy machine ``emulate`` returns simulated times, so ``how=`` must name every run whose
     times are used.
     """
     known: dict[str, Origin] = {}
     for number, cell in enumerate(cells):
         nodes = [node for node in ast.walk(cell) if isinstance(node, (*_BINDS, ast.Call))]
-        # What a comprehension binds is used by the statement around it.
-        for node in sorted(
-            nodes, key=lambda node: (_line(node), not isinstance(node, ast.comprehension))
-        ):
+        # The names of a comprehension are used by the statement around it, so they come first.
+        nodes.sort(key=lambda node: (_line(node), not isinstance(node, ast.comprehension)))
+        for node in nodes:
             if isinstance(node, ast.Call):
                 if ast.unparse(node.func) == "reveal":
                     yield from _wrong(node, known, number)
@@ -68,33 +74,29 @@ def _origin(value: ast.AST, known: dict[str, Origin], cell: int) -> Origin:
         elif isinstance(node, ast.Call):
             called = set(re.findall(r"\w+", ast.unparse(node.func)))
             place = {f"{cell}:{node.lineno}:{node.col_offset}"}
-            found.ran |= place if called & _RUN else set()
-            found.paper |= place if called & _PAPER else set()
+            if called & _RUN:
+                found.ran |= place
+            if called & _PAPER:
+                found.paper |= place
         elif isinstance(node, ast.Attribute) and node.attr in _TIMES | {"how"}:
-            kept, ran = (
-                found.hows if node.attr == "how" else found.times,
-                _origin(node.value, known, cell).ran,
-            )
-            kept |= {ast.unparse(node.value): ran} if ran else {}
+            ran = _origin(node.value, known, cell).ran
+            kept = found.hows if node.attr == "how" else found.times
+            if ran:
+                kept[ast.unparse(node.value)] = ran
     return found
 
 
 def _wrong(call: ast.Call, known: dict[str, Origin], cell: int) -> Iterator[str]:
-    measured = [
-        *call.args[2:3],
-        *(keyword.value for keyword in call.keywords if keyword.arg == "measured"),
-    ]
-    value = _origin(measured[0], known, cell)
-    how = next(
-        (keyword.value for keyword in call.keywords if keyword.arg == "how"),
-        ast.Constant("measured"),
-    )
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    measured = call.args[2] if len(call.args) > 2 else keywords["measured"]
+    how = keywords.get("how", ast.Constant("measured"))
+    value = _origin(measured, known, cell)
     what = ast.unparse(call)
     if isinstance(how, ast.List | ast.Tuple):
         given = {ast.unparse(run): _origin(run, known, cell).ran for run in how.elts}
     else:
         given = _origin(how, known, cell).hows
-    places = {place for ran in given.values() for place in ran}
+    places = set().union(*given.values())
     for run, ran in value.times.items():
         # A name may stand for a run that how= takes from where it is kept.
         if run not in given and not (run.isidentifier() and ran <= places):

@@ -47,7 +47,10 @@ _MINUTES = re.compile(r"^\*\*\d+ minutes\*\*.*$", re.MULTILINE)
 
 
 def quoted(notebook: nbformat.NotebookNode) -> Iterator[tuple[str, str]]:
-    """The numbers in the prose that claim something, with their sentences: decimals, shares, factors, with a unit."""
+    """Return the numbers in the prose that claim something, with their sentences.
+
+    These are decimals, shares, factors, and numbers with a unit.
+    """
     for cell in notebook.cells:
         if cell.cell_type != "markdown":
             continue
@@ -64,7 +67,7 @@ def sources_of(path: Path) -> Mapping[str, str]:
 
 
 def problems(notebook: nbformat.NotebookNode, sources: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with the numbers in a notebook's prose, given where they are said to come from."""
+    """Return the faults of the numbers in a notebook's prose, given their stated sources."""
     found = {number for number, _ in quoted(notebook)}
     outputs = _outputs(notebook)
     shown = set(re.findall(_NUMBER, outputs))
@@ -102,7 +105,7 @@ def _miscalled(number: str, sentence: str, source: str, outputs: str) -> Iterato
 
 
 def _word(line: str) -> str:
-    """Return whether a line speaks of what was measured, or of what is on paper; of both or neither, nothing."""
+    """Return whether a line speaks of a measurement or of paper; of both or neither, nothing."""
     measured, on_paper = _MEASURED.search(line), _ON_PAPER.search(line)
     return "" if bool(measured) == bool(on_paper) else "measured" if measured else "on paper"
 

@@ -1,4 +1,4 @@
-"""What every notebook of the course keeps to, whatever its topic: each rule gives the ways in which it is broken."""
+"""The rules of all notebooks. Each rule is a function that yields the places that break it."""
 
 import ast
 import re
@@ -190,7 +190,7 @@ def leaves_each_exercise_to_the_learner(notebook: Notebook, path: Path) -> Itera
 
 
 def uses_an_answer_only_where_it_is_asked_for(notebook: Notebook, path: Path) -> Iterator[str]:
-    """So an exercise that is not solved stops nobody, and `solved` may solve each in its own place."""
+    """An unsolved exercise must stop nobody, and `solved` may solve each in its own place."""
     answers = {exercise.name for exercise in exercises_of(path.name[:2])}
     for cell in code_cells(notebook):
         used = {node.id for node in ast.walk(parsed(cell)) if isinstance(node, ast.Name)}
@@ -272,7 +272,7 @@ def knows_where_its_numbers_come_from(notebook: Notebook, path: Path) -> Iterato
 
 
 def says_how_each_value_was_found(notebook: Notebook, path: Path) -> Iterator[str]:
-    """What was simulated, also by `emulate` on a busy machine, is not called measured; nor what ran, simulated."""
+    """A simulated value, also of `emulate` on a busy machine, is not called measured."""
     cells = [parsed(cell) for cell in code_cells(notebook)]
     yield from origins.wrongly_called(cells)
     for call in (node for cell in cells for node in ast.walk(cell) if isinstance(node, ast.Call)):

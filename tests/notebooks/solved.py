@@ -22,7 +22,7 @@ from tests.notebooks.rules import checked
 
 
 def add_solutions(notebook: nbformat.NotebookNode, number: str) -> nbformat.NotebookNode:
-    """Put behind every exercise of the notebook with this number a cell that raises unless the solution is correct."""
+    """Put a cell behind every exercise of a notebook that raises unless the solution is correct."""
     for exercise in exercises_of(number):
         [i] = [i for i, cell in enumerate(notebook.cells) if exercise.name in checked(cell)]
         notebook.cells.insert(

@@ -1,4 +1,4 @@
-"""The site builds without a warning, holds together, and can be read without colours, sight or a network."""
+"""The site builds without a warning, has no dead link, and needs no colours, sight or network."""
 
 import html
 import inspect

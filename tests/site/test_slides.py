@@ -15,9 +15,10 @@ CUT = """
   return [
     slide.getBoundingClientRect().height > innerHeight + 0.5 && told("too high"),
     inside.some((each) => each.getBoundingClientRect().right > innerWidth) && told("too wide"),
-    inside.some((each) => each.matches("pre, table") && each.scrollWidth > each.clientWidth + 1) && told("scrolls"),
-    inside.some((each) => each.matches("pre, code") && parseFloat(getComputedStyle(each).fontSize) < 16)
-      && told("small code"),
+    inside.some((each) => each.matches("pre, table") && each.scrollWidth > each.clientWidth + 1)
+      && told("scrolls"),
+    inside.some((each) => each.matches("pre, code")
+      && parseFloat(getComputedStyle(each).fontSize) < 16) && told("small code"),
   ].filter(Boolean);
 })
 """

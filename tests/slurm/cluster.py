@@ -127,7 +127,10 @@ class Cluster:
             self._end(daemon)
 
     def stop_node(self, name: str) -> None:
-        """End the node's slurmd, as if the machine was lost; its steps run on until Slurm notices. Repeatable."""
+        """End the node's slurmd, as if the machine was lost; its steps run on until Slurm notices.
+
+        It is safe to call this repeatedly.
+        """
         self._end(name)
 
     def start_node(self, name: str, wait: bool = True) -> None:
@@ -169,7 +172,7 @@ class Cluster:
         return found
 
     def wait_until_empty(self, limit_s: float) -> list[str]:
-        """Wait until no job and no process of one is left; returns what still is after ``limit_s`` seconds."""
+        """Wait until no job and no process of a job is left; return those left after the limit."""
         limit = time.monotonic() + limit_s
         while left := [
             *map(str, self.jobs()),
@@ -216,7 +219,10 @@ class Cluster:
         )
 
     def _launch(self, *command: str) -> None:
-        """Start a daemon, which returns once it runs in the background; it must not keep the caller's streams."""
+        """Start a daemon, which returns once it runs in the background.
+
+        It must not keep the caller's streams open.
+        """
         done = subprocess.run(
             command,
             env={**os.environ, **self.environ},
@@ -275,7 +281,10 @@ class Cluster:
 
 
 def _runs(pid: int, folder: Path) -> bool:
-    """Whether the process runs and serves ``folder``: a PID file may outlive its process, and ids come again."""
+    """Return whether the process runs and serves ``folder``.
+
+    A PID file may outlive its process, and another process may get the same id.
+    """
     try:
         return os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -322,7 +331,8 @@ SlurmdParameters=config_overrides
 # Without it an impossible request waits for ever.
 EnforcePartLimits=ALL
 ReturnToService=2
-# Tests count their jobs at the end. Ports are made of job ids: other clusters on this machine have other ones.
+# Tests count their jobs at the end. Ports are made of job ids, so that clusters on this machine
+# have different ones.
 MinJobAge=3600
 FirstJobId={first_job_id}
 KillWait=2

@@ -48,7 +48,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def on_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Point the test at the cluster, from outside any job; fail it if it leaves a job or a process of one behind."""
+    """Point the test at the cluster, from outside any job; fail it if a job or process is left."""
     for name in list(os.environ):
         if name.startswith("SLURM_"):
             monkeypatch.delenv(name)

@@ -32,7 +32,7 @@ def run(command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def clone_into(folder: Path) -> Path:
-    """Make ``folder`` look like a clone of the repository to a job, and keep what the job writes."""
+    """Make ``folder`` look like a clone of the repository to a job, and keep the job's files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("README.md", "source_code"):
         (folder / name).symlink_to(ROOT / name)
@@ -53,7 +53,7 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = _LIMIT
 
 
 def training(launcher: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    """``srun … python source_code/train.py …``, for ever; given over once the first step is done."""
+    """Run ``srun … python source_code/train.py …`` for ever; hand over after the first step."""
     return _running(f"{launcher} {ENDLESS}", "step 1/")
 
 

@@ -1,4 +1,4 @@
-"""`run_torchrun` and `on_ranks` on a cluster: where ranks run, what the learner sees, and how it ends."""
+"""`run_torchrun` and `on_ranks` on a cluster: the place of the ranks, their output, their end."""
 
 import contextlib
 import os
@@ -25,7 +25,8 @@ SAYS_WHERE = """
 import os
 e = os.environ
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES")
-os.write(1, (" ".join(e[name] for name in names) + "\\n").encode())  # in one piece, or lines run together
+# In one piece, or the lines of several ranks run together.
+os.write(1, (" ".join(e[name] for name in names) + "\\n").encode())
 """
 HANGS = """
 import os, sys, time

@@ -45,7 +45,7 @@ WHOLE = ("00", "03")
 
 
 def launching_cells(cells: list[nbformat.NotebookNode]) -> list[int]:
-    """Those that call ``on_ranks``, ``run_torchrun`` or a function of the notebook that does, or ``%torchrun``."""
+    """Return the cells that start ranks: ``%torchrun``, or a call that leads to a starter."""
     launchers, found = {"on_ranks", "run_torchrun"}, []
     for i, cell in enumerate(cells):
         statements = parsed(cell).body
@@ -63,15 +63,14 @@ def called(tree: ast.AST) -> set[str]:
 
 
 def with_what_they_need(wanted: list[int], cells: list[nbformat.NotebookNode]) -> list[int]:
-    """The cells, the first of all, and those that bind a name which one of these cells uses."""
-    bound, used = [names_bound(cell) for cell in cells], [names_used(cell) for cell in cells]
+    """Return the wanted cells, the first one, and those that bind a name which one of them uses."""
     kept = {0, *wanted}
-    while needed := {
-        i
-        for i in range(max(kept))
-        if i not in kept and any(bound[i] & used[k] for k in kept if k > i)
-    }:
-        kept |= needed
+    needed = set()
+    # From the last cell back, so that a cell's own needs are known when it is looked at.
+    for i in reversed(range(len(cells))):
+        if i in kept or names_bound(cells[i]) & needed:
+            kept.add(i)
+            needed |= names_used(cells[i])
     return sorted(kept)
 
 
@@ -97,7 +96,7 @@ def names_used(cell: nbformat.NotebookNode) -> set[str]:
 
 
 def our_jobs() -> set[str]:
-    """Numbers of the jobs of `on_ranks` and ``%torchrun``; Slurm remembers those of the last hour."""
+    """Return the numbers of jobs of `on_ranks` and ``%torchrun`` in the last hour."""
     shown = subprocess.run(
         ["scontrol", "show", "jobs", "-o"], check=True, capture_output=True, text=True
     ).stdout

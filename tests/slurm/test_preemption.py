@@ -17,12 +17,14 @@ ONE_RANK_A_NODE = "--ntasks-per-node=1"
 def records(folder: Path) -> list[dict[str, float]]:
     """Every step that the run in ``folder`` has done, without what a clock says about it."""
     path = folder / "logs" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [
-        {k: r[k] for k in ("step", "loss", "grad_norm", "lr")}
-        for r in lines
-        if r["event"] == "train"
-    ]
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        if record["event"] == "train":
+            found.append({key: record[key] for key in ("step", "loss", "grad_norm", "lr")})
+    return found
 
 
 def start(folder: Path, arguments: str = ARGUMENTS) -> Batch:
@@ -34,7 +36,8 @@ def start(folder: Path, arguments: str = ARGUMENTS) -> Batch:
 def test_a_preempted_run_saves_is_requeued_and_ends_bit_identical_to_an_uninterrupted_one(
     tmp_path: Path,
 ):
-    undisturbed, job = start(tmp_path / "undisturbed"), start(tmp_path / "interrupted")
+    undisturbed = start(tmp_path / "undisturbed")
+    job = start(tmp_path / "interrupted")
     wait_until(lambda: len(records(job.folder)) >= 20, "the run is under way")
     run(f"scancel --signal=USR1 {job.id}")
     wait_until(lambda: job.restarts == 1 and "resumed" in job.output, "the run is resumed")
@@ -69,7 +72,7 @@ def test_only_a_run_that_was_asked_to_end_is_requeued(tmp_path: Path, code: int,
 def test_a_run_preempted_before_it_listens_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The stand-in for Python dies of the signal at the job's first start, as Python does while it imports."""
+    """The stand-in dies of the signal at the job's first start, as Python does while it imports."""
     stand_in = tmp_path / "python"
     stand_in.write_text(
         "#!/bin/sh\nif mkdir started-$SLURM_PROCID 2> /dev/null; then kill -s $SIGNAL $$; fi\n"

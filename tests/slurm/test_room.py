@@ -1,4 +1,4 @@
-"""A room whose cores do not suffice: five notebooks that stay open, on 16 cores that hold four of their jobs."""
+"""A class with too few cores: five notebooks stay open, and 16 cores hold four of their jobs."""
 
 import getpass
 import os

@@ -146,9 +146,12 @@ TWO_NODES = {
     "SLURM_JOB_ID": "7",
 }
 ARRAY = {
-    "SLURM_JOB_NAME": "layouts", "SLURM_JOB_PARTITION": "gpu", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_JOB_NAME": "layouts",
+    "SLURM_JOB_PARTITION": "gpu",
+    "SLURM_ARRAY_JOB_ID": "7",
+    "SLURM_ARRAY_TASK_ID": "0",
     "SLURM_ARRAY_TASK_MIN": "0",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs a script as a rank does that a launcher has started, in a moment: processes that have imported torch fork."""
+"""Runs a script on ranks as a launcher would, but the ranks fork from a process that has torch."""
 
 import runpy
 import sys
@@ -31,24 +31,24 @@ class Ended:
 
 
 def run_script(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[Ended]:
-    """The script and its arguments on ``n_ranks`` ranks, in the current folder."""
+    """Run the script and its arguments on ``n_ranks`` ranks, in the current folder."""
     with no_process_left():
         return on_ranks(n_ranks, _run, list(arguments), backend=None, timeout_s=timeout_s)
 
 
 def labelled_lines(n_ranks: int, arguments: Sequence[str], timeout_s: float = 100.0) -> list[str]:
-    """What a script that succeeds prints, each line labelled with its rank as torchrun would."""
+    """Return the lines of a script that succeeds, each labelled with its rank as by torchrun."""
     ranks = run_script(n_ranks, arguments, timeout_s)
     assert [rank.code for rank in ranks] == [0] * n_ranks, "\n".join(rank.err for rank in ranks)
-    return [
-        f"[rank {i}] {line}"
-        for i, rank in enumerate(ranks)
-        for line in (rank.out + rank.err).splitlines()
-    ]
+    lines = []
+    for i, rank in enumerate(ranks):
+        lines += [f"[rank {i}] {line}" for line in (rank.out + rank.err).splitlines()]
+    return lines
 
 
 def _run(rank: int, arguments: list[str]) -> Ended:
-    sys.argv, code = arguments, 0
+    sys.argv = arguments
+    code = 0
     sys.path.insert(0, str(Path(arguments[0]).parent))  # as python does
     world._LEFT_TO_THE_LAUNCHER_S = 0.1  # there is none that would end them first
     with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:

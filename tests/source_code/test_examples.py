@@ -1,10 +1,11 @@
-"""The examples for models that are not ours: short, equal to one process on every layout, and able to run."""
+"""The examples for models that are not ours are short, run, and equal one process."""
 
 import importlib.util
 import re
 import sys
 from functools import partial
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,10 @@ def load(name: str) -> ModuleType:
 
 
 def rms_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of ``x``: transformers takes float32, which now and then rounds sums of another order apart."""
+    """Compute in the dtype of ``x``.
+
+    transformers takes float32, which sometimes rounds sums of another order to different numbers.
+    """
     return torch.nn.functional.rms_norm(
         x, module.weight.shape, module.weight, module.variance_epsilon
     )
@@ -87,7 +91,10 @@ def reference(name: str, tied: bool) -> tuple[Trained, list[float]]:
     """One process, each batch in one piece; gradients are the first step's, before clipping."""
     example = load(name)
     model = built(example, tied).double()
-    optimizer, losses, norms, gradients = adamw([model]), [], [], {}
+    optimizer = adamw([model])
+    losses = []
+    norms = []
+    gradients = {}
     for step in range(STEPS):
         inputs, target = example.batch(step, None)
         output = model(inputs.double() if inputs.is_floating_point() else inputs)
@@ -109,11 +116,15 @@ def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def train_on_rank(
     rank: int, name: str, tied: bool, layout: DistributedConfig, schedule: str
 ) -> Any:
-    example, mesh = load(name), init_distributed(layout)
+    example = load(name)
+    mesh = init_distributed(layout)
     parallel.default_mp_policy = MixedPrecisionPolicy  # to compute, and reduce, in float64
     pipeline = example.build(built(example, tied).double(), mesh, schedule)
     modules = pipeline.modules
-    optimizer, losses, norms, gradients = adamw(modules), [], [], {}
+    optimizer = adamw(modules)
+    losses = []
+    norms = []
+    gradients = {}
     for step in range(STEPS):
         inputs, target = example.batch(step, mesh)
         optimizer.zero_grad()
@@ -141,8 +152,9 @@ def assert_equal(
 
 
 def rounded_on_rank(rank: int, name: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """The first loss and gradients as the example computes them, in bfloat16 with float32 parameters."""
-    example, mesh = load(name), init_distributed(IN_BFLOAT16)
+    """Return the first loss and gradients in the example's own bfloat16; parameters are float32."""
+    example = load(name)
+    mesh = init_distributed(IN_BFLOAT16)
     pipeline = example.build(built(example, tied=False), mesh, "1f1b")
     inputs, target = example.batch(0, mesh)
     loss = pipeline.step(inputs, target=target).item()
@@ -173,7 +185,8 @@ def test_an_example_in_bfloat16_differs_from_exact_numbers_by_rounding(name: str
     standard deviations, and for layers that magnify a little.
     """
     ranks = on_ranks(4, rounded_on_rank, name, timeout_s=100)
-    (expected, _), bound = reference(name, False), 4 * (16 * N_LAYERS) ** 0.5 * 2**-9
+    expected, _ = reference(name, tied=False)
+    bound = 4 * (16 * N_LAYERS) ** 0.5 * 2**-9
     for loss, gradients in ranks:
         assert loss == pytest.approx(expected.losses[0], rel=bound)
         for key, gradient in gradients.items():
@@ -181,13 +194,17 @@ def test_an_example_in_bfloat16_differs_from_exact_numbers_by_rounding(name: str
             assert (gradient - exact).norm() <= bound * exact.norm(), key
 
 
+MODELS = (
+    ("convnet", False),
+    ("gpt2", True),
+    ("gpt2", False),
+    ("llama", True),
+    ("llama", False),
+)
 CASES = [
     (name, tied, layout, schedule)
-    for name in ("convnet", "gpt2", "llama")
-    for tied in ((False,) if name == "convnet" else (True, False))
-    for layout in LAYOUTS
+    for (name, tied), layout, schedule in product(MODELS, LAYOUTS, SCHEDULES)
     if layout.tp == 1 or name == "llama"
-    for schedule in SCHEDULES
 ]
 SAMPLE = [("gpt2", True, DistributedConfig(pp=2, dp_shard=2), "interleaved_1f1b")]
 LONG = [
@@ -323,7 +340,7 @@ def test_images_that_fit_no_row_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def torch_alone_on_rank(rank: int) -> tuple[torch.Tensor, list[float], list[float]]:
-    """This rank's end of the tie after training, the norms it clipped by, and those of the whole model."""
+    """Return this rank's end of the tie after training, its norms, and the whole model's norms."""
     sys.path.insert(0, str(EXAMPLES))
     # to compute in float32
     parallel.apply_fsdp2 = partial(parallel.apply_fsdp2, mp_policy=MixedPrecisionPolicy())

@@ -123,7 +123,7 @@ LAYOUTS = [
 
 @cache
 def printed_by_layout(layout):
-    """Everything that training prints on as many ranks as the layout's factors need, but for its speed."""
+    """Return all lines of training on the ranks that the layout needs, but for its speed."""
     factors = [int(size) for size in re.findall(r"--(?:pp|tp|dp-\w+)=(\d)", layout)]
     n_ranks = prod(factors) * (2 if "=-1" in layout else 1)
     fixed = [*TINY, "--layers=4", "--global-batch-size=16", "--sample=12", "--prompt=def "]

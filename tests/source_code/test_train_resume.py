@@ -1,4 +1,4 @@
-"""train.py, interrupted as schedulers do it and started again, ends with the bits of a run that nobody interrupted."""
+"""train.py, interrupted and started again, ends with the bits of an undisturbed run."""
 
 import json
 import os
