@@ -42,9 +42,10 @@ def main(milliseconds: float = 20.0) -> None:
             found = on_ranks(N_RANKS, emulate, schedule, cluster, timeout_s=300.0)[0]
             expected = float(cluster.predict(schedule).bubble_fraction)
             off = 100 * (float(found.bubble_fraction) - expected)
-            numbers = f"{expected:>11.2%}{float(found.bubble_fraction):>11.2%}{off:>11.3f}{len(found.overruns):>11}"
+            bubbles = f"{expected:>11.2%}{float(found.bubble_fraction):>11.2%}{off:>11.3f}"
             real = f"{1e3 * max(found.lateness):>11.1f}{float(found.wall.makespan):>11.2f}"
-            print(f"{name:<18}{kind:<20}{numbers}{real}  {found.trouble}", flush=True)
+            numbers = f"{bubbles}{len(found.overruns):>11}{real}"
+            print(f"{name:<18}{kind:<20}{numbers}  {found.trouble}", flush=True)
 
 
 def emulate(rank: int, schedule: Schedule, cluster: EmulatedCluster) -> EmulatedTimeline | Timeline:

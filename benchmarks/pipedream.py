@@ -1,19 +1,16 @@
-"""What an asynchronous pipeline reaches on emulated ranks, against the slowest stage and against
-1F1B with its flush.
+"""The pace of an asynchronous pipeline on emulated ranks, beside its slowest stage and beside 1F1B.
 
     python benchmarks/pipedream.py [milliseconds]
 
-A forward takes that long (20 ms unless given), a backward twice as long, an update a tenth. The
-time of a microbatch in the steady state is what 24 more of them add to a step; no pipeline can be
-below its slowest stage's work on one, divided by the ranks that share it. Gradients and updates are
-real.
+A forward takes that long (20 ms unless given), a backward twice as long, an update a tenth. To time
+a microbatch in the steady state, a step gets 24 more of them. The bound of a pipeline is the work
+of its slowest stage on a microbatch, divided by the ranks that share the stage. Gradients and
+updates are real.
 
 Then a model of unequal layers is profiled on this machine and cut for two nodes of two ranks,
-evenly and by PipeDream's
-planner: what each cut was to take, and what it takes on emulated ranks, all times and links slowed
-    down alike. That is
-more where replicas exchange gradients, which the planner takes to be hidden behind work and the
-runtime does not hide.
+evenly and by PipeDream's planner. Each cut runs on emulated ranks, with all times and links slowed
+down alike, beside the time that was planned. It takes longer where replicas exchange gradients: the
+planner assumes that work hides the exchange, and the runtime does not hide it.
 """
 
 import sys
@@ -36,7 +33,10 @@ from course_pp.schedule import (
     partition,
 )
 
-WIDTH, SHORT, LONG = 16, 12, 36
+WIDTH = 16
+# Microbatches of the shorter and of the longer step.
+SHORT = 12
+LONG = 36
 
 
 def main(milliseconds: float = 20.0) -> None:
@@ -45,27 +45,30 @@ def main(milliseconds: float = 20.0) -> None:
     uneven = Costs((2 * f, f), (2 * f, f), (2 * f, f), update=f / 10)
     rows: list[tuple[str, tuple[int, ...], Costs, Versions | None, float]] = [
         ("1f1b, flushed every 12", (1, 1, 1, 1), equal, None, 3 * f),
-        *(
-            (f"pipedream {v}", (1, 1, 1, 1), equal, v, 3.1 * f)
-            for v in ("stash", "vertical", "none")
-        ),
+        ("pipedream stash", (1, 1, 1, 1), equal, "stash", 3.1 * f),
+        ("pipedream vertical", (1, 1, 1, 1), equal, "vertical", 3.1 * f),
+        ("pipedream none", (1, 1, 1, 1), equal, "none", 3.1 * f),
         ("pipedream 2bw", (1, 1, 1, 1), equal, "2bw", 3.025 * f),
         ("pipedream, slow stage", (1, 1), uneven, "stash", 6.1 * f),
         ("pipedream, slow stage shared", (2, 1), uneven, "stash", 3.05 * f),
     ]
     print(f"{'':<30}{'bound ms':>10}{'emulated ms':>13}{'over bound':>12}{'overruns':>10}")
     for name, shares, costs, versions, bound in rows:
-        took = [
-            on_ranks(sum(shares), step, schedule_of(shares, versions, m), costs, versions)[0]
-            for m in (SHORT, LONG)
+        n_ranks = sum(shares)
+        short, overruns = on_ranks(
+            n_ranks, step, schedule_of(shares, versions, SHORT), costs, versions
+        )[0]
+        long, more = on_ranks(n_ranks, step, schedule_of(shares, versions, LONG), costs, versions)[
+            0
         ]
-        each = (took[1][0] - took[0][0]) / (LONG - SHORT) if versions else took[0][0] / SHORT
-        overruns = took[0][1] + took[1][1]
-        print(
-            f"{name:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}",
-            flush=True,
-        )
+        each = (long - short) / (LONG - SHORT) if versions else short / SHORT
+        print_line(name, bound, each=each, overruns=overruns + more)
     compare_cuts(30 * f)
+
+
+def print_line(name: str, bound: float, each: float, overruns: int) -> None:
+    times = f"{1e3 * bound:>10.1f}{1e3 * each:>13.1f}"
+    print(f"{name:<30}{times}{each / bound - 1:>12.1%}{overruns:>10}", flush=True)
 
 
 def schedule_of(shares: tuple[int, ...], versions: Versions | None, m: int) -> Schedule:
@@ -83,7 +86,7 @@ def schedule_of(shares: tuple[int, ...], versions: Versions | None, m: int) -> S
 def step(
     rank: int, schedule: Schedule, costs: Costs, versions: Versions | None
 ) -> tuple[float, int]:
-    """Run two steps, as the first settles shapes; return makespan (s) and overruns of the second."""
+    """Run two steps, as the first settles shapes; return seconds and overruns of the second."""
     torch.manual_seed(0)
     stages = {
         s: nn.Linear(WIDTH, WIDTH) for s, ranks in enumerate(schedule.placement) if rank in ranks
@@ -107,10 +110,12 @@ def step(
     return float(run.makespan), len(run.overruns)
 
 
+# Inner widths of the layers, to which the work is in proportion.
 HIDDEN = (256, 256, 1024, 256, 256, 512, 256, 256)
-"""Inner widths of the layers of a model, each of so many times the work of the narrowest."""
-ROWS, NODE, NETWORK = 32, 2e10, 1e9
-"""Of a microbatch; bytes a second within a node and between nodes."""
+ROWS = 32
+# Bytes a second within a node and between nodes.
+NODE = 2e10
+NETWORK = 1e9
 
 
 def model() -> list[nn.Module]:
@@ -125,27 +130,23 @@ def compare_cuts(seconds: float) -> None:
     """
     torch.set_num_threads(1)
     layers = profile_layers(model(), torch.randn(ROWS, 256), repeats=20)
-    print(
-        f"\nlayers of {', '.join(f'{1e3 * layer.time:.1f}' for layer in layers)} ms on this"
-        " machine, alone"
-    )
+    times = ", ".join(f"{1e3 * layer.time:.1f}" for layer in layers)
+    print(f"\nlayers of {times} ms on this machine, alone")
     planned = partition(layers, [ClusterLevel(2, NODE), ClusterLevel(2, NETWORK)])
     quarter = len(layers) // 4
     even = tuple(PlannedStage(i * quarter, (i + 1) * quarter, 1) for i in range(4))
     slowdown = seconds / sum(layer.time for layer in layers)
-    print(
-        f"{'cut, layers × replicas':<30}{'planned ms':>10}{'emulated ms':>13}{'over':>12}{'overruns':>10}"
-    )
+    titles = f"{'planned ms':>10}{'emulated ms':>13}{'over':>12}{'overruns':>10}"
+    print(f"{'cut, layers × replicas':<30}{titles}")
     for name, stages in (("even", even), ("planned", planned.stages)):
         bound = slowdown * slowest(layers, stages)
         each, overruns = on_ranks(4, pace, layers, stages, slowdown)[0]
-        cut = f"{name}: " + " ".join(
-            f"{s.end - s.start}" + f"×{s.replicas}" * (s.replicas > 1) for s in stages
-        )
-        print(
-            f"{cut:<30}{1e3 * bound:>10.1f}{1e3 * each:>13.1f}{each / bound - 1:>12.1%}{overruns:>10}",
-            flush=True,
-        )
+        cut = f"{name}:"
+        for stage in stages:
+            cut += f" {stage.end - stage.start}"
+            if stage.replicas > 1:
+                cut += f"×{stage.replicas}"
+        print_line(cut, bound, each=each, overruns=overruns)
 
 
 def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> float:
@@ -153,7 +154,8 @@ def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> floa
 
     The first half of the ranks is one node, the second half another one.
     """
-    times, rank = [], 0
+    times = []
+    rank = 0
     for stage in stages:
         work = sum(layer.time for layer in layers[stage.start : stage.end])
         weights = sum(layer.weight_bytes for layer in layers[stage.start : stage.end])
@@ -167,24 +169,27 @@ def slowest(layers: Sequence[LayerCost], stages: Sequence[PlannedStage]) -> floa
 def pace(
     rank: int, layers: Sequence[LayerCost], stages: Sequence[PlannedStage], slowdown: float
 ) -> tuple[float, int]:
-    """Seconds a microbatch in the steady state, and what overran."""
-    work = [
-        slowdown * sum(layer.time for layer in layers[stage.start : stage.end]) for stage in stages
-    ]
-    third = [0.3 * t for t in work]
-    costs = Costs(third, third, third, update=[0.1 * t for t in work])
+    """Return the seconds of a microbatch in the steady state, and the number of overruns."""
+    third = []
+    update = []
+    for stage in stages:
+        work = slowdown * sum(layer.time for layer in layers[stage.start : stage.end])
+        third.append(0.3 * work)
+        update.append(0.1 * work)
+    costs = Costs(third, third, third, update=update)
     links = [EmulatedLink(bandwidth=bandwidth / slowdown) for bandwidth in (NODE, NETWORK, NODE)]
     schedule = build("pipedream", 4, LONG, replicas=[stage.replicas for stage in stages])
-    modules = {
-        s: nn.Sequential(*model()[stages[s].start : stages[s].end])
-        for s, ranks in enumerate(schedule.placement)
-        if rank in ranks
-    }
+    modules = {}
+    for s, ranks in enumerate(schedule.placement):
+        if rank in ranks:
+            modules[s] = nn.Sequential(*model()[stages[s].start : stages[s].end])
     optimizers = {s: torch.optim.SGD(stage.parameters(), lr=0.01) for s, stage in modules.items()}
     recorder = Recorder()
     cluster = EmulatedCluster(costs, links)
     pipeline = Pipeline(
-        *(schedule, modules, F.mse_loss),
+        schedule,
+        modules,
+        F.mse_loss,
         recorder=recorder,
         cluster=cluster,
         optimizers=optimizers,
@@ -195,12 +200,11 @@ def pace(
         recorder.clear()
         pipeline.step(batch, target=batch)
     run = recorder.timeline()
-    ends = {
-        part.microbatch: span.end
-        for span in run.by_rank[0]
-        for part in span.action.parts
-        if part.kind == "U"
-    }
+    ends = {}
+    for span in run.by_rank[0]:
+        for part in span.action.parts:
+            if part.kind == "U":
+                ends[part.microbatch] = span.end
     return float(ends[2 * SHORT] - ends[SHORT]) / SHORT, len(run.overruns)
 
 

@@ -103,7 +103,7 @@ _NAMES = ("matmul_efficiency", "memory_passes")
 
 @dataclass(frozen=True)
 class Linear:
-    """Return log(predicted / published) of a row, and its derivative by each constant's logarithm."""
+    """The error log(predicted / published) of a row, and its slope by each constant's logarithm."""
 
     error: float
     slopes: tuple[float, float]
@@ -111,11 +111,12 @@ class Linear:
     @classmethod
     def of(cls, row: PublishedRun, at: Constants) -> "Linear":
         error = math.log(row.predicted(at).step_s / row.seconds)
-        nudged = (replace(at, **{name: getattr(at, name) * 1.01}) for name in _NAMES)
-        u, v = (
-            (math.log(row.predicted(each).step_s / row.seconds) - error) / 0.01 for each in nudged
-        )
-        return cls(error, (u, v))
+        slopes = []
+        for name in _NAMES:
+            nudged = replace(at, **{name: getattr(at, name) * 1.01})
+            there = math.log(row.predicted(nudged).step_s / row.seconds)
+            slopes.append((there - error) / 0.01)
+        return cls(error, (slopes[0], slopes[1]))
 
 
 def stepped(rows: Sequence[Linear], at: Constants) -> Constants:
@@ -157,9 +158,9 @@ def main() -> None:
     errors, naive = left_out(start, linear)
     print(f"{'row':<12}{'published s':>12}{'left out s':>12}{'error':>8}{'naive':>8}")
     for row, error, guess in zip(TABLE, errors, naive, strict=True):
-        print(
-            f"{row.name:<12}{row.seconds:12.2f}{row.seconds * (1 + error):12.2f}{error:+8.1%}{guess:+8.1%}"
-        )
+        predicted = row.seconds * (1 + error)
+        errors_of = f"{error:+8.1%}{guess:+8.1%}"
+        print(f"{row.name:<12}{row.seconds:12.2f}{predicted:12.2f}{errors_of}")
     for name, found in (("model", errors), ("naive", naive)):
         sizes = [abs(each) for each in found]
         print(f"{name}: median error {median(sizes):.1%}, worst {max(sizes):.1%}")

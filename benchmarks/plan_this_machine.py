@@ -142,9 +142,8 @@ def print_rows(
     constants: Constants,
 ) -> list[float]:
     """One row a run; the sizes of the relative errors."""
-    print(
-        f"\n{title + ': width × layers, batch × tokens':<72}{'predicted ms':>14}{'measured ms':>13}{'error':>8}"
-    )
+    sizes = f"{title}: width × layers, batch × tokens"
+    print(f"\n{sizes:<72}{'predicted ms':>14}{'measured ms':>13}{'error':>8}")
     errors = []
     for run in rows:
         predicted = predict(

@@ -50,15 +50,13 @@ def main(repeats: int = 10) -> None:
         f"torch {torch.__version__}, {MODEL.n_parameters:,} parameters, {ROWS} × {SEQ_LEN} tokens a"
         " step"
     )
-    print(
-        f"{'precision':<10}{'parallel ms':>13}{'runtime ms':>12}{'state MB':>10}{'kept MB':>9}{'peak MB':>9}"
-    )
+    titles = f"{'state MB':>10}{'kept MB':>9}{'peak MB':>9}"
+    print(f"{'precision':<10}{'parallel ms':>13}{'runtime ms':>12}{titles}")
     for name, cost in first.items():
-        times = [statistics.median(each) * 1e3 for each in (cost.parallel, cost.runtime)]
-        sizes = [each / 1e6 for each in (cost.state, cost.kept, cost.peak)]
-        print(
-            f"{name:<10}{times[0]:>13.0f}{times[1]:>12.0f}{sizes[0]:>10.1f}{sizes[1]:>9.1f}{sizes[2]:>9.1f}"
-        )
+        parallel = statistics.median(cost.parallel) * 1e3
+        runtime = statistics.median(cost.runtime) * 1e3
+        sizes = f"{cost.state / 1e6:>10.1f}{cost.kept / 1e6:>9.1f}{cost.peak / 1e6:>9.1f}"
+        print(f"{name:<10}{parallel:>13.0f}{runtime:>12.0f}{sizes}")
 
 
 def measure(rank: int, repeats: int) -> dict[str, Cost]:

@@ -52,11 +52,10 @@ def main(repeats: int = 100) -> None:
     )
     for bound, size in SIZES.items():
         print(f"\nbound by {bound}: {size}")
-        print(
-            f"{'ranks':>6} "
-            f" {'schedule':<18}{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorded/torch':>16}"
-        )
-        ratios, costs = [], []
+        titles = f"{'torch ms':>10}{'ours ms':>10}{'ours/torch':>12}{'recorded/torch':>16}"
+        print(f"{'ranks':>6}  {'schedule':<18}{titles}")
+        ratios = []
+        costs = []
         for n_ranks in (2, 4):
             for name in SCHEDULES:
                 torchs, ours, recorded = on_ranks(
@@ -66,9 +65,8 @@ def main(repeats: int = 100) -> None:
                 cost = statistics.median(a / b for a, b in zip(recorded, torchs, strict=True))
                 ratios.append(ratio)
                 costs.append(cost)
-                times = "".join(
-                    f"{statistics.median(each) * 1e3:>10.1f}" for each in (torchs, ours)
-                )
+                times = f"{statistics.median(torchs) * 1e3:>10.1f}"
+                times += f"{statistics.median(ours) * 1e3:>10.1f}"
                 print(f"{n_ranks:>6}  {name:<18}{times}{ratio:>12.2f}{cost:>16.2f}", flush=True)
         print(
             f"{'geometric mean':<46}{geometric_mean(ratios):>12.2f}{geometric_mean(costs):>16.2f}",
@@ -109,16 +107,17 @@ def take_turns(rank: int, name: str, size: Size, repeats: int) -> list[list[floa
 
 
 def in_turn(steps: list[T], repeat: int) -> list[T]:
-    """Return the steps; each repeat begins with another one, as a step leaves its caches to the next."""
+    """Return the steps in turn: a step leaves its caches to the next, so each comes first once."""
     first = repeat % len(steps)
     return steps[first:] + steps[:first]
 
 
 def module_of(stage: int, size: Size) -> nn.Module:
     torch.manual_seed(stage)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()) for _ in range(size.layers))
-    )
+    layers = []
+    for _ in range(size.layers):
+        layers.append(nn.Sequential(nn.Linear(size.width, size.width), nn.ReLU()))
+    return nn.Sequential(*layers)
 
 
 def torch_schedule(name: str, modules: dict[int, nn.Module], n_stages: int) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of Sphinx for the site. `make site` runs it on the folder that docs/make_site.py makes."""
+"""Settings of Sphinx for the site. `make site` runs it on the folder of docs/make_site.py."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Additions to Sphinx and MyST-NB: alt text, formulas without scripts, links at a term's first use."""
+"""Additions to Sphinx and MyST-NB: alt text, formulas without scripts, links at first use."""
 
 import json
 import re
@@ -181,7 +181,7 @@ def _displayed_formula(writer: Any, node: nodes.math_block) -> None:
 
 
 def mathml(tex: str, displayed: bool = False) -> str:
-    """Return a formula as MathML. One that cannot be converted gives a warning and stays as it is."""
+    """Return a formula as MathML. One that cannot be converted stays, with a warning."""
     known = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", tex.strip())
     for unknown, other in _SPELLINGS.items():
         known = known.replace(unknown, other)
