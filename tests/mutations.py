@@ -97,10 +97,13 @@ FAULTS = [
     ),
     Fault("step/scaler.py", "any(found for _, found, _ in told)", "found", SCALED),
     Fault("step/scaler.py", "            self.unscale_(optimizer)\n", "            pass\n", SCALED),
-    Fault(
-        "runtime/pipeline.py", "if scaler is None or not scaler.is_enabled():", "if True:", SCALED
-    ),
     Fault("runtime/stage.py", "weight() * self.scale", "weight()", SCALED),
+    Fault(
+        "training/trainer.py",
+        "if not math.isfinite(loss) and not self._scaler.is_enabled():",
+        "if False:",
+        "training/test_precision.py",
+    ),
     Fault("parallel/pipeline.py", "/ pipelines / scale", "/ pipelines", SCALED),
     Fault("step/loss.py", "None if is_in_backward() else 1.0", "1.0", ATTACHED),
     Fault("runtime/mailbox.py", "packet.weight.copy_(weight)", "pass", ATTACHED),

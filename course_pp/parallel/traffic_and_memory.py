@@ -642,16 +642,14 @@ def _attached_losses(rank: _Rank) -> CollectiveCounts:
     ranges = compute_layer_assignment(config.n_layers, n_stages)
 
     def told(pp_rank: int) -> int:
-        """Return the bytes in which a rank says the sums of its stages."""
-        indices = get_stage_indices(rank.schedule, pp_rank, rank.layout.pp)
-        held = [
-            (i, layer) for i in indices for layer in range(*ranges[i]) if config.has_experts(layer)
-        ]
-        return len(
-            pickle.dumps(
-                {f"layers.{layer}.{kind}": (i, 0.0) for i, layer in held for kind in kinds}
-            )
-        )
+        """Return the number of bytes in which a rank tells the sums of its stages."""
+        sums = {}
+        for stage in get_stage_indices(rank.schedule, pp_rank, rank.layout.pp):
+            for layer in range(*ranges[stage]):
+                for kind in kinds if config.has_experts(layer) else ():
+                    sums[f"layers.{layer}.{kind}"] = (stage, 0.0)
+        # To the byte: a prediction without exceptions can be compared with a count as a whole.
+        return len(pickle.dumps(sums))
 
     if not kinds or not config.n_experts:
         return _NOTHING

@@ -38,9 +38,7 @@ from course_pp.step.scaler import MeshGradScaler
 from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Rows, Sequences, Stream, validation_batches
 from course_pp.training.engines import (
-    ParallelEngine,
-    PipelineEngine,
-    RuntimeEngine,
+    Engine,
     Stages,
     device_and_dtype,
     flops_of_a_sequence,
@@ -174,28 +172,17 @@ class Trainer:
             init_scale=config.loss_scale, enabled=config.precision == "fp16"
         )
 
-        self._engine: PipelineEngine
-        if config.engine == "parallel":
-            self._engine = ParallelEngine(
-                config,
-                self.held,
-                loss_fn=loss_fn,
-                scaler=self._scaler,
-                seq_len=train.seq_len,
-                device_mesh=device_mesh,
-                device=self.device,
-            )
-        else:
-            self._engine = RuntimeEngine(
-                config,
-                self.held,
-                loss_fn=loss_fn,
-                scaler=self._scaler,
-                masked=train.is_padded,
-                device_mesh=device_mesh,
-                device=self.device,
-                optimizer=self.optimizer,
-            )
+        self._engine = Engine(
+            config,
+            self.held,
+            loss_fn=loss_fn,
+            scaler=self._scaler,
+            seq_len=train.seq_len,
+            masked=train.is_padded,
+            device_mesh=device_mesh,
+            device=self.device,
+            optimizer=self.optimizer,
+        )
         self.scheduler = build_scheduler(self.optimizer, config)
 
         # Several ranks may hold the last stage: tensor and data ranks, and copies of the pipeline.

@@ -274,6 +274,26 @@ def test_a_step_that_is_not_finite_is_skipped_or_refused_on_every_rank(engine: s
         assert "step 1: the norm of the gradient is nan: go on from a checkpoint" in refused
 
 
+def infinite_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradient is finite."""
+    return output.mean() + math.inf
+
+
+def with_an_infinite_loss(rank: int, engine: Any) -> None:
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    modules = [build_stage_module(MODEL, get_pp_rank(mesh), 2)]
+    run = Trainer(
+        replace(RUN, engine=engine), modules, rows(), device_mesh=mesh, loss_fn=infinite_loss
+    )
+    with pytest.raises(NonFiniteGradient):
+        run.train_step()
+
+
+@pytest.mark.parametrize("engine", ["parallel", "runtime"])
+def test_an_infinite_loss_with_a_finite_gradient_is_refused_on_every_rank(engine: str) -> None:
+    on_ranks(2, with_an_infinite_loss, engine, timeout_s=60)
+
+
 def refused(rank: int) -> list[str]:
     """What is said of stages that compute in something else than was asked for."""
     said = []
