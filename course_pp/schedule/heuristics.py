@@ -1,38 +1,39 @@
-"""Orders to begin a search with: by lists, by refilling a named order, by Zero Bubble's heuristic,
-by repetition.
+"""Orders to begin a search with.
 
-The basis is list scheduling (Graham 1966): the rank that can start first takes what its rule likes
-best.
+There are four sources: list scheduling, named orders with their weight gradients placed anew, Zero
+Bubble's heuristic, and blocks that repeat. The basis is list scheduling (Graham 1966): the rank
+that can start first takes the action that its rule prefers.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, product, starmap
 from random import Random
 
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs
-from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
+from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, OrderProblem, Words
 from course_pp.schedule.schedule import Schedule
 
 Choice = tuple[Time, int, int]
-"""When it could start, its place among what the rank prefers, and the letter."""
+"""When a letter could start, its place among the preferences of the rank, and the letter."""
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What a rank does when it could do several things.
+class DispatchRule:
+    """The preferences of a rank that could do several things.
 
     Attributes:
-        order: the kinds, dearest first: ``"IFW"`` does what others wait for and fills with weight
-            gradients.
-        slope: how many more microbatches a rank may run ahead of its backwards than the next rank;
-            None for no limit. 1 gives the warm-up of 1F1B, 2 that of ZB-H2.
+        order: the kinds, dearest first: ``"IFW"`` does first the work that others wait for, and
+            fills with weight gradients.
+        slope: the number of microbatches by which a rank may run further ahead of its backwards
+            than the next rank; None for no limit. 1 gives the warm-up of 1F1B, 2 that of ZB-H2.
         patient: whether a rank leaves ``W`` if a message known to be on its way arrives before
             ``W`` would end.
         deep: whether a rank with two stages prefers the later one.
-        window: how many microbatches a rank with two stages may have under way; None for no limit.
+        window: the most microbatches that a rank with two stages may have under way; None for no
+            limit.
     """
 
     order: str = "IFW"
@@ -43,39 +44,38 @@ class Rule:
 
 
 _RULES = tuple(
-    Rule(order, slope, patient, deep)
-    for order in ("IFW", "FIW", "IWF")
-    for slope in (None, 1, 2)
-    for patient in (False, True)
-    for deep in (True, False)
+    starmap(
+        DispatchRule, product(("IFW", "FIW", "IWF"), (None, 1, 2), (False, True), (True, False))
+    )
 )
 
 
-def rules_for(problem: Problem) -> tuple[Rule, ...]:
-    """Return the rules worth a try. With two stages, a rank fills up with the first unless entries are limited."""
+def rules_for(problem: OrderProblem) -> tuple[DispatchRule, ...]:
+    """Return the rules worth a try."""
     if problem.n_chunks == 1:
         return tuple(rule for rule in _RULES if rule.deep)
+    # With two stages, a rank fills up with microbatches of the first unless entries are limited.
     cap = min(problem.caps)
-    windows = [
-        None,
-        *sorted({window for window in (cap // 2, cap // 2 + 1, cap - 2) if 0 < window < cap}),
-    ]
-    return tuple(replace(rule, window=window) for window in windows for rule in _RULES)
+    limits = {limit for limit in (cap // 2, cap // 2 + 1, cap - 2) if 0 < limit < cap}
+    rules = []
+    for window in (None, *sorted(limits)):
+        rules += [replace(rule, window=window) for rule in _RULES]
+    return tuple(rules)
 
 
 class Desk:
-    """A schedule as it is being written, rank by rank, with what each rank could do next.
+    """A schedule as it is being written, rank by rank, and the choices of each rank.
 
     Attributes:
         words: for each rank the letters so far.
         clocks: when each rank is free.
-        held: for each rank how many activations it has.
-        ahead: by how many its forwards exceed its input gradients.
-        under_way: how many activations of its first stage it has.
+        held: for each rank the number of activations it has.
+        ahead: for each rank the number of its forwards less that of its input gradients.
+        under_way: for each rank the number of activations of its first stage it has.
         inbox: for each letter when the inputs that it could take arrived.
     """
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: OrderProblem, rule: DispatchRule) -> None:
         self.problem = problem
         self.words: Words = [[] for _ in range(problem.n_ranks)]
         self.clocks: list[Time] = [0] * problem.n_ranks
@@ -85,14 +85,15 @@ class Desk:
         self.ahead = [0] * problem.n_ranks
         self.under_way = [0] * problem.n_ranks
         self.rule = rule
-        order, sign = ["FIW".index(kind) for kind in rule.order], -1 if rule.deep else 1
-        self._letters = [
-            sorted(
-                problem.letters_of(rank),
-                key=lambda each: (order.index(each % 3), sign * (each // 3)),
-            )
-            for rank in range(problem.n_ranks)
-        ]
+
+        def preference(letter: int) -> tuple[int, int]:
+            stage, kind = divmod(letter, 3)
+            return rule.order.index("FIW"[kind]), -stage if rule.deep else stage
+
+        self._letters = []
+        for rank in range(problem.n_ranks):
+            self._letters.append(sorted(problem.letters_of(rank), key=preference))
+        # The letters that wait for each letter.
         self._readers: list[list[int]] = [[] for _ in problem.durations]
         used = {letter for letters in self._letters for letter in letters}
         for letter, maker in enumerate(problem.waits_for):
@@ -109,24 +110,23 @@ class Desk:
         could not go on.
         """
         problem = self.problem
-        later = sum(each == rank for each in problem.ranks[stage + 1 :])
+        later = problem.ranks[stage + 1 :].count(rank)
         if self.held[rank] + 1 > problem.caps[rank] - later:
             return False
-        # With several stages a rank, only the first keeps its distance: the others finish what is
-        # under way.
+        # With several stages a rank, only the first keeps its distance: the others finish the
+        # microbatches that are under way.
         if stage >= problem.n_ranks:
             return True
         if self.rule.window is not None and self.under_way[rank] >= self.rule.window:
             return False
         if self.rule.slope is None:
             return True
-        distance = (
-            self.rule.slope * (problem.n_ranks - 1 - rank)
-            + (problem.n_chunks - 1) * problem.n_ranks
-        )
+        ranks_behind = problem.n_ranks - 1 - rank
+        distance = self.rule.slope * ranks_behind + (problem.n_chunks - 1) * problem.n_ranks
         return self.ahead[rank] <= distance
 
     def start(self, rank: int, letter: int) -> Time:
+        """Return when the rank could start the letter, whose input is there."""
         return max(self.clocks[rank], self.inbox[letter][0])
 
     def _choices(self, rank: int) -> Iterator[Choice]:
@@ -135,18 +135,19 @@ class Desk:
                 yield self.start(rank, letter), place, letter
 
     def _look(self, rank: int) -> None:
+        """Choose the rank's next letter."""
         best = min(self._choices(rank), default=None)
         if best is not None and best[2] % 3 == WEIGHT and self.rule.patient:
             end = best[0] + self.problem.durations[best[2]]
-            best = min(
-                (each for each in self._choices(rank) if each[2] % 3 != WEIGHT and each[0] < end),
-                default=best,
-            )
+            others = [each for each in self._choices(rank) if each[2] % 3 != WEIGHT]
+            best = min((each for each in others if each[0] < end), default=best)
         self._next[rank] = best
 
     def take(self, rank: int, letter: int) -> None:
+        """Write the letter as the rank's next."""
         problem = self.problem
-        self.clocks[rank] = end = self.start(rank, letter) + problem.durations[letter]
+        end = self.start(rank, letter) + problem.durations[letter]
+        self.clocks[rank] = end
         self.inbox[letter].pop(0)
         self.words[rank].append(letter)
         kind = letter % 3
@@ -163,13 +164,9 @@ class Desk:
             self._look(each)
 
     def fill(self) -> bool:
-        """Take what is left, the earliest start first; return whether all could be placed."""
-        left = (
-            sum(len(self.problem.letters_of(r)) for r in range(self.problem.n_ranks))
-            * self.problem.n_microbatches
-        )
-        left -= sum(map(len, self.words))
-        for _ in range(left):
+        """Take the letters left, the earliest start first; return whether all could be placed."""
+        n_letters = sum(map(len, self._letters)) * self.problem.n_microbatches
+        for _ in range(n_letters - sum(map(len, self.words))):
             able = [(choice, rank) for rank, choice in enumerate(self._next) if choice is not None]
             if not able:
                 return False
@@ -179,33 +176,38 @@ class Desk:
 
 
 def filled(schedule: Schedule, costs: Costs, limits: Sequence[int] | None = None) -> Schedule:
-    """Return a named order with its weight gradients placed for ``costs``, or as it is where that
-    is no shorter.
+    """Return a named order with its weight gradients placed for ``costs``.
 
-    Nobody waits for a weight gradient, so it may come whenever its rank would otherwise wait (Qi et
-    al. 2024, "Zero bubble pipeline parallelism", section 3.1). No rank holds more activations than
-    the fullest did before, nor than its own limit, which the order keeps to. An order with whole
-    backwards stays as it is.
+    Other ranks do not wait for a weight gradient, so it may come whenever its rank would otherwise
+    wait (Qi et al. 2024, "Zero bubble pipeline parallelism", section 3.1). No rank holds more
+    activations than the fullest did before, nor than its own limit, which the order keeps to. An
+    order with whole backwards stays as it is, and so does one that would get no shorter.
     """
     if not splits_every_backward(schedule):
         return schedule
     changes = {"F": 1, "I": 0, "W": -1}
-    most = max(
-        max(accumulate(changes[part.kind] for a in row for part in a.parts))
-        for row in schedule.actions
-    )
+    most = 0
+    for row in schedule.actions:
+        parts = (part for action in row for part in action.parts)
+        most = max([most, *accumulate(changes[part.kind] for part in parts)])
     caps = tuple(min(most, limit) for limit in limits or (most,) * schedule.n_ranks)
-    problem = Problem.of(schedule.placement, schedule.n_microbatches, costs, caps, split=True)
-    named, best = problem.words_of(schedule), schedule
+    problem = OrderProblem.of(schedule.placement, schedule.n_microbatches, costs, caps, split=True)
+    named = problem.words_of(schedule)
+    best = schedule
     makespan = problem.makespan(named)
     for patient in (True, False):
         desk = _Filling(problem, named, patient)
-        if desk.fill() and (now := problem.makespan(desk.words)) < makespan:
-            best, makespan = problem.schedule_of(schedule.name, desk.words), now
+        if not desk.fill():
+            continue
+        now = problem.makespan(desk.words)
+        if now < makespan:
+            makespan = now
+            best = problem.schedule_of(schedule.name, desk.words)
     return best
 
 
 def splits_every_backward(schedule: Schedule) -> bool:
+    """Return whether the schedule has ``F``, ``I`` and ``W``, and no other kind."""
     return {part.kind for part in schedule.parts} == set("FIW")
 
 
@@ -216,9 +218,9 @@ class _Filling(Desk):
     ends before the wait.
     """
 
-    def __init__(self, problem: Problem, words: Words, patient: bool) -> None:
+    def __init__(self, problem: OrderProblem, words: Words, patient: bool) -> None:
         self._order = [deque(letter for letter in word if letter % 3 != WEIGHT) for word in words]
-        super().__init__(problem, Rule(patient=patient))
+        super().__init__(problem, DispatchRule(patient=patient))
 
     def take(self, rank: int, letter: int) -> None:
         if letter % 3 != WEIGHT:
@@ -226,28 +228,34 @@ class _Filling(Desk):
         super().take(rank, letter)
 
     def _look(self, rank: int) -> None:
-        clock, order = self.clocks[rank], self._order[rank]
-        letters = (
-            letter for letter in self._letters[rank] if letter % 3 == WEIGHT and self.inbox[letter]
-        )
-        weight = min(letters, key=lambda letter: self.inbox[letter][0], default=None)
-        full = (
-            bool(order) and order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
-        )
-        known = bool(order) and not full and bool(self.inbox[order[0]])
-        start = self.start(rank, order[0]) if known else None
+        clock = self.clocks[rank]
+        order = self._order[rank]
+        weights = [letter for letter in self._letters[rank] if letter % 3 == WEIGHT]
+        ready = [letter for letter in weights if self.inbox[letter]]
+        weight = min(ready, key=lambda letter: self.inbox[letter][0], default=None)
+
+        # The next letter of the order: None if there is none, if it has no room or no input yet.
+        start = None
+        full = False
+        if order:
+            full = order[0] % 3 == FORWARD and self.held[rank] >= self.problem.caps[rank]
+            if not full and self.inbox[order[0]]:
+                start = self.start(rank, order[0])
         self._next[rank] = None if start is None else (start, 1, order[0])
-        if weight is not None:
-            end = clock + (self.problem.durations[weight] if self.rule.patient else 0)
-            if start is None:
-                self._next[rank] = (clock, 0 if full else 2, weight)
-            elif clock < start and end <= start:
-                self._next[rank] = (clock, 0, weight)
+        if weight is None:
+            return
+        end = clock
+        if self.rule.patient:
+            end += self.problem.durations[weight]
+        if start is None:
+            # At equal times a full rank goes first, and a rank that knows of no input goes last.
+            self._next[rank] = (clock, 0 if full else 2, weight)
+        elif clock < start and end <= start:
+            self._next[rank] = (clock, 0, weight)
 
 
-def zero_bubble_heuristic(problem: Problem) -> Iterator[Words]:
-    """Yield the words of the heuristic of Zero Bubble's authors, written anew from their
-    description.
+def zero_bubble_heuristic(problem: OrderProblem) -> Iterator[Words]:
+    """Yield the words of the heuristic of Zero Bubble's authors, rewritten from their description.
 
     Qi et al. 2024, "Zero bubble pipeline parallelism" (arXiv 2401.10241), section 3.1, with the
     details of their repository ``sail-sg/zero-bubble-pipeline-parallelism`` (``scheduler/zb.py``):
@@ -268,23 +276,26 @@ class _Attempt(Desk):
     """One run of the heuristic.
 
     Attributes:
-        done: for each rank how many forwards, input gradients and weight gradients it has.
-        bubbles: how long each rank has waited since its first forward.
+        done: for each rank the number of its forwards, input gradients and weight gradients.
+        bubbles: the time that each rank has waited since its first forward.
     """
 
     def __init__(
-        self, problem: Problem, stop_short: bool, backward_first: bool, greedy: bool
+        self, problem: OrderProblem, stop_short: bool, backward_first: bool, greedy: bool
     ) -> None:
-        super().__init__(problem, Rule())
+        super().__init__(problem, DispatchRule())
         self.n = problem.n_ranks
-        self.stop_short, self.backward_first, self.greedy = stop_short, backward_first, greedy
+        self.stop_short = stop_short
+        self.backward_first = backward_first
+        self.greedy = greedy
         self.done = [[0, 0, 0] for _ in range(self.n)]
         self.bubbles: list[Time] = [0] * self.n
 
     def _look(self, rank: int) -> None:
-        """It knows what comes next without looking."""
+        """Do nothing: the heuristic knows the next letter."""
 
     def finish(self) -> bool:
+        """Write all words; return whether memory sufficed."""
         self._warm_up()
         for _ in range(1, self.problem.n_microbatches):
             wanted = [self._wants_forward(rank) for rank in range(self.n)]
@@ -309,29 +320,31 @@ class _Attempt(Desk):
         self.done[rank][kind] += 1
 
     def _warm_up(self) -> None:
-        """A first forward each, what fits before the first input gradient arrives, and the first input gradients."""
+        """Run forwards until the first input gradient arrives on each rank, then that gradient."""
         problem, n = self.problem, self.n
         for rank in range(n):
             self._put(rank, FORWARD)
+
+        # The forwards that fit before the first input gradient arrives, from the last rank up.
         more = [0] * n
         back = self.clocks[n - 1] + self._cost(n - 1, INPUT)
         for rank in reversed(range(n - 1)):
-            arrival, clock = back + problem.delays[3 * rank + INPUT], self.clocks[rank]
+            arrival = back + problem.delays[3 * rank + INPUT]
+            clock = self.clocks[rank]
             while more[rank] + 1 < min(problem.n_microbatches, problem.caps[rank]):
-                then = clock + self._cost(rank, FORWARD)
-                if then > arrival if self.stop_short else clock >= arrival:
+                end = clock + self._cost(rank, FORWARD)
+                is_late = end > arrival if self.stop_short else clock >= arrival
+                if is_late:
                     break
-                clock, more[rank] = then, more[rank] + 1
+                clock = end
+                more[rank] += 1
             back = max(clock, arrival) + self._cost(rank, INPUT)
+
+        # A rank runs fewer forwards ahead than the rank that feeds it, unless that one has done
+        # all.
         for rank in range(1, n):
-            # A rank can be ahead only by fewer forwards than the rank that feeds it, unless that
-            # one has done all.
-            while (
-                more[rank] > 0
-                and more[rank] >= more[rank - 1]
-                and more[rank - 1] + 1 < problem.n_microbatches
-            ):
-                more[rank] -= 1
+            if more[rank - 1] + 1 < problem.n_microbatches:
+                more[rank] = min(more[rank], max(0, more[rank - 1] - 1))
         for rank in range(n):
             for _ in range(more[rank]):
                 self._put(rank, FORWARD)
@@ -342,11 +355,9 @@ class _Attempt(Desk):
         done = self.done
         if done[rank][FORWARD] >= self.problem.n_microbatches:
             return False
-        if (
-            not self.backward_first
-            or rank + 1 == self.n
-            or done[rank][FORWARD] < done[rank + 1][FORWARD] + 2
-        ):
+        if not self.backward_first or rank + 1 == self.n:
+            return True
+        if done[rank][FORWARD] < done[rank + 1][FORWARD] + 2:
             return True
         # The next rank has a forward in store. Is there time for one here before its next gradient
         # comes up?
@@ -386,70 +397,77 @@ class _Attempt(Desk):
         self._put(rank, INPUT)
 
     def _fill_until(self, rank: int, kind: int) -> None:
-        """Weight gradients until the input of the next action is there; the last may make it late."""
-        arrival, done = self.inbox[3 * rank + kind][0], self.done[rank]
-        while (
-            done[WEIGHT] < done[INPUT] and self.clocks[rank] + self._cost(rank, WEIGHT) <= arrival
-        ):
+        """Run weight gradients until the next action's input is there; the last may be late."""
+        arrival = self.inbox[3 * rank + kind][0]
+        done = self.done[rank]
+        took = self._cost(rank, WEIGHT)
+        while done[WEIGHT] < done[INPUT] and self.clocks[rank] + took <= arrival:
             self._put(rank, WEIGHT)
         left = arrival - self.clocks[rank]
-        if (
-            done[WEIGHT] < done[INPUT]
-            and left > 0
-            and (self.greedy or left > max(self.bubbles) - self.bubbles[rank])
-        ):
+        has_one = done[WEIGHT] < done[INPUT] and left > 0
+        # Not greedy, a rank is late only if its bubble would become the largest otherwise.
+        if has_one and (self.greedy or left > max(self.bubbles) - self.bubbles[rank]):
             self._put(rank, WEIGHT)
 
 
-_TRIES, _LETTERS = 500, 150_000
-"""Blocks to try from each beginning: so many, or more where they are small and simulated soon."""
+# Blocks to try from each beginning: at least _TRIES, and more where blocks are small, up to
+# _LETTERS letters in all.
+_TRIES = 500
+_LETTERS = 150_000
 
 _CLIMBS = 4
 
 
 _Block = tuple[tuple[int, ...], int]
-"""A microbatch's way, in units of a mean action: waits before each letter, and the interval to the next one."""
+"""The waits before each letter of a microbatch, and the interval to the next microbatch.
+
+Both are in units of a mean action.
+"""
 
 
-def repeating(problem: Problem, seed: int, over: Callable[[], bool]) -> list[Words]:
-    """Return words that repeat: one microbatch's way down and up, with waits, begun anew at a fixed
-    interval.
+def repeating(problem: OrderProblem, seed: int, over: Callable[[], bool]) -> list[Words]:
+    """Return words that repeat the way of one microbatch, with waits, at a fixed interval.
 
     Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3,
     draw such blocks for a V and three amounts of memory. Here the waits are searched for, for two
     stages a rank in any placement, with any times and caps, until time is ``over``. A rule that
     acts whenever it can does not find them: with little memory a gradient should wait where the
-    stages turn. None for one stage a rank.
+    stages turn. With one stage a rank there are none.
     """
-    climbs = range(_CLIMBS if problem.n_chunks == 2 else 0)
-    found = (_Climb(problem, seed + number).best(number % 2 == 1, over) for number in climbs)
-    return [words for words in found if words is not None]
+    if problem.n_chunks != 2:
+        return []
+    found = []
+    for number in range(_CLIMBS):
+        words = _Climb(problem, seed + number).best(number % 2 == 1, over)
+        if words is not None:
+            found.append(words)
+    return found
 
 
 class _Climb:
     """From one block to a neighbour that is no worse, and on."""
 
-    def __init__(self, problem: Problem, seed: int) -> None:
-        self.problem, self.random = problem, Random(seed)
-        stages = range(len(problem.ranks))
+    def __init__(self, problem: OrderProblem, seed: int) -> None:
+        self.problem = problem
+        self.random = Random(seed)
         self.times = [float(time) for time in problem.durations]
         self.unit = sum(self.times) / sum(time > 0 for time in self.times)
-        self.way = [3 * stage + FORWARD for stage in stages] + [
-            3 * stage + INPUT for stage in reversed(stages)
-        ]
+        stages = range(len(problem.ranks))
+        down = [3 * stage + FORWARD for stage in stages]
+        up = [3 * stage + INPUT for stage in reversed(stages)]
+        self.way = down + up
         self.kinds = (FORWARD, INPUT, WEIGHT) if problem.split else (FORWARD, INPUT)
 
     def best(self, one_by_one: bool, over: Callable[[], bool]) -> Words | None:
-        """Return the words of the best block that was found; None without any that fits.
+        """Return the words of the best block that was found; None if none fits.
 
-        It begins with one microbatch after the other if ``one_by_one``, else with as many as a rank
-        can work for.
+        The climb begins with one microbatch after the other if ``one_by_one``, else with as many as
+        a rank can work for.
         """
-        problem, length = self.problem, sum(self.times) / self.unit
-        block = (
-            (0,) * len(self.times),
-            1 + round(length if one_by_one else length / problem.n_ranks),
-        )
+        problem = self.problem
+        length = sum(self.times) / self.unit
+        interval = 1 + round(length if one_by_one else length / problem.n_ranks)
+        block: _Block = ((0,) * len(self.times), interval)
         best: tuple[tuple[Time, Time], Words] | None = None
         now: Time | None = None
         n_letters = len(self.way) * problem.n_microbatches
@@ -460,17 +478,21 @@ class _Climb:
             words = self._words(tried)
             run = problem.run(words) if problem.fits(words) else None
             if run is None:
-                if now is None:  # nothing has fitted yet
-                    block = block[0], block[1] + 1
+                # Until a first block fits, blocks are moved further apart.
+                if now is None:
+                    waits, interval = block
+                    block = (waits, interval + 1)
                 continue
             if now is None or run.makespan <= now:
-                now, block = run.makespan, tried
+                now = run.makespan
+                block = tried
             if best is None or (run.makespan, run.total) < best[0]:
                 best = (run.makespan, run.total), words
         return best and best[1]
 
     def _neighbour(self, block: _Block) -> _Block:
-        random, waits, interval = self.random, list(block[0]), block[1]
+        random = self.random
+        waits, interval = list(block[0]), block[1]
         for _ in range(random.choice((1, 1, 2, 3))):
             place = random.randrange(len(waits) + 2)
             if place < len(waits):
@@ -482,17 +504,20 @@ class _Climb:
     def _words(self, block: _Block) -> Words:
         problem, times, unit = self.problem, self.times, self.unit
         waits, interval = block
-        starts, clock = [0.0] * len(times), 0.0
+        starts = [0.0] * len(times)
+        clock = 0.0
         for letter in self.way:
-            starts[letter] = clock = clock + float(problem.delays[letter]) + waits[letter] * unit
+            clock = clock + float(problem.delays[letter]) + waits[letter] * unit
+            starts[letter] = clock
             clock += times[letter]
             if letter % 3 == INPUT:
                 starts[letter + 1] = clock + waits[letter + 1] * unit
         rows: list[list[tuple[float, int, int]]] = [[] for _ in problem.caps]
         for stage, rank in enumerate(problem.ranks):
             for kind in self.kinds:
-                first, letter = starts[3 * stage + kind], 3 * stage + kind
-                entries = (i * interval * unit for i in range(problem.n_microbatches))
-                # At one moment what gives room comes first.
-                rows[rank] += [(round(first + entry, 6), -kind, letter) for entry in entries]
+                letter = 3 * stage + kind
+                for i in range(problem.n_microbatches):
+                    entry = i * interval * unit
+                    # At equal times, actions that free memory come before those that take it.
+                    rows[rank].append((round(starts[letter] + entry, 6), -kind, letter))
         return [[letter for *_, letter in sorted(row)] for row in rows]

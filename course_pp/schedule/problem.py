@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderProblem:
     """Sizes, times and memory caps.
 
     Attributes:
@@ -73,7 +73,7 @@ class Problem:
         costs: Costs,
         caps: Sequence[int],
         split: bool,
-    ) -> "Problem":
+    ) -> "OrderProblem":
         """Read the times off ``costs``; ``placement`` has one rank for each stage."""
         n = len(placement)
         ranks = tuple(rank for (rank,) in placement)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from course_pp.schedule import Action, Costs, Schedule, Time, check, optimum, search, simulate
-from course_pp.schedule.problem import Problem
+from course_pp.schedule.problem import OrderProblem
 from course_pp.schedule.searching.search import questions
 from tests.grids import crossed
 
@@ -43,7 +43,7 @@ def most_held(row: Sequence[Action]) -> int:
     return max(held)
 
 
-def least_of_all_words(problem: Problem) -> Time:
+def least_of_all_words(problem: OrderProblem) -> Time:
     """As above, with the microbatches in order, which makes more sizes small enough."""
 
     def words(rank: int) -> Iterator[list[int]]:

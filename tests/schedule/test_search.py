@@ -6,7 +6,7 @@ import pytest
 
 from course_pp.schedule import Costs, Time, build, check, search, simulate
 from course_pp.schedule.heuristics import zero_bubble_heuristic
-from course_pp.schedule.problem import Problem
+from course_pp.schedule.problem import OrderProblem
 from course_pp.schedule.searching.search import questions
 
 
@@ -39,7 +39,9 @@ def test_what_it_found_is_legal_and_takes_as_long_as_it_says() -> None:
 def test_the_fast_simulator_agrees_with_the_exact_one(name: str) -> None:
     schedule = build(name, 4, 8)
     costs = Costs(tuple(range(1, schedule.n_stages + 1)), 2, Fraction(1, 3), latency=Fraction(1, 2))
-    problem = Problem.of(schedule.placement, 8, costs, [99] * 4, split="W" in str(schedule.actions))
+    problem = OrderProblem.of(
+        schedule.placement, 8, costs, [99] * 4, split="W" in str(schedule.actions)
+    )
     run = problem.run(problem.words_of(schedule))
     assert run is not None
     assert Fraction(run.makespan, problem.scale) == simulate(schedule, costs).makespan

@@ -34,8 +34,8 @@ from course_pp.schedule import (
     simulate,
 )
 from course_pp.schedule import check as problems_of
-from course_pp.schedule.heuristics import Desk, Rule
-from course_pp.schedule.problem import Problem
+from course_pp.schedule.heuristics import Desk, DispatchRule
+from course_pp.schedule.problem import OrderProblem
 from course_pp.schedule.schedule import looped
 
 if TYPE_CHECKING:
@@ -123,16 +123,16 @@ def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = No
         cap: how many activations each rank may hold.
         costs: one unit for everything unless given.
     """
-    problem = Problem.of(looped(p), m, costs or Costs(1, 1, 1), [cap] * p, split=True)
+    problem = OrderProblem.of(looped(p), m, costs or Costs(1, 1, 1), [cap] * p, split=True)
     desk = _Asking(problem, next_action)
     desk.fill()
     return problem.schedule_of("own rule", desk.words)
 
 
 class _Asking(Desk):
-    def __init__(self, problem: Problem, next_action: Choice) -> None:
+    def __init__(self, problem: OrderProblem, next_action: Choice) -> None:
         self._choose = next_action
-        super().__init__(problem, Rule("FIW"))
+        super().__init__(problem, DispatchRule("FIW"))
 
     def _look(self, rank: int) -> None:
         choices = sorted(self._choices(rank))

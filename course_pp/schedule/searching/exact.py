@@ -12,7 +12,7 @@ from course_pp.base.arguments import checked
 from course_pp.base.imports import imports_of_extra
 from course_pp.schedule.action import Time
 from course_pp.schedule.costs import Costs, divide
-from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, Problem, Words
+from course_pp.schedule.problem import FORWARD, INPUT, WEIGHT, OrderProblem, Words
 from course_pp.schedule.searching.search import (
     Found,
     Layout,
@@ -146,7 +146,9 @@ def _solved(solver: Any, model: Any) -> Any:
 class _Model:
     """The question in CP-SAT's terms: for each letter and microbatch the time at which it starts."""
 
-    def __init__(self, cp_model: ModuleType, problem: Problem, hint: Words, bound: Time) -> None:
+    def __init__(
+        self, cp_model: ModuleType, problem: OrderProblem, hint: Words, bound: Time
+    ) -> None:
         self.problem = problem
         self.model: Any = cp_model.CpModel()
         run = problem.run(hint)

@@ -13,7 +13,7 @@ from course_pp.schedule.bounds import bound, limits_of
 from course_pp.schedule.catalogue import build, find, names
 from course_pp.schedule.costs import Costs, divide
 from course_pp.schedule.heuristics import Desk, filled, repeating, rules_for, zero_bubble_heuristic
-from course_pp.schedule.problem import FORWARD, Pass, Problem, Words
+from course_pp.schedule.problem import FORWARD, OrderProblem, Pass, Words
 from course_pp.schedule.schedule import Schedule, looped, v_shaped
 from course_pp.schedule.simulation import simulate
 from course_pp.schedule.timeline import Timeline
@@ -33,7 +33,7 @@ class PlacementQuestion:
     """Which order of one placement is best? ``costs`` are those given, an activation weighing 1."""
 
     placement: tuple[tuple[int, ...], ...]
-    problem: Problem
+    problem: OrderProblem
     costs: Costs
     bound: Time
 
@@ -104,7 +104,7 @@ def questions(
     asked = []
     for layout in layouts:
         ranks_of = v_shaped(n_ranks) if layout == "v" else looped(n_ranks, n_chunks)
-        problem = Problem.of(ranks_of, n_microbatches, counted, caps, split)
+        problem = OrderProblem.of(ranks_of, n_microbatches, counted, caps, split)
         least = bound(n_ranks, n_microbatches, timed, caps, placement=ranks_of)
         asked.append(PlacementQuestion(ranks_of, problem, counted, least))
     return asked
@@ -262,7 +262,7 @@ def _starts(
     return [words for *_, words in sorted(best, key=lambda each: each[:2])]
 
 
-def _ranked(problem: Problem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
+def _ranked(problem: OrderProblem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
     """Return the makespan, sum of the ranks' ends and words, best first; of equals the first alone."""
     ranked: dict[tuple[Time, Time], Words] = {}
     for words in tried:
@@ -287,7 +287,7 @@ class Improver:
         last_gain: after how many tries the makespan last fell.
     """
 
-    def __init__(self, problem: Problem, words: Words, seed: int) -> None:
+    def __init__(self, problem: OrderProblem, words: Words, seed: int) -> None:
         self.problem = problem
         self.random = Random(seed)
         self.best = [list(word) for word in words]
