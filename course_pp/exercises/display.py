@@ -52,7 +52,10 @@ class Shown:
 
 
 class MessageOnly:
-    """An exception whose message a notebook shows without a traceback, which is the course's code."""
+    """An exception whose message a notebook shows alone.
+
+    Its traceback would be the course's code.
+    """
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()

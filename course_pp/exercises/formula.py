@@ -79,7 +79,7 @@ class Formula:
         self.judge(answer.name, answer.calls(self.cases, written))
 
     def judge(self, name: str, values: Sequence[Any]) -> None:
-        """Refuse the values that the answer called ``name`` gave in each case, unless all are right."""
+        """Refuse the values of the answer called ``name``, one a case, unless all are right."""
         write = self._call or partial(written_call, name)
         calls = [write(*case) for case in self.cases]
         got = [self._read(value, call) for value, call in zip(values, calls, strict=True)]
@@ -105,7 +105,7 @@ class Formula:
         )
 
     def _explained(self, got: Sequence[Any], where: Iterable[int]) -> Cause:
-        """Return the cause of the first wrong formula that gives these values; empty if none does."""
+        """Return the cause of the first formula that gives these values; empty if none does."""
         cases = [(self.cases[i], got[i]) for i in where]
         for formula, cause in self.wrongs:
             if all(self._gives(formula, *each) for each in cases):

@@ -144,9 +144,9 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _where(error: BaseException, fn: Callable[..., Any]) -> str:
-    """Return the innermost line in the answer's file or in a cell: ``", in line 3: `return 1 / 0`"``.
+    """Return the innermost line in the answer's file or in a cell; empty if there is none.
 
-    Empty if the exception has passed none.
+    For example ``", in line 3: `return 1 / 0`"``.
     """
     file = getattr(getattr(innermost(fn), "__code__", None), "co_filename", None)
     frames = traceback.extract_tb(error.__traceback__)

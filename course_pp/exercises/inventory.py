@@ -66,7 +66,7 @@ class Question:
         return hashlib.sha256(f"{self.name}: {option}".encode()).digest()
 
     def explain(self, answer: str | None) -> str:
-        """Return the right answer, why ``answer`` is wrong, and where to read; None is no answer."""
+        """Return the right answer, why ``answer`` is wrong, and a place; None is no answer."""
         where = f"Notebook {self.notebook}, section {self.section!r}, prints: {self.output}"
         if answer == self.correct:
             return f"Right: {self.correct}. {where}"

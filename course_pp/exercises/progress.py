@@ -1,4 +1,4 @@
-"""The progress of a learner: kept in one small file, shown as a table, exported for an instructor."""
+"""The progress of a learner: a small file, a table, and an export for an instructor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from course_pp.exercises.exercise import Exercise, exercises
 When = Literal["before", "after"]
 TIMES: tuple[When, ...] = get_args(When)
 
-_MARK, VERSION = "course_pp_progress", 3
+_MARK = "course_pp_progress"
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class Store:
 
     def record_hint(self, name: str, n_hints: int) -> int:
         """Count a hint; return its number from 1, or ``n_hints + 1`` when there is none left."""
-        seen, now = 0, time.time()
+        seen = 0
+        now = time.time()
 
         def one_more(old: Record) -> Record:
             nonlocal seen

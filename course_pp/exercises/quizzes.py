@@ -159,7 +159,7 @@ def quiz(
 
 
 def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Quiz:
-    """Keep answers, by name of question; return the quiz, with a note on answers that do not count."""
+    """Keep answers, by name of question; return the quiz. Its note names late answers."""
     unkept = STORE.record_answers(when, given) if given else ""
     kept, unread = STORE.read()
     late = []
@@ -273,7 +273,7 @@ class QuizPanel:
             self.next.focus()
 
     def _mark(self) -> None:
-        """Mark the given answer, not by colour alone, and show that it is kept, or the right one."""
+        """Mark the given answer, not by colour alone; show that it is kept, or the right one."""
         question = self.quiz.asked[self.number]
         given = self.quiz.given.get(question.name)
         closed = self.quiz.is_closed(question)

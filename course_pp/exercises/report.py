@@ -1,4 +1,4 @@
-"""``python -m course_pp report FOLDER``: what a class has learned, from the exports of its people."""
+"""``python -m course_pp report FOLDER``: the gain of a class, from the exports of its learners."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Traffic:
 
 @contextmanager
 def watched_traffic() -> Iterator[Traffic]:
-    """Note every message and collective that this process begins in the block, over any process group."""
+    """Note every message and collective that this process begins in the block, over any group."""
     traffic = Traffic()
     send = dist.ProcessGroup.send
 

@@ -1,4 +1,4 @@
-"""Wrong answers that people hand in, by exercise: for a teacher's sheet, and for tests of graders."""
+"""Wrong answers that people hand in, by exercise: for teachers, and for tests of graders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def formulas_of(exercise: Exercise) -> list[Formula]:
 
 
 def wrong_answers(exercise: Exercise) -> list[Callable[..., Any]]:
-    """Return wrong functions: the ones that a `Formula` knows, and those of ``wrong_answers.toml``."""
+    """Return wrong functions: those that a `Formula` knows, and those of ``wrong_answers.toml``."""
     wrong = [each for formula in formulas_of(exercise) for each, _ in formula.wrongs]
     for changes in _table().get(exercise.name, ()):
         wrong.append(flawed(exercise.solution, *changes.items()))

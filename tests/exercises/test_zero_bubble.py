@@ -380,7 +380,7 @@ WRONG_STEPS = [
     (
         step((NORM, "return sum(float(p.grad.square().sum()) for p in stage.parameters()) ** 0.5")),
         "the norm on rank 0",
-        "It is of all gradients",
+        "norm of all gradients",
     ),
 ]
 

@@ -1,4 +1,7 @@
-"""Notebook 12: what a rank holds, ring against bubble, a layout, a bottleneck, a clinic of planners; plans and runs."""
+"""Notebook 13: bytes of a rank, ring against bubble, a layout, a bottleneck, a clinic of planners.
+
+Also the plans and runs of the notebook.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ def bytes_held(
     return 16 * parameters / shard + in_flight * n_layers * kept
 
 
-_SHARE, _FLIGHT = "layers // pp + (rank < layers % pp)", "min(pp - rank, m)"
+_SHARE = "layers // pp + (rank < layers % pp)"
+_FLIGHT = "min(pp - rank, m)"
 _WRONG_BYTES = (
     (("rank == 0", "False"), ("rank == pp - 1", "False"),
      "The first stage holds the embedding, the last one the head: neither is in your answer."),
@@ -124,7 +128,8 @@ _PIPELINES = (
 
 def _counted(case: tuple[Any, ...], got: float, right: float) -> str:
     rank, pp, shard, layers, layer, matrix, kept, m = case
-    n, ends = layers // pp + (rank < layers % pp), (rank == 0) + (rank == pp - 1)
+    n = layers // pp + (rank < layers % pp)
+    ends = (rank == 0) + (rank == pp - 1)
     return (
         f"16 bytes × ({n} layers × {layer:,} + {ends} × {matrix:,}) / {shard}, and"
         f" {min(pp - rank, m)} microbatches × {n} layers × {kept:g} bytes"
@@ -312,7 +317,8 @@ def _judge_layout(what: str, case: _Case, got: Any) -> None:
 
 def _why_slower(case: _Case, found: Prediction, best: Prediction) -> str:
     every = _fitting(*case)
-    got, fastest = found.layout, best.layout
+    got = found.layout
+    fastest = best.layout
     of_pp = [each.step_s for each in every if each.layout.pp == got.pp]
     causes = (
         (got == replace(fastest, pp=fastest.tp, tp=fastest.pp),
@@ -491,13 +497,12 @@ _ILLNESSES = {
               "That is the global batch: each data-parallel rank has a part of it."),
     "peak": (("cluster.n_gpus", "cluster.n_nodes"),
              "That MFU is above what the GPUs could do: count all of them, not the nodes."),
-    "embedding": ((
-        "    held[0] += model.n_embedding_parameters\n", ""), "Rank 0 holds the embedding, too."),
-    "head": ((
-        "    held[-1] +="
-        " model.n_head_parameters\n", ""), "The last rank holds final norm and head, too."),
+    "embedding": (("    held[0] += model.n_embedding_parameters\n", ""),
+                  "Rank 0 holds the embedding, too."),
+    "head": (("    held[-1] += model.n_head_parameters\n", ""),
+             "The last rank holds final norm and head, too."),
 }  # fmt: skip
-"""What stands in the source, what instead, and what to look at."""
+"""{name: ((text in the source, text in its place), cause)}."""
 
 
 def _ill(*illnesses: str) -> Callable[..., Report]:
@@ -506,7 +511,7 @@ def _ill(*illnesses: str) -> Callable[..., Report]:
 
 @dataclass(frozen=True)
 class _Planner:
-    """What a planner says of a run, by layout: tokens a step, MFU, gigabytes of the first and a middle rank."""
+    """A planner: tokens a step, MFU, and gigabytes of the first and of a middle rank."""
 
     report: Callable[..., Report]
 
@@ -528,7 +533,8 @@ PATIENTS = {
 
 def ward_round() -> str:
     """What the three say of two runs, below what is right, line by line."""
-    model, told = model_named("llama3-8b"), {"right": _Planner(planned_report), **PATIENTS}
+    model = model_named("llama3-8b")
+    told = {"right": _Planner(planned_report), **PATIENTS}
     lines = ["               tokens a step      MFU     GB of rank 0   GB of rank 1"]
     for where, layout in (("2x2xH100", Layout(pp=4)), ("4x4xH100", Layout(pp=4, dp_shard=4))):
         run = predict(model, layout, cluster_of(where), 64, 8192)
@@ -744,7 +750,10 @@ def _run_script(rank: int, script: str, flags: Sequence[str], dying: int, step: 
 
 
 def step_seconds(log_folder: Path) -> float:
-    """Seconds of a step, the median of the lines in ``metrics.jsonl`` but the first, whose steps also connect ranks."""
+    """Return the seconds of a step: the median of the lines in ``metrics.jsonl``.
+
+    The first line is left out, because its steps also connect ranks.
+    """
     lines = [
         json.loads(line)
         for line in (log_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -777,7 +786,8 @@ def planned_bytes(layout: Layout) -> list[dict[str, int]]:
     run = predict(MODEL, layout, Cluster(1, layout.n_ranks, gpu_named("laptop")), BATCH, SEQ_LEN)
     held = []
     for rank in range(layout.n_ranks):
-        on_paper, stages = run.memory(rank), layout.stages(MODEL, layout.place(rank).pp)
+        on_paper = run.memory(rank)
+        stages = layout.stages(MODEL, layout.place(rank).pp)
         counters = 4 * sum(stage.total(len) for stage in stages)
         held.append(
             {"parameters": on_paper["parameters"], "moments": on_paper["optimizer"] - counters}
@@ -786,7 +796,7 @@ def planned_bytes(layout: Layout) -> list[dict[str, int]]:
 
 
 def continued(folder: Path, prompt: str, n_tokens: int = 24) -> str:
-    """Return how an exported model continues ``prompt`` in ``transformers``, always with the likeliest token."""
+    """Return the likeliest continuation of ``prompt`` by an exported model in ``transformers``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

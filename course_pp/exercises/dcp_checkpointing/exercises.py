@@ -1,4 +1,4 @@
-"""Exercises of notebook 09: a rank's rectangle, what a load reads, the newest whole one, two barriers, a bug clinic."""
+"""Notebook 09: a rank's rectangle, reads of a load, the newest whole one, two barriers, a clinic."""
 
 from __future__ import annotations
 
@@ -273,13 +273,17 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
     dist.barrier()
 
 
-_N_SAVERS, _SLOW_S = 3, 0.3
+_N_SAVERS = 3
+_SLOW_S = 0.3
 _Event = tuple[str, int]
 """What a rank did, and the clock of the machine then."""
 
 
 def _saved_on_rank(rank: int, fn: Callable[..., Any]) -> list[list[_Event]]:
-    """What happened here in each of four saves: with each rank slow to write in turn, then with a slow publishing."""
+    """Return what this rank did in each of four saves.
+
+    In three saves each rank in turn is slow to write; in the last one publishing is slow.
+    """
     return [_saved_once(rank, fn, slow) for slow in (*range(_N_SAVERS), None)]
 
 
@@ -305,7 +309,10 @@ def _saved_once(rank: int, fn: Callable[..., Any], slow: int | None) -> list[_Ev
         meet()
 
     def meet() -> None:
-        """Wait for all ranks, in a barrier or behind the answer: who is behind it has called fewer."""
+        """Wait for all ranks, in a barrier or after the answer.
+
+        A rank that is past the answer has called fewer barriers.
+        """
         ranks: list[Any] = [None] * _N_SAVERS
         dist.all_gather_object(ranks, n_barriers)
         if (most := max(ranks)) > (fewest := min(ranks)):
@@ -335,7 +342,9 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
             (at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted
         )
 
-    written, begun, published = when("written"), when("begun"), when("published")
+    written = when("written")
+    begun = when("begun")
+    published = when("published")
     writers = [rank for _, rank in written]
     for rank in range(_N_SAVERS):
         if writers.count(rank) > 1:
@@ -395,7 +404,9 @@ def checkpoint_entries(
     return entries
 
 
-_N_RANKS, _N_LAYERS, _STEP = 4, 4, 1234
+_N_RANKS = 4
+_N_LAYERS = 4
+_STEP = 1234
 # In the first, each key that is too short has two meanings. In the last, what has no order of its
 # own has another.
 _RUNS = (
@@ -406,7 +417,10 @@ _RUNS = (
 
 
 class _Given(NamedTuple):
-    """What the answer gave on one rank: its entries, tensors copied, and the keys that it gave after one more step."""
+    """The entries of the answer on one rank, with copies of its tensors.
+
+    Also the keys that the answer gives after one more step.
+    """
 
     place: dict[str, int]
     generator: Tensor
@@ -415,8 +429,12 @@ class _Given(NamedTuple):
 
 
 def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A stage after one step; regrouped, the optimizer has the same parameters in two groups, biases first."""
-    layers, each = nn.ModuleDict(), _N_LAYERS // pp
+    """Return a stage after one step, with its optimizer.
+
+    If ``regrouped``, the optimizer has the same parameters in two groups, biases first.
+    """
+    layers = nn.ModuleDict()
+    each = _N_LAYERS // pp
     for number in range(index * each, (index + 1) * each):
         torch.manual_seed(number)
         layers[str(number)] = nn.Linear(3, 3, dtype=torch.float64)
@@ -432,7 +450,8 @@ def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, t
 
 
 def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
-    what, found = f"checkpoint_entries on rank {rank}", []
+    what = f"checkpoint_entries on rank {rank}"
+    found = []
     for _, pp, reordered in _RUNS:
         stage_index, shard = divmod(rank, _N_RANKS // pp)
         stage, optimizer = _trained(pp, stage_index, reordered)
@@ -486,7 +505,7 @@ def _grade_checkpoint_entries(answer: Answer) -> None:
 
 
 def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
-    """Join all ranks' entries in one dictionary; refuse it if a key has two meanings, or something is missing."""
+    """Join all ranks' entries; refuse a key of two meanings, or a missing entry."""
     merged: dict[Any, Any] = {}
     writer: dict[Any, int] = {}
     for rank, given in enumerate(ranks):
@@ -586,7 +605,7 @@ _TWO_MEANINGS: Cause = (
 
 
 def _compare_places(everyone: Sequence[_Given]) -> None:
-    """Equal coordinates need equal keys for the generator in every layout, other coordinates another."""
+    """Refuse generators' keys that differ at equal coordinates, or agree at different ones."""
     keys: list[tuple[dict[str, int], Any]] = []
     for given in everyone:
         key = next(iter(_keys_of(given.generator, given.entries)), None)

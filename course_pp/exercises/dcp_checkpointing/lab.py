@@ -1,4 +1,4 @@
-"""What notebook 09 runs: a model at any layout, chosen deaths, hurried saves, one beside steps, ill trainers."""
+"""The runs of notebook 09: a model at any layout, deaths, saves of every kind, patients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ _TEXT = (
     b"its manifest is there, and the manifest is written last. Ranks die, clusters shrink, "
     b"and the run goes on where it stopped. "
 )
-_SEQ_LEN, _ROWS, _MICROBATCHES = 64, 8, 4
+_SEQ_LEN = 64
+_ROWS = 8
+_MICROBATCHES = 4
 _WINDOWS = torch.tensor([list((_TEXT + _TEXT)[i : i + _SEQ_LEN + 1]) for i in range(len(_TEXT))])
 
 DATA = Sequences(_WINDOWS[:, :-1], _WINDOWS[:, 1:])
@@ -70,7 +72,8 @@ class Trainee:
     """
 
     def __init__(self, layout: DistributedConfig) -> None:
-        self.mesh, self.batches = init_distributed(layout, seed=0), Batches(DATA, _ROWS)
+        self.mesh = init_distributed(layout, seed=0)
+        self.batches = Batches(DATA, _ROWS)
         pp = get_pp_size(self.mesh)
         self.module = build_stage_module(CONFIG, get_pp_rank(self.mesh), pp).double()
         apply_tensor_parallel(self.module, self.mesh)
@@ -89,7 +92,10 @@ class Trainee:
             self._pipeline = build_pipeline_schedule(stage, _MICROBATCHES, CrossEntropy())
 
     def step(self, step: int, die: bool = False) -> float:
-        """Train on the rows of ``step``; return the loss of the batch. ``die`` ends this rank by SIGKILL half-way."""
+        """Train on the rows of ``step``; return the loss of the batch.
+
+        ``die`` ends this rank by SIGKILL half-way.
+        """
         rows = self.batches[step]
         if die:
             forwards = count(1)
@@ -118,7 +124,10 @@ def _save_fresh(rank: int, layout: DistributedConfig, root: Path) -> None:
 
 
 def run_script(line: str) -> None:
-    """Run a script, found where ``%torchrun`` finds it, and its arguments on two ranks, which have torch imported."""
+    """Run a script with arguments on two ranks, which have torch imported.
+
+    The script is found where ``%torchrun`` finds it.
+    """
     name, *arguments = shlex.split(line)
     folders = (Path.cwd(), *Path.cwd().parents)
     script = next((folder / name for folder in folders if (folder / name).exists()), Path(name))
@@ -220,16 +229,19 @@ class SavedMeanwhile:
 
 
 def save_meanwhile(folder: Path) -> SavedMeanwhile:
-    """Save a model of four square layers on one rank, synchronously and then six times asynchronously."""
+    """Save a model of four square layers on one rank, once at once and six times asynchronously."""
     return on_ranks(1, _save_meanwhile, folder)[0]
 
 
 def _save_meanwhile(rank: int, folder: Path, width: int = 1024, n_saves: int = 6) -> SavedMeanwhile:
     layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-    optimizer, x = torch.optim.AdamW(layers.parameters()), torch.randn(64, width)
+    optimizer = torch.optim.AdamW(layers.parameters())
+    x = torch.randn(64, width)
     alone = sorted(_timed_step(layers, optimizer, x) for _ in range(11))[5]
     whole = save(folder / "sync", 0, layers, optimizer, device_mesh=None).stall_s
-    stalls, during, staged = [], [], 0
+    stalls = []
+    during = []
+    staged = 0
     with AsyncSaver(folder / "async", device_mesh=None) as saver:
         for number in range(n_saves):
             saving = saver.save(number, layers, optimizer)
@@ -243,7 +255,8 @@ def _save_meanwhile(rank: int, folder: Path, width: int = 1024, n_saves: int = 6
 
 
 def _timed_step(layers: nn.ModuleList, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
-    begin, y = time.perf_counter(), x
+    begin = time.perf_counter()
+    y = x
     for layer in layers:
         y = layer(y).tanh()
     y.sum().backward()
@@ -269,7 +282,7 @@ class ResumeSymptoms(NamedTuple):
 
 
 class _DropoutTrainer:
-    """A rank of a two-stage pipeline with dropout; both stages have parameters of the same shapes."""
+    """A rank of a two-stage pipeline with dropout; both stages have the same shapes."""
 
     def __init__(self, rank: int, dropout: float) -> None:
         torch.manual_seed(0)
@@ -277,13 +290,15 @@ class _DropoutTrainer:
             nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)
         ]
         mine = OrderedDict((str(i), blocks[i]) for i in (2 * rank, 2 * rank + 1))
-        self.rank, self.stage, self.step = rank, nn.Sequential(mine).double(), 0
+        self.rank = rank
+        self.stage = nn.Sequential(mine).double()
+        self.step = 0
         self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=0.02)
         self._pipeline = Pipeline(build("1f1b", 2, 2), self.stage, mse_loss)
         torch.manual_seed(100 + rank)
 
     def losses(self, until: int) -> list[float]:
-        """Train to the end of step ``until`` of the run; the mean share of the loss in each step taken."""
+        """Train to the end of step ``until``; return the mean share of the loss in each step."""
         found = []
         while self.step < until:
             self.optimizer.zero_grad()

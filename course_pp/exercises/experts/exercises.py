@@ -1,4 +1,4 @@
-"""Exercises of notebook 12: routing, the splits of the exchange, the balance loss, the bias, and a bug clinic."""
+"""Notebook 12: routing, splits of the exchange, the balance loss, the bias, and a clinic."""
 
 from __future__ import annotations
 
@@ -195,7 +195,8 @@ _OFFSETS = (
 )
 _ITSELF = "A rank's own rows belong to the exchange: it copies them to itself."
 _BLOCKS = "Experts lie on ranks in blocks: with 4 experts on 2 ranks, rank 0 has 0 and 1."
-_SENDS, _GETS = "(other + 1) * each])", "(rank + 1) * each])"
+_SENDS = "(other + 1) * each])"
+_GETS = "(rank + 1) * each])"
 
 
 def _starts(counts: list[list[int]], rank: int) -> tuple[list[int], ...]:
@@ -268,8 +269,10 @@ _WRONG_SPLITS = (
 
 def _why_splits(case: tuple[Any, ...], got: Any, right: Any) -> str:
     counts, rank = case
-    n, each = len(counts), len(counts[0]) // len(counts)
-    (sends, gets), (right_sends, right_gets) = got, right
+    n = len(counts)
+    each = len(counts[0]) // len(counts)
+    sends, gets = got
+    right_sends, right_gets = right
     starts, ends = _starts(counts, rank), _ends(counts, rank)
     named = (
         (starts[0], _OFFSETS), (starts[1], _OFFSETS), (ends[0], _OFFSETS), (ends[1], _OFFSETS),
@@ -729,7 +732,8 @@ class _Crowd(NamedTuple):
         return f"With {self.n} experts, k = {self.k} and {_TOKENS} tokens{none},"
 
 
-_DIM, _TOKENS = 3, 40
+_DIM = 3
+_TOKENS = 40
 _CROWDS = (
     _Crowd(4, 2),
     _Crowd(4, 2, idle=(3,)),
@@ -757,7 +761,8 @@ def _tokens(crowd: _Crowd) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mixed(rank: int, fn: Callable[..., Any], crowd: _Crowd) -> _Mixed:
-    experts, (x, chosen, weights) = _experts(crowd.n), _tokens(crowd)
+    experts = _experts(crowd.n)
+    x, chosen, weights = _tokens(crowd)
     x.requires_grad_()
     weights.requires_grad_()
     calls: list[list[int]] = [[] for _ in experts]
@@ -784,7 +789,8 @@ def _near(found: Tensor, right: Tensor) -> bool:
 
 def _grade_mixture(answer: Answer) -> None:
     for crowd in _CROWDS:
-        [found], right = answer.on_ranks(1, _mixed, crowd), _mixed(0, mixture, crowd)
+        [found] = answer.on_ranks(1, _mixed, crowd)
+        right = _mixed(0, mixture, crowd)
         output = _read_mixture(found.output, f"{answer.name}(…)")
         if not _near(output, right.output):
             cause = _why_output(output, right.output, crowd)

@@ -1,4 +1,4 @@
-"""What notebook 12 looks at: routers on text, what ranks exchange, training with and without balance, sick layers."""
+"""The measurements of notebook 12: routers on text, exchanges, balance, sick layers."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ CONFIG = ModelConfig(
     64, 4, 4, 128, max_seq_len=64, n_experts=8, top_k=2, expert_dim=64, balance="none"
 )
 """Of the small model with experts in each of four layers; its tokens are characters."""
-_ROWS, _MICROBATCHES, _LR = 16, 4, 3e-3
+_ROWS = 16
+_MICROBATCHES = 4
+_LR = 3e-3
 _TEXT = torch.tensor([min(byte, 127) for byte in Path(argparse.__file__).read_bytes()])
 
 
 def rows_of_text(n_rows: int, seed: int = 0) -> Tensor:
-    """Return pieces of a Python source file, (n_rows, 65) characters: inputs and, one further, targets."""
+    """Return pieces of a Python source file, (n_rows, 65) characters.
+
+    The inputs are all but the last character, the targets all but the first.
+    """
     length = CONFIG.max_seq_len + 1
     starts = torch.randint(
         len(_TEXT) - length, (n_rows,), generator=torch.Generator().manual_seed(seed)
@@ -47,7 +52,7 @@ def rows_of_text(n_rows: int, seed: int = 0) -> Tensor:
 
 
 def choices_of(text: str, layer: int = 0) -> list[list[int]]:
-    """Return the experts that each character chooses in a layer of the untrained model, best first."""
+    """Return the experts that each character chooses in a layer, best first, without training."""
     found: list[Tensor] = []
     model = _untrained()
     _mixtures(model)[layer].router.register_forward_hook(
@@ -104,7 +109,8 @@ def exchanged(ep: int = 4) -> Exchange:
 
 
 def _exchanged_on_rank(rank: int, ep: int) -> tuple[list[int], float]:
-    mesh, model = init_distributed(DistributedConfig(dp_shard=ep, ep=ep), seed=0), _untrained()
+    mesh = init_distributed(DistributedConfig(dp_shard=ep, ep=ep), seed=0)
+    model = _untrained()
     apply_expert_parallel(model, mesh)
     with CollectiveCounter() as counter:
         model(rows_of_text(4 * ep)[:, :-1].chunk(ep)[rank]).square().mean().backward()
@@ -132,7 +138,7 @@ class ExpertRun:
 
     @property
     def imbalance(self) -> float:
-        """Return the largest load of a step over its mean, averaged over layers and the last ten steps."""
+        """Return the largest load over the mean, averaged over layers and the last ten steps."""
         last = [load.imbalance for loads in self.loads[-10:] for load in loads.values()]
         return sum(last) / len(last)
 
@@ -201,7 +207,8 @@ def loss_in_the_middle() -> Middle:
         for each in (config, replace(config, balance="none"))
     )
     torch.manual_seed(0)
-    model, rows = Transformer(config).double(), rows_of_text(_ROWS)
+    model = Transformer(config).double()
+    rows = rows_of_text(_ROWS)
     for part in rows.chunk(_MICROBATCHES):
         losses = Attached(weight=1 / _MICROBATCHES)
         with losses:
@@ -215,7 +222,8 @@ def _step_with_losses(
     rank: int, config: ModelConfig
 ) -> tuple[dict[str, float], Tensor | None, int]:
     torch.manual_seed(0)
-    stage, rows = build_stage_module(config, rank, 2).double(), rows_of_text(_ROWS)
+    stage = build_stage_module(config, rank, 2).double()
+    rows = rows_of_text(_ROWS)
     pipeline = Pipeline(build("1f1b", 2, _MICROBATCHES), {rank: stage}, CrossEntropy())
     pipeline.step(rows[:, :-1], target=rows[:, 1:])  # shapes are settled in the first
     stage.zero_grad()
@@ -231,7 +239,10 @@ def _step_with_losses(
 # A layer whose experts lie on two ranks, in a step written out by hand, and what becomes of it with
 # one flaw.
 
-_DIM, _TOKENS, _TOP_K, _N_EXPERTS = 8, 24, 2, 4
+_DIM = 8
+_TOKENS = 24
+_TOP_K = 2
+_N_EXPERTS = 4
 
 
 def step_with_experts(
@@ -244,7 +255,8 @@ def step_with_experts(
         x: (tokens, dim) of this rank, with its choices and their weights, (tokens, k).
         own: this rank's experts. They get the gradients of the mean over all ranks' tokens.
     """
-    n, k = dist.get_world_size(), chosen.shape[1]
+    n = dist.get_world_size()
+    k = chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)
     counts = chosen.flatten().bincount(minlength=n * len(own)).view(n, -1)
     came = torch.empty_like(counts)

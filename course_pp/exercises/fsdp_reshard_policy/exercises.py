@@ -1,4 +1,4 @@
-"""Exercises of notebook 08: gathers by reshard policy, bytes a rank keeps, the crossover, HSDP, and a bug clinic."""
+"""Notebook 08: gathers by reshard policy, bytes of a rank, the crossover, HSDP, a clinic."""
 
 from __future__ import annotations
 
@@ -253,7 +253,8 @@ def accumulate_sharded(
         (loss_fn(model(x), target) / m).backward()
 
 
-_N_RANKS, _ROWS_EACH = 2, 3
+_N_RANKS = 2
+_ROWS_EACH = 3
 
 
 def _one_layer(width: int) -> nn.Module:
@@ -301,13 +302,14 @@ def _grade_accumulate_sharded(answer: Answer) -> None:
 
 
 def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
-    """The first step of a new model, and a second one as training takes it: gradients are cleared in between."""
+    """Return the first step of a new model, and a second one after its gradients are cleared."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from course_pp.parallel import CollectiveCounter
 
-    mesh, model = init_device_mesh("cpu", (_N_RANKS,)), _BENCH.model()
+    mesh = init_device_mesh("cpu", (_N_RANKS,))
+    model = _BENCH.model()
     kept = ForwardWatch()
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -330,7 +332,8 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
 
 
 def _judge_step(where: str, m: int, step: _Step) -> None:
-    groups, right = _BENCH.n_blocks, _BENCH.one_process(m)[1]
+    groups = _BENCH.n_blocks
+    right = _BENCH.one_process(m)[1]
     missing = [name for name, gradient in step.gradients.items() if gradient is None]
     if missing:
         cause = (

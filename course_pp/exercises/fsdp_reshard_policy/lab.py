@@ -1,4 +1,4 @@
-"""What notebook 08 looks at: what FSDP2 keeps, gathers and sends in a step of a small model, and steps that are ill."""
+"""The measurements of notebook 08: bytes that FSDP2 keeps, gathers and sends; sick steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ Recomputation = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True)
 class KeptShare:
-    """What ranks keep between two steps: of some parameters the shape and that of a part, of all bytes their shares."""
+    """The memory of ranks between two steps: shapes of some parameters, shares of the bytes."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     shares: tuple[float, ...]
@@ -81,7 +81,7 @@ class Right(NamedTuple):
 def step_of(
     module: PipelineStageModule, mesh: DeviceMesh | None, n_microbatches: int = _MICROBATCHES
 ) -> Step:
-    """Return this rank's forward and backward of its part of the batch: a plain one, or 1F1B if the mesh has ``pp``."""
+    """Return a step on this rank's part of the batch: plain, or 1F1B if the mesh has ``pp``."""
     inputs, targets = (rows.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for rows in _batch())
     loss_fn = CrossEntropy()
     if get_pp_size(mesh) == 1:
@@ -106,7 +106,7 @@ def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare
 def count(
     layout: DistributedConfig, ac: Recomputation = "none"
 ) -> dict[bool, list[CollectiveCounts]]:
-    """Count what each of four ranks communicates in a step, with ``reshard_after_forward`` True and False."""
+    """Count the collectives of four ranks in a step, for both ``reshard_after_forward``."""
     return {reshard: on_ranks(4, _counted, layout, reshard, ac) for reshard in _POLICIES}
 
 
@@ -121,14 +121,20 @@ def predicted(layout: DistributedConfig, reshard: bool) -> list[CollectiveCounts
 
 
 def per_group(counts: list[CollectiveCounts], layout: DistributedConfig) -> tuple[int, ...]:
-    """Return how often each FSDP group is gathered and reduced in the step; every rank must have the same numbers."""
+    """Return how often each FSDP group is gathered and reduced in the step.
+
+    Every rank must have the same numbers.
+    """
     groups = CONFIG.n_layers // layout.pp + 1
     [often] = {tuple(each["dp_shard", kind].number // groups for kind in _KINDS) for each in counts}
     return often
 
 
 def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float]:
-    """Return what a rank sends with rings, by mesh dimension and collective, as multiples of the model's bytes."""
+    """Return the bytes that a rank sends in rings, by mesh dimension and collective.
+
+    The unit is the model's bytes.
+    """
     whole = _ITEMSIZE * CONFIG.n_parameters
     return {
         f"{dimension} {kind}": tally.n_bytes * wire_factor(kind, getattr(layout, dimension)) / whole
@@ -148,7 +154,8 @@ def step_bytes(layout: DistributedConfig) -> dict[bool, dict[str, int]]:
 def one_process(n_rows: int = _ROWS) -> Right:
     """Forward and backward of the whole batch, in this process."""
     torch.manual_seed(0)
-    model, (inputs, targets) = Transformer(CONFIG).double(), _batch(n_rows)
+    model = Transformer(CONFIG).double()
+    inputs, targets = _batch(n_rows)
     loss = CrossEntropy()(model(inputs), targets)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -156,7 +163,10 @@ def one_process(n_rows: int = _ROWS) -> Right:
 
 
 def largest_difference(module: nn.Module, right: Mapping[str, Tensor]) -> float:
-    """The largest difference of a gradient here, after cutting the right one as this rank's is cut; sends nothing."""
+    """Return the largest difference of a gradient on this rank.
+
+    The right gradient is cut as this rank's is, so nothing is sent.
+    """
     largest = 0.0
     for name, p in module.named_parameters():
         gradient = p.grad
@@ -174,7 +184,7 @@ def refused_orders() -> dict[str, str]:
 
 
 def draw_shares(share: Callable[[float, bool], float], crossing: float) -> ChartFigure:
-    """Draw ``share(tokens, reshard)``, the share of a step in which a rank computes, for both policies."""
+    """Draw ``share(tokens, reshard)``, a rank's share of time with work, for both policies."""
     # Here, because ranks import this module, and matplotlib takes them longer than their steps.
     from course_pp.show import ChartFigure
     from course_pp.show.chart import BLUE, VERMILION
@@ -296,7 +306,12 @@ def _fsdp_first(rank: int) -> dict[str, str]:
 
 
 class ReshardSymptoms(NamedTuple):
-    """What one step shows: gathers and reductions of each FSDP group, and the size of gradients over the right one."""
+    """The symptoms of a step.
+
+    Attributes:
+        gathers, reductions: number of each FSDP group.
+        ratio: norm of the gradients over the right norm.
+    """
 
     gathers: float
     reductions: float
@@ -316,7 +331,8 @@ def _pipelined(rank: int) -> ReshardSymptoms:
 
 def _looped(step: Callable[..., None], rank: int) -> ReshardSymptoms:
     """A loop over microbatches of one row, without a pipeline."""
-    mesh, n_rows = init_distributed(DistributedConfig(), seed=0), 4 * _MICROBATCHES
+    mesh = init_distributed(DistributedConfig(), seed=0)
+    n_rows = 4 * _MICROBATCHES
     module = _build(mesh, reshard=False)
     inputs, targets = (
         rows.chunk(4)[get_dp_rank(mesh)].chunk(_MICROBATCHES) for rows in _batch(n_rows)
@@ -327,7 +343,8 @@ def _looped(step: Callable[..., None], rank: int) -> ReshardSymptoms:
 def _symptoms(
     mesh: DeviceMesh | None, module: PipelineStageModule, step: Step, n_rows: int
 ) -> ReshardSymptoms:
-    counts, right = count_collectives(step, mesh), one_process(n_rows).gradients
+    counts = count_collectives(step, mesh)
+    right = one_process(n_rows).gradients
     gathered, reduced = (
         counts.total("dp_shard", kind).number / (len(module.layers) + 1) for kind in _KINDS
     )

@@ -1,4 +1,4 @@
-"""Notebook 02: the bubble, all forwards then all backwards, the 1/m, memory, a clinic, and the best m."""
+"""Notebook 02: the bubble, all forwards then all backwards, the 1/m, memory, and a clinic."""
 
 from __future__ import annotations
 
@@ -89,20 +89,22 @@ def _grade_order(answer: Answer) -> None:
         call = f"afab_order({p}, {m})"
         lists = expect_list(value, call)
         if len(lists) != p or any(isinstance(each, Action) for each in lists):
-            gave = (
-                "one list of actions"
-                if lists and isinstance(lists[0], Action)
-                else f"{len(lists)} of {p} lists"
-            )
-            raise Mistake(
-                f"`{call}` gave {gave}.", "Return a list with one list of actions for each rank."
-            )
+            gave = f"{len(lists)} of {p} lists"
+            if lists and isinstance(lists[0], Action):
+                gave = "one list of actions"
+            cause = "Return a list with one list of actions for each rank."
+            raise Mistake(f"`{call}` gave {gave}.", cause)
         rows = [_read_row(each, f"{call}[{rank}]", rank, m) for rank, each in enumerate(lists)]
-        slow = (
-            "The ranks take the microbatches in different orders, so one waits for what another"
-            " does late."
+        # An order that _read_row lets pass can run, and holds m activations as the reference does.
+        judge_orders(
+            f"With p={p} and m={m}",
+            rows,
+            build("gpipe", p, m),
+            impossible="",
+            crowded="",
+            slow="The ranks take the microbatches in different orders, so one waits for what another"
+            " does late.",
         )
-        judge_orders(f"With p={p} and m={m}", rows, build("gpipe", p, m), "", "", slow)
 
 
 def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
@@ -129,9 +131,8 @@ def _read_row(value: Any, what: str, rank: int, m: int) -> tuple[Action, ...]:
             f" {m - 1}."
         )
 
-    row, example = read_order(
-        value, what, [Action(rank, kind, i) for kind in "FB" for i in range(m)], foreign, lacking
-    )
+    wanted = [Action(rank, kind, i) for kind in "FB" for i in range(m)]
+    row, example = read_order(value, what, wanted, foreign=foreign, lacking=lacking)
     for before, action in pairwise(row):
         if (before.kind, action.kind) == ("B", "F"):
             cause = "GPipe does all forwards before the first backward."
@@ -194,7 +195,14 @@ BENCH = Bench(
 
 
 class _Accumulated(NamedTuple):
-    """What a call left behind; of how many forwards autograd kept activations at once."""
+    """The result of a call.
+
+    Attributes:
+        loss: value that it returned.
+        gradient: gradient that it added, in one vector; None for none.
+        most_rows: the most rows that one forward was given.
+        most_kept: the most forwards of which autograd kept activations at once.
+    """
 
     loss: Any
     gradient: Tensor | None
@@ -203,32 +211,25 @@ class _Accumulated(NamedTuple):
 
 
 def _grade_accumulate(answer: Answer) -> None:
-    model, cases = BENCH.model(), [(1, 2, 5), (4, 4), (3, 1), (6,)]
+    model = BENCH.model()
+    cases = [(1, 2, 5), (4, 4), (3, 1), (6,)]
     for sizes, result in zip(cases, answer.on_ranks(1, _accumulated, cases)[0], strict=True):
         cut = f"microbatches of {', '.join(map(str, sizes))} rows"
         microbatches, targets = _cut(sizes)
-        parts = torch.stack(
-            [
-                _own_gradient(model, x, target)
-                for x, target in zip(microbatches, targets, strict=True)
-            ]
-        )
+        pairs = zip(microbatches, targets, strict=True)
+        parts = torch.stack([_own_gradient(model, x, target) for x, target in pairs])
         right = _weighted(parts, [n / sum(sizes) for n in sizes])
         if result.gradient is None:
-            raise Mistake(
-                f"With {cut} the parameters have no gradient.",
-                "Call backward on each microbatch's share.",
-            )
+            cause = "Call backward on each microbatch's share."
+            raise Mistake(f"With {cut} the parameters have no gradient.", cause)
+
         if not same(result.gradient, right):
-            # What was there before is lost, too, if gradients are zeroed.
-            found, shares = (
-                (result.gradient, result.gradient + 1),
-                [(share(sizes), cause) for share, cause in _SHARES],
-            )
-            causes = [
-                (any(same(each, _weighted(parts, share)) for each in found), cause)
-                for share, cause in shares
-            ]
+            # An answer that zeroes gradients loses the 1 that stood there before, too.
+            found = (result.gradient, result.gradient + 1)
+            causes = []
+            for share, cause in _SHARES:
+                wrong = _weighted(parts, share(sizes))
+                causes.append((any(same(each, wrong) for each in found), cause))
             ratio = float(result.gradient.norm() / right.norm())
             away = float((result.gradient - right).norm() / right.norm())
             raise Mistake(
@@ -237,6 +238,7 @@ def _grade_accumulate(answer: Answer) -> None:
                 f"norms over that of the right gradient: yours {ratio:.3f}, the difference"
                 f" {away:.3f}",
             )
+
         seen = f"With {cut} the gradients are right, but"
         if len(sizes) > 1 and result.most_rows == sum(sizes):
             cause = (
@@ -250,6 +252,7 @@ def _grade_accumulate(answer: Answer) -> None:
                 " before the next forward, not once for the sum of all losses, and without"
                 " `retain_graph`.",
             )
+
         loss = expect_number(result.loss, f"accumulate with {cut}")
         mean = BENCH.loss_fn(model(torch.cat(microbatches)), torch.cat(targets)).item()
         if not close(loss, mean):
@@ -267,7 +270,7 @@ def _weighted(parts: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _own_gradient(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-    """Of a microbatch's own mean loss, in one vector."""
+    """Return the gradient of a microbatch's own mean loss, in one vector."""
     gradients = torch.autograd.grad(BENCH.loss_fn(model(x), target), list(model.parameters()))
     return torch.cat([gradient.flatten() for gradient in gradients])
 
@@ -277,19 +280,20 @@ def _accumulated(
 ) -> list[_Accumulated]:
     results = []
     for sizes in cases:
-        model, (microbatches, targets), kept = BENCH.model(), _cut(sizes), ForwardWatch()
+        model = BENCH.model()
+        microbatches, targets = _cut(sizes)
+        kept = ForwardWatch()
         model.register_forward_pre_hook(lambda _, args, kept=kept: kept.begin_forward(len(args[0])))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         with unchanged(microbatches=microbatches, targets=targets, model=weights), kept.watching():
             loss = fn(model, microbatches, targets, BENCH.loss_fn)
-        added = torch.cat(
-            [p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None]
-            or [torch.zeros(1)]
-        )
+        grads = [p.grad.flatten() - 1 for p in model.parameters() if p.grad is not None]
+        added = torch.cat(grads or [torch.zeros(1)])
+        gradient = added if added.any() else None
         results.append(
-            _Accumulated(loss, added if added.any() else None, kept.most_rows, kept.most_forwards)
+            _Accumulated(loss, gradient, most_rows=kept.most_rows, most_kept=kept.most_forwards)
         )
     return results
 
@@ -476,10 +480,10 @@ class Compared(NamedTuple):
     """A step's loss and gradients beside those of one process.
 
     Attributes:
-        loss: of the batch, as the last rank returned it.
-        loss_of_one: that of one process.
-        sizes: for each rank the norm of its gradients over the right ones' norm.
-        cosines: for each rank the cosine of the angle between the two.
+        loss: loss of the batch, as the last rank returned it.
+        loss_of_one: loss of one process.
+        sizes: norm of each rank's gradients over the norm of the right ones.
+        cosines: cosine of the angle between the two, for each rank.
         largest: the largest difference of any gradient.
     """
 
@@ -490,26 +494,27 @@ class Compared(NamedTuple):
     largest: float
 
     def __str__(self) -> str:
-        ranks = [
-            f"rank {rank} × {size:.2f} cos {cosine:.2f}"
-            for rank, (size, cosine) in enumerate(zip(self.sizes, self.cosines, strict=True))
-        ]
-        return (
-            f"loss {self.loss:.4f} (one process {self.loss_of_one:.4f}); gradients:"
-            f" {', '.join(ranks)}"
-        )
+        ranks = []
+        for rank, (size, cosine) in enumerate(zip(self.sizes, self.cosines, strict=True)):
+            ranks.append(f"rank {rank} × {size:.2f} cos {cosine:.2f}")
+        losses = f"loss {self.loss:.4f} (one process {self.loss_of_one:.4f})"
+        return f"{losses}; gradients: {', '.join(ranks)}"
 
 
 def examine(step: Callable[..., Any], m: int, *given: Any) -> Compared:
-    """Run ``step(stage, inputs, targets, m, loss_fn, link, *given)`` on three real ranks, beside one process."""
+    """Compare ``step(stage, inputs, targets, m, loss_fn, link, *given)`` with one process.
+
+    The step runs on three real ranks.
+    """
     ward = replace(
         _WARD, call=lambda step, seat: BENCH.call(lambda *args: step(*args, *given), seat)
     )
-    ranks, (loss, expected) = ward.ran(step, 3, m), ward.one_process(m)
-    pairs = [
-        (_flat(rank.gradients), _flat({name: expected[name] for name in rank.gradients}))
-        for rank in ranks
-    ]
+    ranks = ward.ran(step, 3, m)
+    loss, expected = ward.one_process(m)
+    pairs = []
+    for rank in ranks:
+        right = {name: expected[name] for name in rank.gradients}
+        pairs.append((_flat(rank.gradients), _flat(right)))
     return Compared(
         loss=float(ranks[-1].returned),
         loss_of_one=loss,
@@ -533,19 +538,19 @@ class Slots:
     """The same rows cut into m microbatches, timed for real.
 
     Attributes:
-        alone: for each m the timeline of the shortest step on one rank.
-        shared: likewise on two ranks.
+        alone: {m: timeline of the shortest step on one rank}.
+        shared: {m: timeline of the shortest step on two ranks}.
     """
 
     alone: Mapping[int, Timeline]
     shared: Mapping[int, Timeline]
 
     def slot_ms(self, m: int) -> float:
-        """A forward and a backward of one microbatch on a rank alone."""
+        """Return the time of a forward and a backward of one microbatch on a rank alone."""
         return 1e3 * float(self.alone[m].makespan) / m
 
     def step_ms(self, m: int) -> float:
-        """The step on two ranks."""
+        """Return the time of the step on two ranks."""
         return 1e3 * float(self.shared[m].makespan)
 
     @property
@@ -554,15 +559,19 @@ class Slots:
         return min(self.shared, key=self.step_ms)
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"m = {m:2}: m + 1 slots of {self.slot_ms(m):5.2f} ms are"
-            f" {(m + 1) * self.slot_ms(m):5.1f} ms; measured {self.step_ms(m):5.1f} ms"
-            for m in self.shared
-        )
+        lines = []
+        for m in self.shared:
+            slot = self.slot_ms(m)
+            expected = f"m + 1 slots of {slot:5.2f} ms are {(m + 1) * slot:5.1f} ms"
+            lines.append(f"m = {m:2}: {expected}; measured {self.step_ms(m):5.1f} ms")
+        return "\n".join(lines)
 
 
 def time_cuts(sizes: Sequence[int], rows: int = 512, repeats: int = 3) -> Slots:
-    """Time GPipe steps over the same rows in m microbatches, for each m in ``sizes``, on one rank and on two."""
+    """Time GPipe steps over the same rows in m microbatches, for each m in ``sizes``.
+
+    The steps run on one rank and on two.
+    """
     alone, shared = (on_ranks(p, _shortest_steps, tuple(sizes), rows, repeats)[0] for p in (1, 2))
     return Slots(alone, shared)
 
@@ -570,9 +579,13 @@ def time_cuts(sizes: Sequence[int], rows: int = 512, repeats: int = 3) -> Slots:
 def _shortest_steps(
     rank: int, sizes: Sequence[int], rows: int, repeats: int
 ) -> dict[int, Timeline]:
-    width, p, recorder = 512, dist.get_world_size(), Recorder()
+    width = 512
+    p = dist.get_world_size()
+    recorder = Recorder()
     stage = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
-    x, y, best = torch.randn(rows, width), torch.randn(rows, width), dict[int, Timeline]()
+    x = torch.randn(rows, width)
+    y = torch.randn(rows, width)
+    best = dict[int, Timeline]()
     pipelines = {
         m: Pipeline(build("gpipe", p, m), stage, nn.MSELoss(), recorder=recorder) for m in sizes
     }

@@ -1,4 +1,4 @@
-"""Notebook 04: the warm-up with chunks, how many chunks, rounds, where stages live, and a bug clinic."""
+"""Notebook 04: the warm-up with chunks, their number, rounds, places of stages, a clinic."""
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ _WRONG_CHUNKS: tuple[tuple[Callable[..., int], str], ...] = (
 
 
 def _why_other_chunks(case: tuple[Any, ...], v: int, best: int) -> str:
-    layers, latency, steps = case[2], case[-1], _steps(*case)
+    layers = case[2]
+    latency = case[-1]
+    steps = _steps(*case)
     if v not in steps:
         return f"A rank's {layers} layers cannot be cut into {v} equal chunks."
     causes = (
@@ -208,7 +210,7 @@ def order_in_rounds(rank: int, p: int, m: int, v: int, n: int) -> list[Action]:
 
 
 def with_warm_up(warm_up: Callable[[int], int], p: int, m: int, v: int) -> Schedule:
-    """Interleaved 1F1B in rounds of p microbatches, where rank r does ``warm_up(r)`` forwards before it takes turns."""
+    """Return interleaved 1F1B in rounds of p, with a warm-up of ``warm_up(r)`` on rank r."""
     rows = []
     for rank in range(p):
         forwards, backwards = (
@@ -470,7 +472,7 @@ class Ring:
         return self._recv(self.rank + 1, tag=1)
 
     def send_activation(self, y: Tensor) -> dist.Work:
-        """Start to send y to the rank after this one. Raises ValueError for anything but an activation."""
+        """Start to send y to the next rank. Raises ValueError for any value but an activation."""
         if y.shape != self.shape:
             raise ValueError(
                 f"an activation has shape {self.shape}, not {tuple(y.shape)}: the last stage sends"
@@ -479,7 +481,7 @@ class Ring:
         return self._send(y.detach(), self.rank + 1, tag=0)
 
     def send_gradient(self, dx: Tensor | None) -> dist.Work:
-        """Start to send dL/dx to the rank before this one. Raises ValueError where backward has left none."""
+        """Start to send dL/dx to the rank before this one. Raises ValueError if there is none."""
         if dx is None:
             raise ValueError(
                 "there is no gradient to send: stage 0 has none, for nobody waits for it; any other"
@@ -530,7 +532,9 @@ def healed_chunks_step(
 
 def _call(step: Callable[..., Any], seat: Seat) -> tuple[list[str], list[str]]:
     """Call the step; return the order that it was given, and what it did."""
-    p, v, rank = dist.get_world_size(), len(seat.stages), dist.get_rank()
+    p = dist.get_world_size()
+    v = len(seat.stages)
+    rank = dist.get_rank()
     order = list(build("interleaved_1f1b", p, seat.m, v).actions[rank])
     done: list[str] = []
     ring = Ring(seat.link.shape, seat.link.dtype, p * v)
@@ -562,8 +566,12 @@ _STEPS = {4: ((2, 8), (2, 4)), 3: ((2, 6), (3, 3)), 2: ((2, 4), (4, 2))}
 def _stepped(
     rank: int, step: Callable[..., Any], sizes: Sequence[tuple[int, int]], dealt: bool = True
 ) -> list[Outcome]:
-    """Run a step with v chunks on this rank, every p-th stage or its neighbours, for each v and m."""
-    p, outcomes = dist.get_world_size(), []
+    """Run a step with v chunks on this rank, for each v and m.
+
+    The chunks are every p-th stage if ``dealt``, else neighbours in the model.
+    """
+    p = dist.get_world_size()
+    outcomes = []
     for v, m in sizes:
         stages = [c * p + rank if dealt else rank * v + c for c in range(v)]
         bench = replace(BENCH, n_blocks=p * v)
@@ -768,6 +776,6 @@ def lean(p: int, m: int, v: int) -> Schedule:
 
 
 def turns(schedule: Schedule) -> int:
-    """Return how often a rank turns to another chunk, its first included; of the rank that does so most."""
+    """Return the most often that any rank turns to another chunk, its first one included."""
     stages = [[part.stage for action in row for part in action.parts] for row in schedule.actions]
     return max(1 + sum(a != b for a, b in pairwise(row)) for row in stages)

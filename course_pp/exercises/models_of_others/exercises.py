@@ -1,4 +1,4 @@
-"""Notebook 10: what cuts carry, weights that lie on two stages, skip connections, and cuts that go wrong."""
+"""Notebook 10: values over a cut, weights on two stages, skips, and cuts that go wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def _why_carried(
     begin, mine, wanted = next(
         each for each in zip(begins, got, right, strict=True) if each[1] != each[2]
     )
-    lost, extra = sorted(set(wanted) - set(mine)), sorted(set(mine) - set(wanted))
+    lost = sorted(set(wanted) - set(mine))
+    extra = sorted(set(mine) - set(wanted))
     behind = f"For the cut before call {begin}"
     if lost:
         reader = max(call for call in range(begin, len(reads)) if lost[0] in reads[call])
@@ -189,7 +190,9 @@ def skip_bytes(values: list[tuple[int, list[int], int]], rank_of: list[int]) -> 
     return handed, straight
 
 
-_LINE, _V, _LOOP = [0, 1, 2, 3], [0, 1, 1, 0], [0, 1, 0, 1]
+_LINE = [0, 1, 2, 3]
+_V = [0, 1, 1, 0]
+_LOOP = [0, 1, 0, 1]
 _SENT: list[tuple[list[tuple[int, list[int], int]], list[int]]] = [
     ([(0, [3], 10)], _LINE),
     ([(0, [1], 10)], _LINE),
@@ -213,7 +216,8 @@ _HANDED = (
 )
 
 
-_LAST, _OTHER_RANK = "range(writer, max(readers))", "rank_of[stage] != rank_of[stage + 1]"
+_LAST = "range(writer, max(readers))"
+_OTHER_RANK = "rank_of[stage] != rank_of[stage + 1]"
 _REACHED = "len(ranks - {rank_of[writer]})"
 _WRONG_SENT = (
     ((
@@ -243,7 +247,8 @@ _grade_skip_bytes = Formula(
 
 
 CONFIG = ModelConfig(dim=16, n_layers=3, n_heads=2, vocab_size=24, max_seq_len=8)
-_N_STAGES, _TOLERANCE = 3, 1e-9
+_N_STAGES = 3
+_TOLERANCE = 1e-9
 
 
 def masked_loss(stages: list[nn.Module], tokens: Tensor, mask: Tensor, m: int) -> Tensor:
@@ -306,7 +311,9 @@ def grade_masked_loss(answer: Answer) -> None:
     for (name, m), (loss, gradient, n_rows) in zip(
         cases, answer.on_ranks(1, _losses, cases)[0], strict=True
     ):
-        tokens, mask, whole = _batch(), _masks()[name], _stages()
+        tokens = _batch()
+        mask = _masks()[name]
+        whole = _stages()
         right = _in_one_piece(whole, tokens, mask, m)
         expected = torch.autograd.grad(
             masked_loss(whole, tokens, mask, m), next(iter(whole[0].parameters()))
@@ -336,7 +343,8 @@ def grade_masked_loss(answer: Answer) -> None:
 
 
 def _why_loss(name: str, m: int, loss: float, right: float) -> str:
-    tokens, mask = _batch(), _masks()[name]
+    tokens = _batch()
+    mask = _masks()[name]
     torch.manual_seed(0)
     logits = Transformer(CONFIG).double()(tokens, attention_mask=mask)[:, :-1].flatten(0, 1)
 
@@ -345,7 +353,8 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
         total = cross_entropy(logits, targets.flatten(), reduction="sum").item()
         return any(n and close(loss, total / n, _TOLERANCE) for n in divisors)
 
-    n_real, n_all = mask[:, 1:].sum().item(), mask[:, 1:].numel()
+    n_real = mask[:, 1:].sum().item()
+    n_all = mask[:, 1:].numel()
     causes = (
         (close(loss, right, 1e-5),
          "It is right but for rounding: keep the sum a tensor of float64, without `.item()`."),
@@ -372,10 +381,11 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
 def _losses(
     rank: int, fn: Callable[..., Any], cases: list[tuple[str, int]]
 ) -> list[tuple[float, Any, int]]:
-    """For each case the loss, a gradient, and the most rows that the first stage was given at once."""
+    """Return for each case the loss, a gradient, and the most rows of a call of stage 0."""
     found = []
     for name, m in cases:
-        stages, rows = _stages(), [0]
+        stages = _stages()
+        rows = [0]
         stages[0].register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
         loss = expect_tensor(fn(stages, _batch(), _masks()[name], m), "masked_loss(…)", ())
         if loss.requires_grad:
@@ -419,7 +429,8 @@ class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.layer = nn.Embedding(24, 8), nn.Linear(8, 8)
+        self.embed = nn.Embedding(24, 8)
+        self.layer = nn.Linear(8, 8)
         self.ends = nn.ModuleList([self.embed, self.embed])
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -432,7 +443,9 @@ class _Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.short, self.long, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.short = nn.Linear(8, 8)
+        self.long = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.long(x) if x.abs().mean() > 1 else self.short(x))
@@ -452,10 +465,8 @@ class _Fixed(nn.Module):
 
 
 def _lost_mask() -> str:
-    tokens, masks = (
-        _batch(),
-        {"none": torch.ones(4, 6, dtype=torch.int64), "two in front": _left_padded()},
-    )
+    tokens = _batch()
+    masks = {"none": torch.ones(4, 6, dtype=torch.int64), "two in front": _left_padded()}
     lines = []
     for name, mask in masks.items():
         ours, one = (step(_stages(), tokens, mask, 2).item() for step in (patient_a, _in_one_piece))

@@ -1,4 +1,4 @@
-"""What notebook 10 looks at: models that others wrote, small and with random weights, and steps that train them."""
+"""The models of notebook 10, written by others, small and with random weights, and their steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from course_pp.schedule import Costs, Timeline, build
 
 ARTICLE = ModelConfig(768, 12, 12, 50_000, n_kv_heads=3, ffn_dim=3072, max_seq_len=512)
 """The model of 179.4 million parameters that a widely read article trains."""
-WORDS, WIDTH, LAYERS = 96, 32, 6
+WORDS = 96
+WIDTH = 32
+LAYERS = 6
 IDS = torch.randint(WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
 """Four rows of tokens."""
 
@@ -63,17 +65,14 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.down1, self.down2 = (
-            nn.Conv2d(3, width, 3, padding=1),
-            nn.Conv2d(width, 4 * width, 2, stride=2),
-        )
-        self.down3, self.middle = (
-            nn.Conv2d(4 * width, 8 * width, 2, stride=2),
-            nn.Conv2d(8 * width, 8 * width, 1),
-        )
+        self.down1 = nn.Conv2d(3, width, 3, padding=1)
+        self.down2 = nn.Conv2d(width, 4 * width, 2, stride=2)
+        self.down3 = nn.Conv2d(4 * width, 8 * width, 2, stride=2)
+        self.middle = nn.Conv2d(8 * width, 8 * width, 1)
         self.up3 = nn.ConvTranspose2d(8 * width, 4 * width, 2, stride=2)
         self.up2 = nn.ConvTranspose2d(8 * width, width, 2, stride=2)
-        self.up1, self.head = nn.Conv2d(2 * width, width, 3, padding=1), nn.Conv2d(width, 3, 1)
+        self.up1 = nn.Conv2d(2 * width, width, 3, padding=1)
+        self.head = nn.Conv2d(width, 3, 1)
 
     def forward(self, images: Tensor) -> Tensor:
         first = self.down1(images).relu()
@@ -149,7 +148,7 @@ def layers_of(stages: Sequence[nn.Module]) -> list[int]:
 
 
 def time_stages(stages: Sequence[nn.Module], *inputs: Any, repeats: int = 3) -> list[float]:
-    """Milliseconds of processor time of each stage's forward and backward, medians of ``repeats``."""
+    """Return each stage's processor time for forward and backward in ms, medians of ``repeats``."""
     rows: list[list[float]] = [[] for _ in stages]
     for _ in range(repeats + 1):
         value: Any = None
@@ -183,10 +182,12 @@ def ends_apart(n_ranks: int = 2, n_steps: int = 3) -> dict[bool, float]:
 
 
 def _train(rank: int, n_steps: int) -> dict[bool, Tensor]:
-    n_ranks, ends = torch.distributed.get_world_size(), {}
+    n_ranks = torch.distributed.get_world_size()
+    ends = {}
     for tied in (False, True):
         stages = auto_split(gpt2(), IDS[:1, :-1], n_ranks)
-        mine, ties = stages[rank], vars(stages[0])["ties"]
+        mine = stages[rank]
+        ties = vars(stages[0])["ties"]
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         pipeline = Pipeline(build("1f1b", n_ranks, 4), mine, _loss, tied=ties if tied else ())
         for _ in range(n_steps):
@@ -206,7 +207,8 @@ class Down(nn.Module):
 
     def __init__(self, level: int) -> None:
         super().__init__()
-        self.linear, self.writes = nn.Linear(WIDTH, WIDTH), (f"level {level}",)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.writes = (f"level {level}",)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         y = self.linear(x).relu()
@@ -218,7 +220,8 @@ class Up(nn.Module):
 
     def __init__(self, level: int) -> None:
         super().__init__()
-        self.linear, self.reads = nn.Linear(2 * WIDTH, WIDTH), (f"level {level}",)
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+        self.reads = (f"level {level}",)
 
     def forward(self, x: Tensor, **skips: Tensor) -> Tensor:
         return self.linear(torch.cat([x, *skips.values()], -1)).relu()
@@ -257,7 +260,8 @@ def _batch(m: int) -> Tensor:
 
 
 def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Tensor], int]:
-    schedule, stages = build(name, n_ranks, m), ladder()
+    schedule = build(name, n_ranks, m)
+    stages = ladder()
     mine = {stage: stages[stage] for stage, ranks in enumerate(schedule.placement) if rank in ranks}
     pipeline = Pipeline(schedule, mine, mse_loss)
     pipeline.step(_batch(m), target=_batch(m))  # the first step also agrees on shapes
@@ -286,11 +290,15 @@ def generate_text(n_prompts: Sequence[int], n_tokens: int = 6) -> dict[int, tupl
     return {n: (texts == _written_by_one(n, n_tokens), tl) for n, (texts, tl) in found.items()}
 
 
-_FORWARDS_S, _LATE = (0.02, 0.04, 0.08), 1.02
+_FORWARDS_S = (0.02, 0.04, 0.08)
+_LATE = 1.02
 
 
 def _forwards_in_a_row(n_prompts: int, n_tokens: int, n_ranks: int = 4) -> int:
-    """How many forwards long the writing is: a round of all prompts for each token but the last, then the way out."""
+    """Return the length of the writing in forwards.
+
+    That is a round of all prompts for each token but the last, and then the way out.
+    """
     return max(n_prompts, n_ranks) * (n_tokens - 1) + n_prompts + n_ranks - 1
 
 
@@ -305,11 +313,9 @@ def _generate(
     rank: int, n_prompts: Sequence[int], n_tokens: int, forward_s: float
 ) -> dict[int, tuple[list[list[int]], Timeline]]:
     torch.manual_seed(0)
-    stage, cluster, found = (
-        build_stage_module(_WRITER, rank, 4),
-        EmulatedCluster(Costs(forward=forward_s)),
-        {},
-    )
+    stage = build_stage_module(_WRITER, rank, 4)
+    cluster = EmulatedCluster(Costs(forward=forward_s))
+    found = {}
     generate({rank: stage}, _prompts(1), 1)  # the first forward does much that is done once
     for n in n_prompts:
         recorder = Recorder()
@@ -320,7 +326,8 @@ def _generate(
 
 def _written_by_one(n: int, n_tokens: int) -> list[list[int]]:
     torch.manual_seed(0)
-    model, texts = Transformer(_WRITER), []
+    model = Transformer(_WRITER)
+    texts = []
     for prompt in _prompts(n):
         text = list(prompt)
         for _ in range(n_tokens):
@@ -330,7 +337,9 @@ def _written_by_one(n: int, n_tokens: int) -> list[list[int]]:
 
 
 def _ladder_in_one_process(m: int) -> dict[str, Tensor]:
-    stages, x, skips = ladder(), _batch(m), []
+    stages = ladder()
+    x = _batch(m)
+    skips = []
     for stage in stages:
         if isinstance(stage, Down):
             x, written = stage(x)

@@ -1,4 +1,4 @@
-"""Notebook 01: which layers go where, a step across the cut, a check of gradients; bytes, and how busy ranks are."""
+"""Notebook 01: layers of stages, a step across the cut, a check of gradients; bytes, busy ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ def assign_layers(n_layers: int, n_stages: int) -> list[tuple[int, int]]:
 
 
 def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tuple[int, int]]:
-    """Return the value as ranges that cover all layers in order, one layer a stage at least. Raises Mistake if not."""
+    """Return the value as ranges that cover all layers in order, one layer a stage at least.
+
+    Raises:
+        Mistake: they do not.
+    """
     rows = expect_list(value, call, n_stages)
     ranges = []
     for stage, row in enumerate(rows):
@@ -66,11 +70,9 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
             raise Mistake(f"In `{call}`, stage {stage} has no layer.", why(causes), it_is)
     for stage, ((_, end), (start, _)) in enumerate(pairwise(ranges)):
         if start != end:
-            lost = (
-                f"layers {end} to {start - 1} are on no stage"
-                if start > end
-                else f"layer {start} is on two stages"
-            )
+            lost = f"layer {start} is on two stages"
+            if start > end:
+                lost = f"layers {end} to {start - 1} are on no stage"
             cause = "The next stage starts where this one ends."
             if start == end + 1:
                 cause = (
@@ -78,7 +80,8 @@ def _as_ranges(value: Any, call: str, n_layers: int, n_stages: int) -> list[tupl
                 )
             raise Mistake(f"In `{call}`, after stage {stage}, {lost}.", cause, it_is)
     if ranges[0][0] != 0 or ranges[-1][1] != n_layers:
-        covered, left = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}", n_layers - ranges[-1][1]
+        covered = f"layers {ranges[0][0]} to {ranges[-1][1] - 1}"
+        left = n_layers - ranges[-1][1]
         ends = (
             (ranges[0][0] != 0, "The first stage starts with layer 0."),
             (left < 0, "Together the stages have more layers than there are."),
@@ -148,7 +151,7 @@ _CUTS: tuple[tuple[list[float], int], ...] = (
     ([7, 2, 5, 10, 8], 2),
     ([3, 1, 1, 5, 1], 3),
     ([2.5], 1),
-    # Last: who gets all cuts of whole numbers right stumbles here over the fractions.
+    # Fractions come last: an answer that is right for all whole numbers may fail here.
     ([0.3, 0.4, 0.5, 0.6], 2),
     ([0.0007, 0.0002, 0.0005, 0.001, 0.0008], 2),
 )
@@ -361,9 +364,11 @@ def _filled(first: float, others: float) -> Callable[[Tensor], Tensor]:
     return gradient
 
 
-# What is special, of which parameters the gradient is replaced and by what, the names asked for,
-# and the cause.
-_STAGES: tuple[tuple[str, Sequence[str], Callable[[Tensor], Tensor | None], Sequence[str], str], ...] = (
+# A row: the special case, the parameters whose gradient is replaced, the gradient in its place, the
+# names to be returned, and the cause if the answer returns others.
+_STAGES: tuple[
+    tuple[str, Sequence[str], Callable[[Tensor], Tensor | None], Sequence[str], str], ...
+] = (
     ("every gradient is there", (), torch.zeros_like, (), "Name only what has no gradient."),
     ("layer 0 has `grad` None", _NAMES[:2], lambda p: None, _NAMES[:2],
      "A parameter that backward never reached has `grad is None`."),
@@ -480,8 +485,13 @@ BUDGET = 384 * 2**20
 
 
 def predicted_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> Bytes:
-    """Bytes of one AdamW step in float32, by formula: Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
-    d, h, n = config.dim, config.hidden_dim, config.n_parameters
+    """Return the bytes of one AdamW step in float32, by formula.
+
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    """
+    d = config.dim
+    h = config.hidden_dim
+    n = config.n_parameters
     floats_per_token = config.n_layers * (8 * d + 4 * h) + 2 * d + config.vocab_size
     return {
         "weights": 4 * n,
@@ -493,13 +503,15 @@ def predicted_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> By
 
 def measured_bytes(config: ModelConfig, rows: int = 4, seq_len: int = 64) -> Bytes:
     """The same, measured."""
-    model, (tokens, targets) = Transformer(config), _tokens(rows, seq_len)
+    model = Transformer(config)
+    tokens, targets = _tokens(rows, seq_len)
     return _bytes_of(model, lambda: loss_fn(model(tokens), targets).backward())
 
 
 def _bytes_of(model: nn.Module, forward_and_backward: Callable[[], Any]) -> Bytes:
     """Bytes of a step: tensors that can be walked over, and what autograd keeps."""
-    optimizer, meter = torch.optim.AdamW(model.parameters()), _meter(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = _meter(model)
     with meter.saving(0, 0):
         forward_and_backward()
     optimizer.step()
@@ -523,8 +535,10 @@ def second_forward(config: ModelConfig, budget: int) -> None:
     Raises:
         MemoryError: names the layer, as an accelerator's allocator would not.
     """
-    model, (tokens, targets) = Transformer(config), _tokens()
-    optimizer, meter = torch.optim.AdamW(model.parameters()), _meter(model)
+    model = Transformer(config)
+    tokens, targets = _tokens()
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = _meter(model)
     loss_fn(model(tokens), targets).backward()
     optimizer.step()
     room = budget - sum(_state_bytes(model, optimizer).values())
@@ -542,7 +556,10 @@ def second_forward(config: ModelConfig, budget: int) -> None:
 
 
 def peaks_while_building(n_ranks: int = 2) -> dict[str, Bytes]:
-    """Return for three ways to build rank 0's stage of the deep model the bytes it keeps, and its peak above them."""
+    """Return the bytes that rank 0's stage of the deep model keeps, and its peak above them.
+
+    The stage is built in three ways.
+    """
     ways = {
         "build all, delete": _keep_only,
         "cut on meta": _cut_on_meta,
@@ -555,7 +572,11 @@ def peaks_while_building(n_ranks: int = 2) -> dict[str, Bytes]:
 
 
 class Comparison(NamedTuple):
-    """A step on two ranks beside one process, in float64; ``largest`` is the largest difference of any gradient."""
+    """A step on two ranks beside one process, in float64.
+
+    Attributes:
+        largest: the largest difference of any gradient.
+    """
 
     loss: float
     loss_of_one: float
@@ -564,7 +585,8 @@ class Comparison(NamedTuple):
 
 def compare(step: Step) -> Comparison:
     """Run ``step(stage, tokens, targets, recorder)`` on two ranks, and compare with one process."""
-    ranks, (loss, right) = _BESIDE_ONE.ran(step, 2, 4), _BESIDE_ONE.one_process(4)
+    ranks = _BESIDE_ONE.ran(step, 2, 4)
+    loss, right = _BESIDE_ONE.one_process(4)
     found = [(g, right[name]) for rank in ranks for name, g in rank.gradients.items()]
     largest = max(
         math.inf if g is None else float((g - expected).abs().max()) for g, expected in found
@@ -607,7 +629,10 @@ class Splits:
 
 
 def time_splits(step: Step, sizes: Sequence[int] = (1, 2, 4), rounds: int = 3) -> Splits:
-    """Time a step of the deep model over each number of ranks in ``sizes``; they take turns, ``rounds`` times."""
+    """Time a step of the deep model over each number of ranks in ``sizes``.
+
+    The numbers take turns, ``rounds`` times.
+    """
     runs = [{p: on_ranks(p, _timed, step) for p in sizes} for _ in range(rounds)]
     timelines = {
         p: min((each[p][0][1] for each in runs), key=lambda tl: tl.makespan) for p in sizes
@@ -621,7 +646,7 @@ def time_splits(step: Step, sizes: Sequence[int] = (1, 2, 4), rounds: int = 3) -
 
 
 def train_two_ranks(step: Step, n_steps: int = 16) -> str:
-    """Train a small model for some steps; says how the loss went, and how many parameters have a gradient."""
+    """Train a small model for some steps; print its losses and its parameters with a gradient."""
     ranks = on_ranks(2, _train, step, n_steps)
     curve = " ".join(f"{loss:.2f}" for loss in ranks[1][0][::5])
     counts = ", ".join(f"rank {r} {n} of {total}" for r, (_, n, total) in enumerate(ranks))
@@ -678,7 +703,8 @@ def _peak_while_building(
 
 
 def _timed(rank: int, step: Step) -> tuple[Bytes, Timeline]:
-    stage, recorder = build_stage_module(DEEP, rank, dist.get_world_size()), Recorder()
+    stage = build_stage_module(DEEP, rank, dist.get_world_size())
+    recorder = Recorder()
     step(stage, *_tokens(1, 8), recorder)  # a short one, to warm up
     recorder.clear()
     kept = _bytes_of(stage, lambda: step(stage, *_tokens(), recorder))

@@ -1,4 +1,4 @@
-"""Notebook 03: 1F1B as an order and as a step, room for latency, a budget of memory, and a clinic."""
+"""Notebook 03: 1F1B as an order and as a step, room for latency, a budget of memory, a clinic."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def _grade_order(answer: Answer) -> None:
     try:
         _grade_orders_of(answer, [(4, 2), (3, 1)])
     except Mistake as e:
+        # Large m is right, so the fault shows only with fewer microbatches than ranks.
         cause = (
             "With fewer microbatches than ranks the warm-up is m at most: `min(m, p - 1 - rank)`."
         )
@@ -135,10 +136,9 @@ def _read_row(value: Any, rank: int, p: int, m: int) -> tuple[Action, ...]:
         )
 
     def repeated(action: Action) -> str:
-        before, after = (
-            ("warm-up", "steady state") if action.kind == "F" else ("steady state", "drain")
-        )
-        return f"The {after} goes on where the {before} stopped."
+        if action.kind == "F":
+            return "The steady state goes on where the warm-up stopped."
+        return "The drain goes on where the steady state stopped."
 
     wanted = [Action(rank, kind, i) for kind in "FB" for i in range(m)]
     return read_order(value, f"order_1f1b({rank}, {p}, {m})", wanted, foreign, lacking, repeated)[0]
@@ -218,7 +218,8 @@ _WRONG_GRADIENTS: Cause = (
 def _grade_step(answer: Answer, places_count: bool = False) -> None:
     _grade_step_on(BENCH, _SIZES, answer, places_count)
     if places_count:
-        # With fewer ranks twice as many slots as are needed hide behind the one that is let pass.
+        # On fewer ranks a step may have twice the slots it needs, and still only one too many,
+        # which is allowed.
         _grade_step_on(replace(BENCH, n_blocks=5), {5: (8,)}, answer, places_count)
 
 
@@ -238,8 +239,12 @@ def _warm_up(rank: int, p: int, m: int) -> int:
 
 
 def _demand_drain(rank: int, m: int, order: str) -> None:
-    """Refuse a step without its last backwards at once: the others wait for the messages, and time is all they tell."""
-    warm_up, done = _warm_up(rank, dist.get_world_size(), m), order.count("B")
+    """Refuse a step that lacks its last backwards.
+
+    The other ranks wait for its messages, and would only tell that time is up.
+    """
+    warm_up = _warm_up(rank, dist.get_world_size(), m)
+    done = order.count("B")
     if warm_up and 0 < done == m - warm_up:
         raise Mistake(
             f"With {m} microbatches, rank {rank} returned after {done} of {m} backwards.",
@@ -253,14 +258,19 @@ def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> Non
     def after(warm_up: int) -> str:
         return "F" * warm_up + "FB" * (m - warm_up) + "B" * warm_up
 
-    p, order, peak = len(ranks), ranks[rank].order, ranks[rank].peak
-    warm_up, enough, begun = _warm_up(rank, p, m), min(m, p - rank), order.find("B") - 1
+    p = len(ranks)
+    order = ranks[rank].order
+    peak = ranks[rank].peak
+    warm_up = _warm_up(rank, p, m)
+    enough = min(m, p - rank)
+    begun = order.find("B") - 1
     if order == after(warm_up):
         return
     cause = (
         "One backward follows each forward of the steady state, and the drain comes after the last"
         " forward."
     )
+    # The first cause is the weakest: these two know which warm-up the rank did.
     if rank > 0 and ranks[rank - 1].peak == peak > enough:
         cause = "The warm-up gets shorter from rank to rank: `p - 1 - rank` forwards."
     elif peak < m and order == after(begun):
@@ -268,11 +278,9 @@ def _judge_order(where: str, rank: int, m: int, ranks: Sequence[Outcome]) -> Non
             f"The warm-up of rank {rank} is {begun} forwards instead of {warm_up}, `min(m, p - 1 -"
             " rank)`. The forward that comes after it is in flight, too."
         )
-    does = (
-        f"holds {peak} activations; 1F1B holds {enough}"
-        if peak > enough
-        else "does not work in the order of 1F1B"
-    )
+    does = "does not work in the order of 1F1B"
+    if peak > enough:
+        does = f"holds {peak} activations; 1F1B holds {enough}"
     example = f"rank {rank}  {order}\n1F1B    {after(warm_up)}"
     raise Mistake(f"{where} the gradients are right, but rank {rank} {does}.", cause, example)
 
@@ -284,12 +292,12 @@ def held_with_latency(rank: int, p: int, forward: float, backward: float, latenc
 
 
 def room_for_latency(p: int, forward: float, backward: float, latency: float) -> list[int]:
-    """For each rank the fewest microbatches in flight with which a step is as short as GPipe's on the same links."""
+    """Return for each rank the fewest microbatches in flight for a step as short as GPipe's."""
     return [held_with_latency(rank, p, forward, backward, latency) for rank in range(p)]
 
 
 def with_room(limits: Sequence[int], m: int) -> Schedule:
-    """Each rank goes forward while fewer than its limit of microbatches are in flight, else backward."""
+    """Return an order in which a rank goes forward while its limit of microbatches allows."""
     rows = []
     for rank, limit in enumerate(limits):
         row: list[Action] = []
@@ -349,10 +357,10 @@ _OTHER_ROOM: Cause = (
 
 def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
     rank, p, forward, backward, latency = case
+    every = forward + backward
     return (
         f"There and back, a microbatch is {2 * latency:g} on a link, and a new one comes every"
-        f" {forward + backward:g}: {2 * latency / (forward + backward):.3g} at once. Behind rank"
-        f" {rank} lie {p - 1 - rank} links."
+        f" {every:g}: {2 * latency / every:.3g} at once. Behind rank {rank} lie {p - 1 - rank} links."
     )
 
 
@@ -445,13 +453,17 @@ def _why_other_choice(
 
 def _shown_choice(case: tuple[Any, ...], *choices: tuple[int, int] | None) -> str:
     state, activations, rows, min_rows, budget, _ = case
-    return "\n".join(
-        f"{(p, m)}: {state} / {p} + {min(m, p)} × {activations} / ({p} × {m}) ="
-        f" {_on_rank_0(state, activations, p, m):g} of {budget} on rank 0; {rows / m:g} of at least"
-        f" {min_rows} rows a microbatch; bubble {(p - 1) / (m + p - 1):.1%}"
-        for p, m in filter(None, choices)
-        if p > 0 and m > 0
-    )
+    lines = []
+    for p, m in filter(None, choices):
+        if p < 1 or m < 1:
+            continue
+        held = f"{state} / {p} + {min(m, p)} × {activations} / ({p} × {m})"
+        needed = _on_rank_0(state, activations, p, m)
+        lines.append(
+            f"{(p, m)}: {held} = {needed:g} of {budget} on rank 0; {rows / m:g} of at least"
+            f" {min_rows} rows a microbatch; bubble {(p - 1) / (m + p - 1):.1%}"
+        )
+    return "\n".join(lines)
 
 
 _BUDGETS = [
@@ -513,9 +525,10 @@ def healed_step(
 
 def _judge_places(where: str, ranks: Sequence[Outcome]) -> None:
     for rank in range(1, len(ranks)):
-        # With few microbatches, the slots that more of them need are let pass. And one more: a name
-        # may keep an input until it names the next one.
-        enough, places = len(ranks) - rank, ranks[rank].places
+        # p - rank slots are allowed with few microbatches, too, which need fewer. And one more: a
+        # name may keep an input until it names the next one.
+        enough = len(ranks) - rank
+        places = ranks[rank].places
         if places > enough + 1:
             raise Mistake(
                 f"{where} the gradients are right, but rank {rank} has memory for {places} received"

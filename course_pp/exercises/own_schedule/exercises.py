@@ -66,10 +66,8 @@ def _grade_lower_bound(answer: Answer) -> None:
     """Ask for a number that no order beats, and that is as high as two simple arguments make it."""
     for case, got in zip(_BOUNDS, answer.calls(_BOUNDS), strict=True):
         p, m, forward, input_grad, weight_grad = case
-        call, costs = (
-            f"lower_bound({', '.join(map(str, case))})",
-            Costs(forward, input_grad, weight_grad),
-        )
+        call = f"lower_bound({', '.join(map(str, case))})"
+        costs = Costs(forward, input_grad, weight_grad)
         value = expect_number(got, call)
         least, name = min((simulate(build(name, p, m), costs).makespan, name) for name in _NAMED)
         if value > least * (1 + 1e-9):
@@ -97,11 +95,14 @@ def _grade_lower_bound(answer: Answer) -> None:
 
 
 Choice = Callable[[list[Action], int, int], Action]
-"""What a rank does next: from what it could start now, how many activations it holds, and how many it may hold."""
+"""``choice(able, held, cap)``: the next action of a rank, one of those that it could start now.
+
+``held`` is the number of activations that it holds, ``cap`` the most that it may hold.
+"""
 
 
 def next_action(able: list[Action], held: int, cap: int) -> Action:
-    """What others wait for first, so that they can go on; weight gradients when there is nothing else to do."""
+    """First the actions for which others wait; weight gradients when nothing else is left."""
     best, rank = able[0], 3
     for action in able:
         place = "IFW".index(action.kind)
@@ -146,7 +147,8 @@ class _Asking(Desk):
             Action(rank, "FIW"[each[2] % 3], self.words[rank].count(each[2])): each
             for each in soonest
         }
-        held, cap = self.held[rank], self.problem.caps[rank]
+        held = self.held[rank]
+        cap = self.problem.caps[rank]
         chosen = self._choose(list(able), held, cap)
         if not isinstance(chosen, Action) or chosen not in able:
             raise Mistake(
@@ -198,7 +200,7 @@ def _played(
 
 
 def _habit(order: Schedule, costs: Costs) -> str:
-    """What kept a gradient waiting most often: the kind that ran while an input gradient could have."""
+    """The kind of action that most often ran while an input gradient could have."""
     tl = simulate(order, costs)
     ends = {span.action: span.end for span in tl.spans}
     instead: Counter[str] = Counter()
@@ -272,7 +274,7 @@ _UNDO = (
 
 
 def _grade_repair(answer: Answer) -> None:
-    """Ask for an order of the same actions, legal, within the cap, and nearly as short as the best there is."""
+    """Ask for a legal order of the same actions, within the cap, nearly as short as the best."""
     try:
         values = answer.calls(
             [(schedule, costs, cap) for schedule, costs, cap, _ in _CHANGES], "repair(…)"
@@ -333,11 +335,14 @@ def _sorted(rows: Sequence[Sequence[object]]) -> list[list[str]]:
 
 Event = tuple[Any, ...]
 Program = list[Event]
-"""What a rank does, in order: ``("do", "0F1")``, ``("send", 1, "0F1")`` to rank 1, ``("recv", 1, "1B0")`` from it."""
+"""The events of a rank, in order.
+
+They are ``("do", "0F1")``, ``("send", 1, "0F1")`` to rank 1, and ``("recv", 1, "1B0")`` from it.
+"""
 
 
 def programs_of(schedule: Schedule) -> list[Program]:
-    """Each action preceded by the receives that it needs, and followed by the send of what it makes."""
+    """Return each action after the receives that it needs, and before the send of its result."""
     last = schedule.n_stages - 1
     kinds = {(part.kind, part.stage, part.microbatch) for part in schedule.parts}
     programs: list[Program] = [[] for _ in range(schedule.n_ranks)]
@@ -362,7 +367,7 @@ def _receive(program: Program, schedule: Schedule, rank: int, made_by: Action) -
 
 
 def hanging(programs: Sequence[Sequence[Event]]) -> dict[int, Event]:
-    """The ranks that never end where a send waits for its receiver, and at what each of them stands."""
+    """Return the ranks that never end if a send waits for its receiver, with the event of each."""
     at = [0] * len(programs)
 
     def head(rank: int) -> Event | None:
@@ -410,14 +415,12 @@ _ORDERS = [
 
 
 def _grade_untangled(answer: Answer) -> None:
-    """Ask for the same events, receives earlier at most, that end although nothing is kept for a receiver."""
+    """Ask for the same events, with receives earlier if at all, that end without any buffer."""
     given = [programs_of(build(name, p, m)) for name, p, m in _ORDERS]
     values = answer.calls([(programs,) for programs in given], "untangled(…)")
     for (name, p, m), before, got in zip(_ORDERS, given, values, strict=True):
-        what, call = (
-            f"`untangled` of {name} with p = {p} and m = {m}",
-            f"untangled(… {name}, p = {p}, m = {m} …)",
-        )
+        what = f"`untangled` of {name} with p = {p} and m = {m}"
+        call = f"untangled(… {name}, p = {p}, m = {m} …)"
         programs = []
         for rank, program in enumerate(expect_list(got, call, p)):
             events = expect_list(program, f"{call}[{rank}]")
@@ -526,7 +529,7 @@ _ROWS, _SEQ_LEN = 2, 8
 
 
 def drawn(board: Board) -> Schedule:
-    """Return what is on ``board``; if that is not complete, its level's order, with a line that says so."""
+    """Return the order on ``board``, or its level's order, with a line about it, if incomplete."""
     if board.is_complete:
         return board.schedule
     assert board.level is not None
@@ -538,7 +541,10 @@ def drawn(board: Board) -> Schedule:
 
 
 def run_in_torch(schedule: Schedule) -> float:
-    """Run a step by torch's executor; return the largest difference of loss or gradients from one process."""
+    """Run a step by torch's executor; return the largest difference from one process.
+
+    Loss and gradients are compared.
+    """
     return max(on_ranks(schedule.n_ranks, _stepped, schedule))
 
 
@@ -576,7 +582,11 @@ def _stepped(rank: int, schedule: Schedule) -> float:
 
 
 def run_unbuffered(order: Schedule | Sequence[Program], timeout_s: float = 2.0) -> bool:
-    """Send and receive what ``order`` says, each send waiting for its receiver; say who hangs. True if nobody does."""
+    """Run the messages of ``order``, each send waiting for its receiver; print who hangs.
+
+    Returns:
+        Whether no rank hangs.
+    """
     programs = programs_of(order) if isinstance(order, Schedule) else list(order)
     try:
         on_ranks(len(programs), _exchange, programs, timeout_s=timeout_s)

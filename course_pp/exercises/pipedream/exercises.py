@@ -132,8 +132,12 @@ class Ran(NamedTuple):
 
 
 def _run(step: Callable[..., Any], seat: Seat, momentum: float = 0.9) -> Ran:
-    [stage], microbatches, targets = seat.stages, seat.microbatches, seat.parts
-    used, rank, after = Memory(), dist.get_rank(), list[Weights]()
+    [stage] = seat.stages
+    microbatches = seat.microbatches
+    targets = seat.parts
+    used = Memory()
+    rank = dist.get_rank()
+    after = list[Weights]()
 
     def note(module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
@@ -182,10 +186,8 @@ def _delayed(
 
     Or with another: ``version(stage, i)`` gives that of microbatch i.
     """
-    used, p = (
-        ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash"),
-        len(replicas),
-    )
+    used = ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash")
+    p = len(replicas)
     seat = BENCH.seat(0, m, range(p), BENCH.n_blocks)
     optimizers = [_optimizer(stage, momentum) for stage in seat.stages]
     history: list[list[Weights]] = [[copy.deepcopy(stage.state_dict())] for stage in seat.stages]
@@ -305,7 +307,8 @@ def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
     A run of its own: what autograd keeps is no longer checked for changes in place while it is
     watched.
     """
-    seat, kept = BENCH.seat(rank, m), ForwardWatch()
+    seat = BENCH.seat(rank, m)
+    kept = ForwardWatch()
     seat.stages[0].register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
     with kept.watching():
         _run(step, seat)
@@ -320,7 +323,8 @@ def _why_wrong(
         other = _delayed((1,) * len(ran), m, *how)
         return all(_first_wrong(ran[-k].after, other[-k]) is None for k in range(1, stages + 1))
 
-    p, last = len(ran), ran[-1].after[0]
+    p = len(ran)
+    last = ran[-1].after[0]
     first = BENCH.seat(0, m, [p - 1], BENCH.n_blocks).stages[0].state_dict()
     still = [f"`{name}`" for name in first if torch.equal(last[name], first[name])]
     differ = [f"`{name}`" for name in _wrong_names(last, expected[-1][0])]
@@ -680,8 +684,13 @@ def _dealt_apart(
     loss_fn: Any,
     link: Link,
 ) -> None:
-    """Two replicas of stage 0 on ranks 0 and 1, stage 1 on rank 2, which counts forwards and backwards apart."""
-    rank, last, share = dist.get_rank(), 2, 2
+    """Run two replicas of stage 0 on ranks 0 and 1, and stage 1 on rank 2.
+
+    Rank 2 counts forwards and backwards apart.
+    """
+    rank = dist.get_rank()
+    last = 2
+    share = 2
     mates: Any = dist.new_group([0, 1])
     sends = list[dist.Work | None]()
     if rank == last:
@@ -695,10 +704,8 @@ def _dealt_apart(
             sends.append(dist.isend(dx, backwards % share))
             optimizer.step()
             optimizer.zero_grad()
-    mine, in_flight = (
-        microbatches[rank::share] if rank < last else (),
-        deque[tuple[nn.Module, Tensor]](),
-    )
+    mine = microbatches[rank::share] if rank < last else ()
+    in_flight = deque[tuple[nn.Module, Tensor]]()
     for i in range(len(mine) + (rank < last)):
         if i < len(mine):
             kept = copy.deepcopy(stage)
@@ -745,7 +752,7 @@ PATIENTS: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {
     ),
     "C": (_dealt_apart, (2, 1)),
 }
-"""Steps that run and go wrong, each for another reason, and the replicas of each stage that they are for."""
+"""Steps that run and go wrong, each for another reason, with the replicas of their stages."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What notebook 06 measures: gradients beside true ones, and small training runs under each rule for versions."""
+"""The measurements of notebook 06: gradients beside true ones, and runs under each rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from course_pp.launch import on_ranks
 from course_pp.runtime import Pipeline, StepFailed
 from course_pp.schedule import Schedule, Timeline, Versions, build, ledger
 
-_WIDTH, _HIDDEN, _ROWS = 16, 32, 16
+_WIDTH = 16
+_HIDDEN = 32
+_ROWS = 16
 Weights = Mapping[str, Tensor]
 _Updates = tuple[list[Weights], list[Tensor]]
 Rule = Versions | Literal["flush"]
@@ -43,7 +45,7 @@ def residual_blocks(p: int = 4, seed: int = 0) -> nn.Sequential:
 
 
 def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
-    """``m`` microbatches of random rows, and what another model of this kind makes of them, to be learnt."""
+    """Return ``m`` microbatches of random rows, and the outputs of another model as targets."""
     seeded = torch.Generator().manual_seed(1)
     inputs = torch.randn(m * _ROWS, _WIDTH, dtype=torch.float64, generator=seeded)
     with torch.no_grad():
@@ -51,7 +53,10 @@ def task(m: int, p: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def steady(run: Timeline) -> float:
-    """Return the time of one microbatch in a full pipeline, from the second half of the last stage's backwards."""
+    """Return the time of one microbatch in a full pipeline.
+
+    It is measured over the second half of the last stage's backwards.
+    """
     done = (run.n_stages - 1, "B")
     ends = sorted(
         s.end for s in run.spans for part in s.action.parts if (part.stage, part.kind) == done
@@ -92,7 +97,9 @@ def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dic
 
 
 def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Updates]) -> Angles:
-    p, m, used = schedule.n_stages, schedule.n_microbatches, ledger(schedule, rule)
+    p = schedule.n_stages
+    m = schedule.n_microbatches
+    used = ledger(schedule, rule)
     inputs, targets = task(m, p)
     own: list[list[float]] = [[] for _ in range(p)]
     now: list[list[float]] = [[] for _ in range(p)]

@@ -1,4 +1,4 @@
-"""Notebook 00: a ring without a deadlock, the second half of a ring all-reduce, and what one costs."""
+"""Notebook 00: a ring without a deadlock, the second half of a ring all-reduce, and its cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def _mine(rank: int, dtype: torch.dtype) -> Tensor:
 def _shifted(
     rank: int, answer: Callable[..., Any], p: int, dtype: torch.dtype, late: int | None
 ) -> tuple[Any, bool]:
-    """What the answer returned, and whether in the memory of its argument, which is then overwritten, as is allowed."""
+    """Return the result of the answer, and whether it is the memory of the argument.
+
+    The argument is overwritten afterwards: the caller may do so.
+    """
     x = _mine(rank, dtype)
     dist.barrier()
     if rank == late:
@@ -48,7 +51,8 @@ def _shifted(
         got = answer(x, rank, p)
     is_x = False
     if isinstance(got, Tensor):
-        is_x, got = got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), got.clone()
+        is_x = got.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        got = got.clone()
     x.fill_(_OVERWRITTEN)
     return got, is_x
 
@@ -103,7 +107,7 @@ def _why_stopped(answer: Answer, p: int, dtype: torch.dtype, stopped: Stopped) -
 
 
 def _why_nothing_comes(stopped: Stopped, p: int) -> str:
-    """Explain why every rank waits after it has sent: for the wrong neighbour, or for what went to the wrong one."""
+    """Explain why every rank waits after it has sent: one of its neighbours is wrong."""
     receiving = [wait for wait in stopped.waits if wait.operation == "recv"]
     if p < 3 or len(receiving) < p:
         return ""
@@ -116,7 +120,8 @@ def _why_nothing_comes(stopped: Stopped, p: int) -> str:
 
 
 def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) -> None:
-    mine, want = _mine(rank, dtype), _mine((rank - 1) % p, dtype)
+    mine = _mine(rank, dtype)
+    want = _mine((rank - 1) % p, dtype)
     where = f"rank {rank} of {p}"
     left = (rank - 1) % p
     if p > 1 and isinstance(got, Tensor) and _is_number(got, left):
@@ -157,7 +162,7 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
 
 
 def _is_number(got: Tensor, number: int) -> bool:
-    """Whether a tensor has this number everywhere, or received its bytes where floats were expected."""
+    """Whether a tensor has this number everywhere, or the bytes of it, read as floats."""
     as_long = got.flatten().contiguous().view(torch.uint8).tolist()[:8]
     return got.numel() > 0 and (
         bool((got == number).all()) or as_long == [*number.to_bytes(8, "little")]
@@ -182,7 +187,10 @@ def all_gather(chunks: Sequence[Tensor], rank: int, p: int) -> int:
 
 
 def _unfinished(rank: int) -> int:
-    """The value of an incomplete chunk before the gather; far from all others, so that a sum can be told."""
+    """Return the value of an incomplete chunk before the gather, far from all others.
+
+    So a sum of two chunks can be recognised.
+    """
     return -100 * (rank + 1)
 
 
@@ -215,19 +223,14 @@ def _grade_all_gather(answer: Answer) -> None:
         try:
             results = answer.on_ranks(p, _gathered, p, n)
         except Stopped as e:
-            tuple_assigned = "does not support item assignment" in e.symptom
-            cause = (
-                f"`chunks` is a tuple of views of one tensor. {_IN_PLACE}"
-                if tuple_assigned
-                else e.cause
-            )
+            cause = e.cause
+            if "does not support item assignment" in e.symptom:
+                cause = f"`chunks` is a tuple of views of one tensor. {_IN_PLACE}"
             raise Mistake(e.symptom, _why_nothing_comes(e, p) or cause, e.example) from None
         lengths = [len(chunk) for chunk in _complete(n).tensor_split(p)]
-        uneven = (
-            f", with chunks of {', '.join(map(str, lengths))} numbers"
-            if len(set(lengths)) > 1
-            else ""
-        )
+        uneven = ""
+        if len(set(lengths)) > 1:
+            uneven = f", with chunks of {', '.join(map(str, lengths))} numbers"
         run = f"On {p} rank{'s' if p > 1 else ''}{uneven}"
         values = [numbers for numbers, _, _ in results]
         if values != [_complete(n).tolist()] * p:
@@ -256,7 +259,8 @@ def _grade_all_gather(answer: Answer) -> None:
 
 
 def _judge_returned(run: str, rank: int, returned: Any, sent: int, lengths: Sequence[int]) -> None:
-    p, size = len(lengths), _complete(1).element_size()
+    p = len(lengths)
+    size = _complete(1).element_size()
     got = expect_number(returned, f"all_gather(chunks, {rank}, {p})")
     if close(got, sent):
         return
@@ -394,7 +398,10 @@ Half = Callable[[Sequence[Tensor], int, int], object]
 
 
 def even_ranks_send_first(rank: int) -> int:
-    """Send this rank's number to the right with blocking sends, odd ranks receiving first; return what came."""
+    """Send this rank's number to the right; return the number that came from the left.
+
+    Sends block, so odd ranks receive first.
+    """
     p = dist.get_world_size()
     mine, theirs = torch.tensor([rank]), torch.empty(1, dtype=torch.int64)
     right, left = (rank + 1) % p, (rank - 1) % p

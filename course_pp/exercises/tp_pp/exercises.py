@@ -1,4 +1,4 @@
-"""Exercises of notebook 07: a layer cut in two ways, its backward, its bytes, the mesh, and one norm of the whole."""
+"""Notebook 07: a layer cut in two ways, its backward, its bytes, the mesh, and one norm."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def _read_shard(value: Any, what: str) -> tuple[Tensor, Tensor | None]:
 
 def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str) -> None:
     n_out, n_in = whole
-    by_column, by_row = (n_out // len(shards), n_in), (n_out, n_in // len(shards))
+    by_column = (n_out // len(shards), n_in)
+    by_row = (n_out, n_in // len(shards))
     want, other = (by_column, by_row) if how == "column" else (by_row, by_column)
     for rank, (weight, bias) in enumerate(shards):
         shape = tuple(weight.shape)
@@ -113,7 +114,9 @@ def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str)
 def _judge_product(
     shards: _Shards, how: str, layer: tuple[Tensor, Tensor, Tensor], given: str
 ) -> None:
-    (weight, bias, x), n, by_row = layer, len(shards), how == "row"
+    weight, bias, x = layer
+    n = len(shards)
+    by_row = how == "row"
     shards = [(w.to(x.dtype), None if b is None else b.to(x.dtype)) for w, b in shards]
     whole = linear(x, weight, bias)
     inputs = list(x.chunk(n, dim=-1)) if by_row else [x] * n
@@ -168,7 +171,8 @@ _BESIDE = 99
 
 def _grade_enter(answer: Answer) -> None:
     ranks = answer.on_ranks(_N_RANKS, _entered_on_rank)
-    inside, beside = [_gradient(r) for r in range(_N_RANKS)], _gradient(_BESIDE)
+    inside = [_gradient(r) for r in range(_N_RANKS)]
+    beside = _gradient(_BESIDE)
     for rank, (gradient, spoiled) in enumerate(ranks):
         first = rank - rank % _TP
         total = torch.stack(inside[first : first + _TP]).sum(0)
@@ -204,12 +208,13 @@ def _grade_enter(answer: Answer) -> None:
 
 
 def _entered_on_rank(rank: int, fn: Callable[..., Any]) -> tuple[Tensor, bool]:
-    """The gradient of x, which the block and a branch beside it have used; and whether backward's was overwritten."""
+    """Return the gradient of x, and whether the gradient that backward was given was overwritten.
+
+    The block and a branch beside it use x.
+    """
     groups = [dist.new_group(list(range(first, first + _TP))) for first in range(0, _N_RANKS, _TP)]
-    group, x = (
-        groups[rank // _TP],
-        torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_(),
-    )
+    group = groups[rank // _TP]
+    x = torch.arange(1, 13, dtype=torch.float64).reshape(3, 4).requires_grad_()
     with watched_traffic() as traffic:
         here = fn(x, group)
     expect_tensor(here, "enter(x, group)", tuple(x.shape))
@@ -446,7 +451,10 @@ def _grade_whole_norm(answer: Answer) -> None:
 def _norms_on_rank(
     rank: int, fn: Callable[..., Any], others: Sequence[Callable[..., Tensor]]
 ) -> list[list[Any]]:
-    """For each mesh what the others say, which come first so that no answer disturbs them, and last the answer."""
+    """Return for each mesh the norms of the other formulas, and last the norm of the answer.
+
+    The others come first, so that no answer can disturb them.
+    """
     held = [
         (
             *_gradients(*divmod(rank, tp)),

@@ -1,4 +1,4 @@
-"""What notebook 07 runs: plans of cuts, a model cut within its layers, bytes and links, blocks that are ill."""
+"""The runs of notebook 07: plans of cuts, a model cut within its layers, bytes, patients."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ IDS = torch.randint(96, (8, 17), generator=torch.Generator().manual_seed(0))
 
 Gradients = Mapping[str, Tensor]
 
-_DIM, _HIDDEN, _N_BLOCKS = 32, 64, 4
-_SEQ_LEN, _N_MICROBATCHES = 4096, 8
+_DIM = 32
+_HIDDEN = 64
+_N_BLOCKS = 4
+_SEQ_LEN = 4096
+_N_MICROBATCHES = 8
 _CUT_DIMENSION = {"up": 0, "down": 1}  # of `weight`, which PyTorch keeps transposed
 
 
@@ -56,11 +59,12 @@ class Leave(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Norm, two products with gelu between them, and a residual; whole until :func:`cut` cuts it."""
+    """Norm, two products with gelu between them, and a residual; whole until `cut` cuts it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(_DIM), nn.Linear(_DIM, _HIDDEN, bias=False)
+        self.norm = nn.LayerNorm(_DIM)
+        self.up = nn.Linear(_DIM, _HIDDEN, bias=False)
         self.down = nn.Linear(_HIDDEN, _DIM, bias=False)
         self.group: dist.ProcessGroup | None = None
 
@@ -87,7 +91,8 @@ def batch() -> Tensor:
 
 def cut(blocks: nn.Sequential, group: dist.ProcessGroup | None) -> nn.Sequential:
     """Keep this rank's part of each block: ``up`` by column, ``down`` by row, the norm whole."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     for name, parameter in blocks.named_parameters():
         parameter.data = _part(name, parameter.data, rank, n).clone()
     for block in blocks.modules():
@@ -97,7 +102,7 @@ def cut(blocks: nn.Sequential, group: dist.ProcessGroup | None) -> nn.Sequential
 
 
 def exchanges_of_plans(n_ranks: int = 2) -> dict[str, int]:
-    """Run gelu(X A) B on real ranks for each of the four plans of cuts, and count the exchanges of a forward."""
+    """Run gelu(X A) B on real ranks for each of four plans of cuts; count a forward's exchanges."""
     return on_ranks(n_ranks, _count_plans)[0]
 
 
@@ -141,7 +146,10 @@ def tensor_parallel_step(n_ranks: int) -> TensorParallelTraffic:
 
 
 def step_bytes(config: ModelConfig, pp: int, tp: int) -> dict[str, float]:
-    """Bytes that rank 0 sends in a step, by kind: 8 microbatches of one sequence of 4,096 tokens in bfloat16."""
+    """Return the bytes that rank 0 sends in a step, by kind.
+
+    The step has 8 microbatches of one sequence of 4,096 tokens in bfloat16.
+    """
     layout = DistributedConfig(pp=pp, tp=tp, dp_shard=1)
     counts = predict_collectives(
         config,
@@ -190,7 +198,8 @@ def step_on_links(config: ModelConfig, tp_link: float, pp_link: float, flops: fl
         pp_link: bytes a second to the other stage.
         flops: of a rank, in a second.
     """
-    activation, n_layers = _SEQ_LEN * config.dim * 2, config.n_layers // 2
+    activation = _SEQ_LEN * config.dim * 2
+    n_layers = config.n_layers // 2
     compute = sum(layer_costs(config, _SEQ_LEN).layers[:n_layers]) / 8 / flops
     sums = 2 * n_layers * wire_factor("all_reduce", 8) * activation / tp_link
     message = activation / pp_link
@@ -200,7 +209,7 @@ def step_on_links(config: ModelConfig, tp_link: float, pp_link: float, flops: fl
 
 
 def compare(step: Callable[[int], tuple[float, Gradients]]) -> str:
-    """Run ``step(rank)`` on two stages of two ranks, and compare loss and gradients with one process."""
+    """Run ``step(rank)`` on two stages of two ranks; compare with one process."""
     ranks = on_ranks(4, step)
     loss, right = _of_one_process()
     rows = [f"loss: one process {loss:.12f}, last stage {ranks[-1][0]:.12f}"]
@@ -217,7 +226,7 @@ def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_of_one() -> dict[str, Tensor]:
-    """Return the gradients of :data:`TINY` with the tokens :data:`IDS`, in one process and float64."""
+    """Return the gradients of `TINY` with the tokens `IDS`, in one process and float64."""
     torch.manual_seed(0)
     decoder = Transformer(TINY).double()
     CrossEntropy()(decoder(IDS[:, :-1]), IDS[:, 1:]).backward()
@@ -240,7 +249,7 @@ def cosine(one: Gradients, other: Gradients) -> float:
 
 
 def clip_by_stage(stages: tuple[Gradients, ...], limit: float) -> dict[str, Tensor]:
-    """Scale each stage's gradients down to ``limit`` by its own norm, which is wrong, and merge them."""
+    """Scale each stage's gradients to ``limit`` by its own norm, which is wrong; merge them."""
     factors = [min(1.0, limit / norm_of(stage)) for stage in stages]
     return {
         name: f * g for f, stage in zip(factors, stages, strict=True) for name, g in stage.items()
@@ -248,12 +257,16 @@ def clip_by_stage(stages: tuple[Gradients, ...], limit: float) -> dict[str, Tens
 
 
 def norms_by(norm: Callable[..., Tensor]) -> list[float]:
-    """Return ``norm(cut, copied, mesh)`` on each rank of two stages of two, and last the norm of one process."""
+    """Return ``norm(cut, copied, mesh)`` on each rank of two stages of two.
+
+    The last entry is the norm of one process.
+    """
     return [*on_ranks(4, _norm_on_rank, norm), norm_of(_of_one_process()[1])]
 
 
 def _row_first(block: Block, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     up, down = block.up.weight.chunk(n, dim=1)[rank], block.down.weight.chunk(n, dim=0)[rank]
     part = enter(block.norm(x), group).chunk(n, dim=-1)[rank]
     out = linear(gelu(linear(part, up)), down)
@@ -263,7 +276,8 @@ def _row_first(block: Block, x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _no_sum_in_backward(block: Block, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     up, down = block.up.weight.chunk(n, dim=0)[rank], block.down.weight.chunk(n, dim=1)[rank]
     return x + Leave.apply(linear(gelu(linear(block.norm(x), up)), down), group)
 
@@ -272,11 +286,14 @@ PATIENTS: dict[str, Callable[[Any, Tensor, Any], Tensor]] = {
     "A": _row_first,
     "B": _no_sum_in_backward,
 }
-"""Forwards ``(block, x, group)`` of a whole block, of whose weights each uses its rank's parts. All of them are ill."""
+"""Forwards ``(block, x, group)`` of a whole block, each ill in another way.
+
+A forward uses its rank's parts of the weights.
+"""
 
 
 def examine(forward: Callable[..., Tensor]) -> str:
-    """Run a block's ``forward(block, x, group)`` on two ranks, and compare loss and gradients with one process."""
+    """Run ``forward(block, x, group)`` on two ranks; compare with one process."""
     (here, zero), (_, one) = on_ranks(2, _patient_on_rank, forward)
     loss, right = _of_one_process()
     rows = [f"loss {here:.4f}, one process {loss:.4f}"]
@@ -305,7 +322,8 @@ def _parts(gradients: Gradients, rank: int, n: int) -> dict[str, Tensor]:
 
 
 def _of_one_process() -> tuple[float, dict[str, Tensor]]:
-    model, (x, y) = whole_model(), batch()
+    model = whole_model()
+    x, y = batch()
     loss = mse_loss(model(x), y)
     loss.backward()
     return loss.item(), whole_gradients(model)
@@ -314,7 +332,9 @@ def _of_one_process() -> tuple[float, dict[str, Tensor]]:
 def _count_plans(rank: int) -> dict[str, int]:
     seeded = torch.Generator().manual_seed(0)
     x, a, b = (torch.randn(16, 16, dtype=torch.float64, generator=seeded) for _ in range(3))
-    n, whole, numbers = dist.get_world_size(), gelu(x @ a) @ b, {}
+    n = dist.get_world_size()
+    whole = gelu(x @ a) @ b
+    numbers = {}
 
     def product_of(
         left: Tensor, matrix: Tensor, how: str, left_is_cut: bool, stays_cut: bool
@@ -343,13 +363,15 @@ def _count_plans(rank: int) -> dict[str, int]:
 
 
 def _tensor_parallel(rank: int) -> tuple[Any, dict[str, Tensor]]:
-    model, (x, y) = cut(whole_model(), dist.group.WORLD), batch()
+    model = cut(whole_model(), dist.group.WORLD)
+    x, y = batch()
     counts = count_collectives(lambda: mse_loss(model(x), y).backward())
     return counts, whole_gradients(model)
 
 
 def _patient_on_rank(rank: int, forward: Callable[..., Tensor]) -> tuple[float, dict[str, Tensor]]:
-    model, (x, y) = whole_model(), batch()
+    model = whole_model()
+    x, y = batch()
     for block in model:
         x = forward(block, x, dist.group.WORLD)
     loss = mse_loss(x, y)

@@ -286,8 +286,8 @@ def _grade_place_weights(answer: Answer) -> None:
         for p, m in ((4, 8), (3, 7), (2, 3))
         for name, room in (("zb_h1", p), ("zb_h1", p + 1), ("zb_h2", 2 * p - 1), ("zb_h1", 2 * m))
     ]
-    # After two I's come two F's: who looks only after an I whether the room is full makes one place
-    # of two.
+    # Two F's follow two I's: an answer that asks only after an I whether the room is full frees one
+    # place where two are needed.
     doubled = [
         [Action(a.stage, a.kind, 2 * a.microbatch + half) for a in order for half in (0, 1)]
         for order in _without_w(build("zb_h1", 3, 4))
@@ -401,7 +401,8 @@ _LESS_MEMORY = (
     "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
 )
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
-_NEEDED, _FITS = "state + held * activation", " if state + held * activation <= budget"
+_NEEDED = "state + held * activation"
+_FITS = " if state + held * activation <= budget"
 _LEAST = "(bubble, held, name)"
 _WRONG_CHOICES = (
     (("name, (held, bubble)", "name, (bubble, held)"),
@@ -540,8 +541,9 @@ def healed_split_step(
 
 
 def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
-    """Call the step; return what it returns, and how many places for an input there are at the first forward."""
-    size, places = math.prod(seat.link.shape) * seat.link.dtype.itemsize, list[int]()
+    """Call the step; return its result, and the places for inputs at the first forward."""
+    size = math.prod(seat.link.shape) * seat.link.dtype.itemsize
+    places = list[int]()
 
     def count(*_: object) -> None:
         if not places:
@@ -550,7 +552,8 @@ def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
                 len({storage.data_ptr() for storage in storages if storage.nbytes() == size})
             )
 
-    gc.freeze()  # what was there before is not looked at
+    # Objects that were there before the step are none of its slots.
+    gc.freeze()
     seat.stages[0].register_forward_pre_hook(count)
     return step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link), sum(places)
 
@@ -594,14 +597,15 @@ def _grade_healed_step(answer: Answer) -> None:
         for where, m, ranks in BENCH.tried(answer, _SIZES):
             _judge_step(where, m, ranks)
     except Stopped as stopped:
-        # Python's words for what it finds empty, and not for an index that is too large.
+        # These are Python's words for an empty list or deque; an index that is too large has others.
         if stopped.error == "IndexError" and "pop from " in stopped.symptom:
             raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
         raise
 
 
 def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
-    p, (_, expected) = len(ranks), BENCH.one_process(m)
+    p = len(ranks)
+    _, expected = BENCH.one_process(m)
     BENCH.judge_gradients(where, ranks, m, missing=_NO_GRADIENT, wrong=_WRONG_GRADIENTS)
     norm = _norm(expected)
     for rank, outcome in enumerate(ranks):
@@ -611,7 +615,7 @@ def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
                 f"{where} the gradients are right, but the norm on rank {rank} is {found:.6g} and"
                 f" not {norm:.6g}."
             )
-            raise Mistake(symptom, "It is of all gradients: take it after the last W.")
+            raise Mistake(symptom, "It is the norm of all gradients: take it after the last W.")
     if p > m:
         return
     for rank, outcome in enumerate(ranks):
@@ -625,8 +629,7 @@ def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
                 " before."
             )
             raise Mistake(symptom, cause)
-        # Of those in use at once one more is let pass: a name may keep an input until it names the
-        # next one.
+        # One place more is allowed: a name may keep an input until it names the next one.
         slots = outcome.returned[1]
         if rank and (slots > p or outcome.places > p + 1):
             symptom = (
@@ -702,11 +705,14 @@ PATIENTS: dict[str, Callable[..., float]] = {
         ("return gradient_norm(stage)", "return norm"),
     ),
 }
-"""Steps of ZB-H1 that run and go wrong, each for another reason; each returns the norm that it would clip by."""
+"""Steps of ZB-H1 that run and go wrong, each for another reason.
+
+Each returns the norm that it would clip by.
+"""
 
 
 def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 8) -> Findings:
-    """Run a step of ZB-H1 on real ranks; compare its gradients, and the norm it returns, with one process."""
+    """Run a step of ZB-H1 on real ranks; compare its gradients and norm with one process."""
     ranks = BENCH.ran(step, n_ranks, n_microbatches)
     norm = _norm(BENCH.one_process(n_microbatches)[1])
     found = BENCH.compared([(rank.losses, rank.gradients) for rank in ranks], n_microbatches)
@@ -721,7 +727,8 @@ def time_halves(repeats: int = 15) -> dict[str, float]:
     unmeasured. Where a half takes longer than the whole, it prints that this machine was too busy.
     """
     config = ModelConfig(dim=256, n_layers=3, n_heads=4, vocab_size=256)
-    module, x = build_stage_module(config, 1, 3), torch.randn(4, 128, config.dim)
+    module = build_stage_module(config, 1, 3)
+    x = torch.randn(4, 128, config.dim)
     stage = Stage(0, module, x.device, False, None)
     gradient = torch.randn_like(stage.evaluate(x, None)[0])
     seconds: dict[str, list[float]] = {kind: [] for kind in "FBIW"}
