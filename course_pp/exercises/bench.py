@@ -427,9 +427,11 @@ class WrongGradients:
 
     def are_times(self, *factors: float) -> bool:
         """Whether each of them is the right one, times one of the factors."""
-        return all(
-            any(same(found, right, factor) for factor in factors) for found, right in self.pairs
-        )
+
+        def is_times_one(found: Tensor, right: Tensor) -> bool:
+            return any(same(found, right, factor) for factor in factors)
+
+        return all(is_times_one(*pair) for pair in self.pairs)
 
     def are_all(self) -> bool:
         """Whether no gradient is right."""

@@ -438,16 +438,17 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _folded(notebook: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the cells of one line for a whole notebook."""
     correct = sum(row.status == "correct" for row in rows)
+    attempts = sum(row.attempts for row in rows)
     status = "correct"
     if correct < len(rows):
-        status = "not yet" if any(row.attempts for row in rows) else "open"
+        status = "not yet" if attempts else "open"
     return (
         notebook,
         f"{correct} of {len(rows)} exercises correct",
         "",
         str(sum(row.minutes for row in rows)),
         f"{_SYMBOLS[status]} {status}",
-        str(sum(row.attempts for row in rows)),
+        str(attempts),
         str(sum(row.hints for row in rows)),
         str(sum(row.solution_seen for row in rows)),
     )

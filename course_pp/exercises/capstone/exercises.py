@@ -320,12 +320,14 @@ def _why_slower(case: _Case, found: Prediction, best: Prediction) -> str:
     got = found.layout
     fastest = best.layout
     of_pp = [each.step_s for each in every if each.layout.pp == got.pp]
+    slowest = max(each.step_s for each in every)
+    least_memory = min(max(each.total_memory) for each in every)
     causes = (
         (got == replace(fastest, pp=fastest.tp, tp=fastest.pp),
          "`pp` and `tp` have changed places."),
-        (found.step_s == max(each.step_s for each in every),
+        (found.step_s == slowest,
          "That is the slowest one that fits: take the least `step_s`."),
-        (max(found.total_memory) == min(max(each.total_memory) for each in every),
+        (max(found.total_memory) == least_memory,
          "That is the one that holds least. All that fit are good enough; of those take the least"
          " `step_s`."),
         ((got.pp, got.tp) == (fastest.pp, fastest.tp),

@@ -89,13 +89,12 @@ _CUTS = (
 
 
 def _read_box(value: Any, call: str) -> Box:
-    offsets, sizes = (
-        tuple(
-            expect_int(each, f"{call}[{i}][{j}]")
-            for j, each in enumerate(expect_list(row, f"{call}[{i}]", 2))
-        )
-        for i, row in enumerate(expect_list(value, call, 2))
-    )
+    pairs = []
+    for i, row in enumerate(expect_list(value, call, 2)):
+        first, second = expect_list(row, f"{call}[{i}]", 2)
+        pair = expect_int(first, f"{call}[{i}][0]"), expect_int(second, f"{call}[{i}][1]")
+        pairs.append(pair)
+    offsets, sizes = pairs
     return offsets, sizes
 
 
@@ -239,10 +238,10 @@ _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
 
 
 def _grade_newest_whole(answer: Answer) -> None:
-    cases = [
-        (files, {name: _SIZES for name in files if files[name] is not _UNSEALED})
-        for files, _, _ in _LISTINGS
-    ]
+    cases = []
+    for files, _, _ in _LISTINGS:
+        sealed = [name for name in files if files[name] is not _UNSEALED]
+        cases.append((files, dict.fromkeys(sealed, _SIZES)))
     examples = ["directories = {}\nmanifests = {}".format(*case) for case in cases]
     try:
         found = answer.calls(cases, call=answer.name)
@@ -439,10 +438,13 @@ def _trained(pp: int, index: int, regrouped: bool = False) -> tuple[nn.Module, t
         torch.manual_seed(number)
         layers[str(number)] = nn.Linear(3, 3, dtype=torch.float64)
     stage = nn.ModuleDict({"layers": layers})
-    groups = [[p for p in stage.parameters() if p.dim() == dims] for dims in (1, 2)]
-    optimizer = torch.optim.AdamW(
-        [{"params": each} for each in groups] if regrouped else stage.parameters()
-    )
+    parameters = list(stage.parameters())
+    groups = [{"params": parameters}]
+    if regrouped:
+        biases = [each for each in parameters if each.dim() == 1]
+        weights = [each for each in parameters if each.dim() == 2]
+        groups = [{"params": biases}, {"params": weights}]
+    optimizer = torch.optim.AdamW(groups)
     for parameter in stage.parameters():
         parameter.grad = parameter.detach() ** 2
     optimizer.step()
@@ -456,16 +458,15 @@ def _entries_on_rank(rank: int, fn: Callable[..., Any]) -> list[_Given]:
         stage_index, shard = divmod(rank, _N_RANKS // pp)
         stage, optimizer = _trained(pp, stage_index, reordered)
         generator = torch.manual_seed(1000 * pp + rank).get_state()
-        place = (
-            {"dp_shard": shard, "pp": stage_index}
-            if reordered
-            else {"pp": stage_index, "dp_shard": shard}
-        )
+        place = {"pp": stage_index, "dp_shard": shard}
+        if reordered:
+            place = {"dp_shard": shard, "pp": stage_index}
         given = expect_dict(fn(stage, optimizer, dict(place), _STEP), what)
-        entries = {
-            key: value.detach().clone() if isinstance(value, Tensor) else value
-            for key, value in given.items()
-        }
+        # The next step changes the tensors.
+        entries = dict(given)
+        for key, value in given.items():
+            if isinstance(value, Tensor):
+                entries[key] = value.detach().clone()
         optimizer.step()
         later = expect_dict(fn(stage, optimizer, dict(place), _STEP + 1), what)
         found.append(_Given(place, generator, entries, list(later)))

@@ -144,12 +144,8 @@ class ExpertRun:
 
     def tokens(self, layer: int) -> list[int]:
         """Return how many tokens each expert of a layer got in the last ten steps."""
-        return [
-            sum(each)
-            for each in zip(
-                *(loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]), strict=True
-            )
-        ]
+        tokens = [loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]]
+        return [sum(of_expert) for of_expert in zip(*tokens, strict=True)]
 
     @property
     def loss(self) -> float:

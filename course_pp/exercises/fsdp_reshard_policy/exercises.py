@@ -315,17 +315,19 @@ def _stepped(rank: int, fn: Callable[..., Any], m: int) -> list[_Step]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.register_forward_pre_hook(lambda _, args: kept.begin_forward(len(args[0])))
-    microbatches, targets = (list(rows.chunk(_N_RANKS)[rank].chunk(m)) for rows in _BENCH.batch(m))
+    rows, aims = _BENCH.batch(m)
+    microbatches = list(rows.chunk(_N_RANKS)[rank].chunk(m))
+    targets = list(aims.chunk(_N_RANKS)[rank].chunk(m))
     steps = []
     for _ in range(2):
         model.zero_grad()
         given = unchanged(microbatches=microbatches, targets=targets)
         with given, kept.watching(), CollectiveCounter() as counter:
             fn(model, microbatches, targets, _BENCH.loss_fn)
-        gradients = {
-            name: None if p.grad is None else p.grad.full_tensor().clone()  # type: ignore[attr-defined]
-            for name, p in model.named_parameters()
-        }
+        gradients: dict[str, Tensor | None] = dict.fromkeys(dict(model.named_parameters()))
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                gradients[name] = p.grad.full_tensor().clone()  # type: ignore[attr-defined]
         reductions = counter.counts.total(collective="reduce_scatter").number
         steps.append(_Step(gradients, reductions, kept.most_rows, kept.most_forwards))
     return steps

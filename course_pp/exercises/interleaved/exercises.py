@@ -213,9 +213,9 @@ def with_warm_up(warm_up: Callable[[int], int], p: int, m: int, v: int) -> Sched
     """Return interleaved 1F1B in rounds of p, with a warm-up of ``warm_up(r)`` on rank r."""
     rows = []
     for rank in range(p):
-        forwards, backwards = (
-            [a for a in order_in_rounds(rank, p, m, v, p) if a.kind == kind] for kind in "FB"
-        )
+        order = order_in_rounds(rank, p, m, v, p)
+        forwards = [action for action in order if action.kind == "F"]
+        backwards = [action for action in order if action.kind == "B"]
         ahead = min(m * v, warm_up(rank))
         row = forwards[:ahead]
         for pair in zip(forwards[ahead:], backwards, strict=False):
@@ -304,7 +304,8 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
     what = f"order_in_rounds({rank}, {p}, {m}, {v}, {n})"
     row, _ = read_order(value, what, wanted, foreign, lacking, repeated)
     for kind, word in (("F", "forwards"), ("B", "backwards")):
-        mine, theirs = ([a for a in each if a.kind == kind] for each in (row, wanted))
+        mine = [action for action in row if action.kind == kind]
+        theirs = [action for action in wanted if action.kind == kind]
         if mine != theirs:
             both = f"yours   {' '.join(map(str, mine))}\nrounds  {' '.join(map(str, theirs))}"
             raise Mistake(
@@ -595,11 +596,8 @@ def _by_chunk(ranks: Sequence[Outcome], v: int, m: int) -> tuple[FoundByChunk, d
 def _finding(gradients: Gradients, expected: Mapping[str, Tensor]) -> str:
     if all(gradient is None for gradient in gradients.values()):
         return "none"
-    return (
-        "right"
-        if all(same(gradient, expected[name]) for name, gradient in gradients.items())
-        else "wrong"
-    )
+    right = all(same(gradient, expected[name]) for name, gradient in gradients.items())
+    return "right" if right else "wrong"
 
 
 class FoundByChunk(Findings):
@@ -647,10 +645,11 @@ def _judge_step(ranks: Sequence[Outcome], v: int, m: int) -> None:
     where = f"On {len(ranks)} ranks with {v} chunks each and {m} microbatches"
     if not found.equal:
         each = [finding for chunks in found.by_rank for finding in chunks.values()]
-        table = "\n".join(
-            f"rank {rank}: {', '.join(f'{chunk} {finding}' for chunk, finding in chunks.items())}"
-            for rank, chunks in enumerate(found.by_rank)
-        )
+        lines = []
+        for rank, chunks in enumerate(found.by_rank):
+            findings = [f"{chunk} {finding}" for chunk, finding in chunks.items()]
+            lines.append(f"rank {rank}: {', '.join(findings)}")
+        table = "\n".join(lines)
         ill = len(each) - each.count("right")
         symptom = f"{where}, {ill} of {len(each)} chunks do not have the gradients of one process."
         raise Mistake(symptom, _why_ill(found, ranks, expected, m), table)
@@ -777,5 +776,8 @@ def lean(p: int, m: int, v: int) -> Schedule:
 
 def turns(schedule: Schedule) -> int:
     """Return the most often that any rank turns to another chunk, its first one included."""
-    stages = [[part.stage for action in row for part in action.parts] for row in schedule.actions]
-    return max(1 + sum(a != b for a, b in pairwise(row)) for row in stages)
+    most = 0
+    for row in schedule.actions:
+        stages = [part.stage for action in row for part in action.parts]
+        most = max(most, 1 + sum(a != b for a, b in pairwise(stages)))
+    return most

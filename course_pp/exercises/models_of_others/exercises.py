@@ -49,10 +49,10 @@ _GRAPHS: list[tuple[list[set[int]], list[int]]] = [
 
 def _as_cuts(value: Any, call: str) -> list[list[int]]:
     rows = [expect_list(row, f"{call}[{i}]") for i, row in enumerate(expect_list(value, call))]
-    return [
-        [expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(row)]
-        for i, row in enumerate(rows)
-    ]
+    cuts = []
+    for i, row in enumerate(rows):
+        cuts.append([expect_int(each, f"{call}[{i}][{j}]") for j, each in enumerate(row)])
+    return cuts
 
 
 def _why_carried(
@@ -122,9 +122,11 @@ def _as_ties(value: Any, call: str) -> list[dict[Any, Any]]:
 
 
 def _as_sets(rows: list[dict[Any, Any]]) -> list[str]:
-    return sorted(
-        str(sorted((str(stage), str(name)) for stage, name in row.items())) for row in rows
-    )
+    texts = []
+    for row in rows:
+        entries = sorted((str(stage), str(name)) for stage, name in row.items())
+        texts.append(str(entries))
+    return sorted(texts)
 
 
 def _why_tied(
@@ -144,9 +146,8 @@ def _why_tied(
          "Two entries are one weight if their number is the same, whatever they are called."),
         (missed is not None,
          f"Weight {missed} is missing, which stages {', '.join(map(str, tied.get(missed, ())))}"
-         " hold: two entries "
-         "are one weight if their number is the same, whatever the names, and on whichever stages"
-         " they are."),
+         " hold: two entries are one weight if their number is the same, whatever the names, and on"
+         " whichever stages they are."),
         (OTHERWISE,
          "One entry for each stage that holds it, whichever they are; of two names on a stage the"
          " first."),

@@ -390,7 +390,7 @@ _STAGES: tuple[
 
 
 def _named_on_rank(rank: int, answer: Callable[..., Any]) -> list[tuple[Any, list[str]]]:
-    """For each stage what the answer gave, and the parameters whose gradients it changed."""
+    """Return for each stage the result of the answer, and the parameters whose gradient it changed."""
     found = []
     for what, replaced, gradient, *_ in _STAGES:
         torch.manual_seed(0)
@@ -400,15 +400,13 @@ def _named_on_rank(rank: int, answer: Callable[..., Any]) -> list[tuple[Any, lis
         for name in replaced:
             parameters[name].grad = gradient(parameters[name].detach())
         stage[2].requires_grad_("frozen" not in what)
-        before = {
-            name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()
-        }
-        found.append(
-            (
-                answer(stage),
-                [name for name, p in parameters.items() if not _equal(before[name], p.grad)],
-            )
-        )
+        before: dict[str, Tensor | None] = dict.fromkeys(parameters)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                before[name] = parameter.grad.clone()
+        value = answer(stage)
+        changed = [name for name, p in parameters.items() if not _equal(before[name], p.grad)]
+        found.append((value, changed))
     return found
 
 
@@ -634,9 +632,10 @@ def time_splits(step: Step, sizes: Sequence[int] = (1, 2, 4), rounds: int = 3) -
     The numbers take turns, ``rounds`` times.
     """
     runs = [{p: on_ranks(p, _timed, step) for p in sizes} for _ in range(rounds)]
-    timelines = {
-        p: min((each[p][0][1] for each in runs), key=lambda tl: tl.makespan) for p in sizes
-    }
+    timelines = {}
+    for p in sizes:
+        measured = [each[p][0][1] for each in runs]
+        timelines[p] = min(measured, key=lambda timeline: timeline.makespan)
     memory = {
         f"rank {r} of {p}": kept
         for p, ranks in runs[0].items()

@@ -138,9 +138,11 @@ class _Asking(Desk):
     def _look(self, rank: int) -> None:
         choices = sorted(self._choices(rank))
         soonest = [each for each in choices if each[0] == choices[0][0]]
-        self._next[rank] = (
-            soonest[0] if len(soonest) == 1 else self._asked(rank, soonest) if soonest else None
-        )
+        # The choice is asked only where there is one.
+        if len(soonest) > 1:
+            self._next[rank] = self._asked(rank, soonest)
+        else:
+            self._next[rank] = soonest[0] if soonest else None
 
     def _asked(self, rank: int, soonest: Sequence[tuple[Time, int, int]]) -> tuple[Time, int, int]:
         able = {

@@ -271,10 +271,11 @@ def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
     expected = _delayed((1,) * p, m, 0.9)
     wrong = [_first_wrong(each.after, want) for each, want in zip(ran, expected, strict=True)]
     if any(update is not None for update in wrong):
-        stages = "\n".join(
-            f"stage {s}: {'right' if update is None else f'wrong from update {update} on'}"
-            for s, update in enumerate(wrong)
-        )
+        lines = []
+        for s, update in enumerate(wrong):
+            found = "right" if update is None else f"wrong from update {update} on"
+            lines.append(f"stage {s}: {found}")
+        stages = "\n".join(lines)
         symptom = f"{where}, weights differ from those of delayed gradients in one process."
         raise Mistake(symptom, _why_wrong(ran, wrong, expected, m), stages)
     for rank, each in enumerate(ran):
@@ -461,14 +462,12 @@ _ADMITS = (
 
 
 def _grade_order(answer: Answer) -> None:
-    calls = [
-        [
-            (stage, replica, list(replicas), m)
-            for stage, share in enumerate(replicas)
-            for replica in range(share)
-        ]
-        for replicas, m in _LAYOUTS
-    ]
+    calls = []
+    for replicas, m in _LAYOUTS:
+        layout = []
+        for stage, share in enumerate(replicas):
+            layout += [(stage, replica, list(replicas), m) for replica in range(share)]
+        calls.append(layout)
     values = iter(answer.calls([call for layout in calls for call in layout]))
     for (replicas, m), layout in zip(_LAYOUTS, calls, strict=True):
         rows = [_read_row(next(values), *call) for call in layout]
@@ -527,7 +526,8 @@ def _read_row(
             cause = "The update comes right after the backward whose gradient it takes."
             raise Mistake(f"`{what}` does not update right after `{action}`.", cause, example)
     for kind in "FB":
-        mine, theirs = ([a for a in each if a.kind == kind] for each in (row, wanted))
+        mine = [action for action in row if action.kind == kind]
+        theirs = [action for action in wanted if action.kind == kind]
         if mine != theirs:
             raise Mistake(
                 f"`{what}` has its {kind}'s in another order.",
@@ -774,9 +774,9 @@ class WeightFindings:
     def __str__(self) -> str:
         if self.equal:
             return "right"
-        told = [
-            "right" if update is None else f"from update {update}" for update in self.first_wrong
-        ]
+        told = []
+        for update in self.first_wrong:
+            told.append("right" if update is None else f"from update {update}")
         return "wrong, by stage: " + ", ".join(told)
 
 

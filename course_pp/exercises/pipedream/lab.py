@@ -91,9 +91,10 @@ def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dic
     """
     schedule = build("pipedream", p, m)
     by_rank = on_ranks(p, lambda rank: [_updates(rank, schedule, rule, lr) for rule in rules])
-    return {
-        rule: _angles(schedule, rule, [kept[k] for kept in by_rank]) for k, rule in enumerate(rules)
-    }
+    angles = {}
+    for k, rule in enumerate(rules):
+        angles[rule] = _angles(schedule, rule, [updates[k] for updates in by_rank])
+    return angles
 
 
 def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Updates]) -> Angles:
@@ -134,9 +135,9 @@ def _updates(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _U
 
 def _gradients(weights: Sequence[Weights], x: Tensor, target: Tensor) -> list[Tensor]:
     """The gradient of each stage, by autograd through all of them."""
-    leaves = [
-        {name: value.clone().requires_grad_() for name, value in each.items()} for each in weights
-    ]
+    leaves = []
+    for each in weights:
+        leaves.append({name: value.clone().requires_grad_() for name, value in each.items()})
     for block, each in zip(residual_blocks(len(weights)), leaves, strict=True):
         x = functional_call(block, each, (x,))
     mse_loss(x, target).backward()

@@ -431,13 +431,10 @@ def _grade_whole_norm(answer: Answer) -> None:
         if all(close(norm, right) for norm in found):
             continue
         known = answer.on_ranks(_N_RANKS, _norms_on_rank, [formula for formula, _ in _WRONG_NORMS])
-        causes = [
-            (
-                all(close(norm, wrong[index][i]) for norm, wrong in zip(found, known, strict=True)),
-                cause,
-            )
-            for i, (_, cause) in enumerate(_WRONG_NORMS)
-        ]
+        causes = []
+        for i, (_, cause) in enumerate(_WRONG_NORMS):
+            wrong = [norms[index][i] for norms in known]
+            causes.append((all(map(close, found, wrong)), cause))
         if all(close(norm, found[0]) for norm in found):
             symptom = f"With {where} every rank says {found[0]:.8g}; the norm is {right:.8g}."
         else:

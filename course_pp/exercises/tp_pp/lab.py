@@ -299,13 +299,14 @@ def examine(forward: Callable[..., Tensor]) -> str:
     rows = [f"loss {here:.4f}, one process {loss:.4f}"]
     for kind in ("norm", "up", "down"):
         names = [name for name in right if f".{kind}.w" in name]
-        found = {name: zero[name] if kind == "norm" else zero[name] + one[name] for name in names}
+        found = dict(zero)
+        if kind != "norm":
+            found = {name: zero[name] + one[name] for name in names}
         verdicts = [
             "right" if torch.allclose(found[name], right[name]) else "wrong" for name in names
         ]
-        alike = (
-            "" if all(zero[name].equal(one[name]) for name in names) else "; the two ranks differ"
-        )
+        equal = all(zero[name].equal(one[name]) for name in names)
+        alike = "" if equal else "; the two ranks differ"
         rows.append(
             f"  {kind:4} of blocks 0 to 3: {', '.join(verdicts)}{alike if kind == 'norm' else ''}"
         )

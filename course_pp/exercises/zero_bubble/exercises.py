@@ -288,10 +288,13 @@ def _grade_place_weights(answer: Answer) -> None:
     ]
     # Two F's follow two I's: an answer that asks only after an I whether the room is full frees one
     # place where two are needed.
-    doubled = [
-        [Action(a.stage, a.kind, 2 * a.microbatch + half) for a in order for half in (0, 1)]
-        for order in _without_w(build("zb_h1", 3, 4))
-    ]
+    doubled: list[list[Action]] = []
+    for order in _without_w(build("zb_h1", 3, 4)):
+        doubled.append([])
+        for action in order:
+            first = 2 * action.microbatch
+            pair = (replace(action, microbatch=first), replace(action, microbatch=first + 1))
+            doubled[-1] += pair
     cases.append(("two F's or two I's at a time", doubled, 6))
     values = iter(answer.calls([(order, room) for _, given, room in cases for order in given]))
     for what, given, room in cases:
@@ -312,10 +315,11 @@ def _grade_place_weights(answer: Answer) -> None:
 
 
 def _without_w(schedule: Schedule) -> list[list[Action]]:
-    return [
-        [part for action in row for part in action.parts if part.kind != "W"]
-        for row in schedule.actions
-    ]
+    rows = []
+    for row in schedule.actions:
+        parts = [part for action in row for part in action.parts]
+        rows.append([part for part in parts if part.kind != "W"])
+    return rows
 
 
 _CROWDED = (
@@ -771,11 +775,13 @@ def one_after_another(schedule: Schedule, n_steps: int = 2) -> Schedule:
     The microbatches of the second step follow those of the first in number.
     """
     m = schedule.n_microbatches
-    rows = tuple(
-        tuple(_later(action, step * m) for step in range(n_steps) for action in row)
-        for row in schedule.actions
-    )
-    return Schedule(f"{schedule.name}, {n_steps} steps", schedule.placement, rows)
+    rows = []
+    for row in schedule.actions:
+        steps: list[Action | Overlap] = []
+        for step in range(n_steps):
+            steps += [_later(action, step * m) for action in row]
+        rows.append(tuple(steps))
+    return Schedule(f"{schedule.name}, {n_steps} steps", schedule.placement, tuple(rows))
 
 
 def _later(action: Action | Overlap, by: int) -> Action | Overlap:
