@@ -62,7 +62,7 @@ class Quiz(Shown):
 
     @property
     def summary(self) -> str:
-        """How many are answered; after the course how many are right, and what was gained."""
+        """How many are answered; after the course also how many are right, then and before it."""
         answered = sum(question.name in self.given for question in self.asked)
         text = f"{answered} of {len(self.asked)} answered"
         if self.when == "before":

@@ -439,7 +439,7 @@ def _largest_wait(prediction: Prediction) -> str:
 
 
 def _longest_alone(prediction: Prediction) -> str:
-    """What helps most where a step with twice the batch is compared as it is."""
+    """Return the resource that helps most if times of steps, not of sequences, are compared."""
     left = prediction.gains()
     return min(_RESOURCES, key=lambda each: left[each] * (2 if each == "global batch" else 1))
 
@@ -534,7 +534,7 @@ PATIENTS = {
 
 
 def ward_round() -> str:
-    """What the three say of two runs, below what is right, line by line."""
+    """Return the numbers of the three planners on two runs, each line below the right one."""
     model = model_named("llama3-8b")
     told = {"right": _Planner(planned_report), **PATIENTS}
     lines = ["               tokens a step      MFU     GB of rank 0   GB of rank 1"]
@@ -680,10 +680,10 @@ def beside_data(
     parallelism alone.
 
     Data parallelism is torch's DDP, whose ring runs beside the last backward. Memory does not
-    count: what does not fit is timed all the same.
+    count: a layout that does not fit is timed all the same.
 
     Args:
-        tokens: of a sequence; a microbatch is one.
+        tokens: tokens of a sequence; a microbatch is one sequence.
         per_rank: sequences of a batch on each GPU.
     """
     n = cluster.n_gpus
@@ -768,7 +768,7 @@ _KINDS = {"model": "parameters", "optimizer": "moments"}
 
 
 def saved_bytes(checkpoint: Path) -> list[dict[str, int]]:
-    """For each rank, bytes of the parameters and of AdamW's two moments that it wrote."""
+    """Return for each rank the bytes of parameters and of AdamW's two moments that it wrote."""
     from course_pp.training.checkpoint import contents
 
     held: dict[int, dict[str, int]] = {}

@@ -275,7 +275,7 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
 _N_SAVERS = 3
 _SLOW_S = 0.3
 _Event = tuple[str, int]
-"""What a rank did, and the clock of the machine then."""
+"""An event of a rank, and the clock of the machine then."""
 
 
 def _saved_on_rank(rank: int, fn: Callable[..., Any]) -> list[list[_Event]]:
@@ -334,12 +334,13 @@ def _times(n: int) -> str:
 
 
 def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]:
-    """Of one save: how early each is told, symptom, cause."""
+    """Yield the complaints about one save: place in the order of telling, symptom, cause."""
 
     def when(wanted: str) -> list[tuple[int, int]]:
-        return sorted(
-            (at, rank) for rank, events in enumerate(ranks) for what, at in events if what == wanted
-        )
+        found = []
+        for rank, events in enumerate(ranks):
+            found += [(at, rank) for what, at in events if what == wanted]
+        return sorted(found)
 
     written = when("written")
     begun = when("begun")

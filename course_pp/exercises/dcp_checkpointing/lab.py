@@ -66,7 +66,7 @@ class Trainee:
     and its data.
 
     Attributes:
-        mesh: of the ranks, None for one process.
+        mesh: mesh of the ranks, None for one process.
         module, optimizer: this rank's part.
         batches: the rows of each step, a function of seed and step.
     """
@@ -211,9 +211,9 @@ class SavedMeanwhile:
 
     Attributes:
         copied: bytes that a save copied, over those of the weights.
-        stalls: for each save, how long training stood still, as a share of a synchronous save's
-            time.
-        slower: how many times as long a step takes while a save is written; the median.
+        stalls: for each save the time for which training stood still, as a share of the time of a
+            synchronous save.
+        slower: time of a step while a save is written over its time without; the median.
     """
 
     copied: float
@@ -269,10 +269,10 @@ _Save = Callable[..., dict[str, Any]]
 
 
 class ResumeSymptoms(NamedTuple):
-    """How a patient resumed.
+    """The symptoms of a patient that resumed.
 
     Attributes:
-        gaps: by how much the losses of the next steps differ from those of the run that went on.
+        gaps: differences of the next steps' losses from those of the run that went on.
         before, after: loss of one fixed batch, before saving and after resuming, without dropout.
     """
 

@@ -700,12 +700,12 @@ def mixture(x: Tensor, experts: list[nn.Module], chosen: Tensor, weights: Tensor
 
 
 class _Mixed(NamedTuple):
-    """What a mixture left behind.
+    """The result of a mixture.
 
     Attributes:
         output: the value that it returned.
         gradients: the gradients by name, None for no gradient; empty if the output has none.
-        calls: for each expert the rows of each of its calls.
+        calls: number of rows of each call, for each expert.
     """
 
     output: Any
@@ -714,7 +714,7 @@ class _Mixed(NamedTuple):
 
 
 class _Crowd(NamedTuple):
-    """How many experts there are, how many each token chooses, and which of them nobody does.
+    """A size of the mixture.
 
     Attributes:
         n: the number of experts.

@@ -32,7 +32,7 @@ Balance = Literal["loss", "bias", "none"]
 CONFIG = ModelConfig(
     64, 4, 4, 128, max_seq_len=64, n_experts=8, top_k=2, expert_dim=64, balance="none"
 )
-"""Of the small model with experts in each of four layers; its tokens are characters."""
+"""The small model with experts in each of four layers; its tokens are characters."""
 _ROWS = 16
 _MICROBATCHES = 4
 _LR = 3e-3
@@ -80,7 +80,7 @@ def _mixtures(model: nn.Module) -> list[MoE]:
 
 
 class Exchange(NamedTuple):
-    """What data ranks exchange in one forward and backward, their experts shared out.
+    """The exchanges of data ranks that share out their experts, in one forward and backward.
 
     Attributes:
         sends: ``sends[i][j]`` rows from rank i to rank j, on the way to the experts of the first
@@ -124,11 +124,11 @@ def _exchanged_on_rank(rank: int, ep: int) -> tuple[list[int], float]:
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """What fifty steps left.
+    """A training run of fifty steps.
 
     Attributes:
         losses: cross entropy of each step, in nats a character.
-        loads: of each step, by layer.
+        loads: loads of the experts in each step, by layer.
         attached: the sum of the routers' losses in the last step.
     """
 
@@ -181,13 +181,13 @@ def _train_on_rank(rank: int, config: ModelConfig, n_steps: int) -> ExpertRun:
 
 @dataclass(frozen=True)
 class Middle:
-    """What a step of 1F1B does with the losses of routers.
+    """The losses of routers in a step of 1F1B.
 
     Attributes:
-        attached: the sum of each in the step.
-        difference: the largest of a router's gradient on stage 0, from one process's that adds all
-            losses up.
-        more_messages: sent by stage 0, against the same step without such losses.
+        attached: sum of each loss in the step.
+        difference: the largest difference of a router's gradient on stage 0 from that of one
+            process, which adds all losses up.
+        more_messages: messages that stage 0 sends more than in the same step without such losses.
     """
 
     attached: Mapping[str, float]
@@ -292,7 +292,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class MixtureSymptoms(NamedTuple):
-    """What one step on two ranks shows.
+    """The symptoms of a step on two ranks.
 
     Attributes:
         right: share of the tokens whose output is one process's.
@@ -319,7 +319,7 @@ def ward_round(name: str) -> str:
 
 
 def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> MixtureSymptoms:
-    """Of a step in which, if ``idle``, nobody asks for an expert of rank 1."""
+    """Return the symptoms of a step; if ``idle``, no token asks for an expert of rank 1."""
     drawn = torch.Generator().manual_seed(0)
     scores = torch.rand(
         _TOKENS, _N_EXPERTS // 2 if idle else _N_EXPERTS, generator=drawn, dtype=torch.float64
@@ -332,12 +332,15 @@ def _stepped(rank: int, step: Callable[..., Tensor], idle: bool) -> MixtureSympt
     out = step(mine[0], own, *mine[1:])
     whole = mixture(x, again, chosen, weights)
     whole.square().mean().backward()
-    found, right = (
-        [p.grad for expert in part for p in expert.parameters() if p.grad is not None]
-        for part in (own, alone)
-    )
+    found = _gradients(own)
+    right = _gradients(alone)
     same = torch.isclose(out, whole.chunk(2)[rank]).all(1)
     return MixtureSymptoms(same.double().mean().item(), _size(found) / _size(right))
+
+
+def _gradients(experts: Sequence[nn.Module]) -> list[Tensor]:
+    parameters = [p for expert in experts for p in expert.parameters()]
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _size(gradients: list[Tensor]) -> float:

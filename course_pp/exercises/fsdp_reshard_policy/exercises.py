@@ -267,11 +267,11 @@ _BENCH = Bench(
 
 
 class _Step(NamedTuple):
-    """What one step of the answer left on one rank.
+    """The result of one step of the answer on one rank.
 
     Attributes:
-        gradients: whole, by the parameter's name.
-        reductions: reduce-scatters that were begun; one for each block, if they are right.
+        gradients: {name of the parameter: whole gradient}.
+        reductions: reduce-scatters that were begun; a right step has one for each block.
         most_rows: the most rows that one forward was given.
         most_kept: the most forwards whose activations were held at once.
     """

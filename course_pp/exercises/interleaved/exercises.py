@@ -124,7 +124,7 @@ def best_chunks(
 def _steps(
     p: int, m: int, layers: int, forward: float, backward: float, latency: float
 ) -> dict[int, float]:
-    """How long a step takes with each number of chunks: the formula of the text."""
+    """Return the time of a step with each number of chunks, by the formula of the text."""
     return {
         v: (m * v + p - 1) * (forward + backward) / v + 2 * (v * p - 1) * latency * (p > 1)
         for v in range(1, layers + 1)
@@ -435,17 +435,16 @@ _GRADE_STAGES = Formula(
 
 @dataclass(frozen=True)
 class Ring:
-    """This rank among the others when stage s is on rank ``s % n_ranks``, and the one kind of
-    tensor that travels.
+    """The messages of this rank when stage s is on rank ``s % n_ranks``.
 
-    Messages from one rank to another arrive in the order in which they were sent; nothing else says
-    which chunk one is for. Activations and gradients are kept apart, also where both neighbours are
-    one rank.
+    Messages from one rank to another arrive in the order in which they were sent. Nothing else
+    tells for which chunk a message is. Activations and gradients are kept apart, also where both
+    neighbours are one rank.
 
     Attributes:
-        shape: of one microbatch's activation; its gradient has the same.
-        dtype: of both.
-        n_stages: of the whole model.
+        shape: shape of one microbatch's activation, and of its gradient.
+        dtype: dtype of both.
+        n_stages: stages of the whole model.
     """
 
     shape: tuple[int, ...]
@@ -581,11 +580,11 @@ def _stepped(
 
 
 def _by_chunk(ranks: Sequence[Outcome], v: int, m: int) -> tuple[FoundByChunk, dict[str, Tensor]]:
-    """What became of the gradients of each chunk, beside one process, and those of one process."""
+    """Compare the gradients of each chunk with one process; return its gradients, too."""
     loss, expected = replace(BENCH, n_blocks=len(ranks) * v).one_process(m)
     found = []
     for outcome in ranks:
-        # By the number of the block, with which a name begins.
+        # The name of a parameter begins with the number of its block.
         blocks = groupby(outcome.gradients.items(), key=lambda item: item[0].split(".")[0])
         found.append(
             {f"chunk {c}": _finding(dict(block), expected) for c, (_, block) in enumerate(blocks)}

@@ -502,7 +502,7 @@ PATIENTS: dict[str, Callable[[], str]] = {
 
 
 def examine(name: str) -> str:
-    """What patient ``name`` complains of."""
+    """Return the complaints of patient ``name``."""
     return PATIENTS[name]()
 
 

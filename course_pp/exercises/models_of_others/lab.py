@@ -141,7 +141,7 @@ def scaled_down(config: ModelConfig, by: int = 4) -> Transformer:
 
 
 def layers_of(stages: Sequence[nn.Module]) -> list[int]:
-    """How many of a decoder's layers each stage calls."""
+    """Return the number of a decoder's layers that each stage calls."""
     cut = crossing(stages)
     bounds = (0, *cut.begins, len(cut.calls))
     return [sum(name.startswith("layers.") for name in cut.calls[a:b]) for a, b in pairwise(bounds)]
@@ -238,7 +238,7 @@ def ladder(n_stages: int = 4) -> list[nn.Module]:
 
 
 def skip_step(schedule: str, n_ranks: int, m: int = 4) -> tuple[float, int]:
-    """One step of :func:`ladder` on real ranks.
+    """Run one step of `ladder` on real ranks.
 
     Returns:
         How far its gradients are from one process, and how many bytes the ranks sent.

@@ -604,15 +604,15 @@ class Splits:
     """The deep model cut over 1, 2 and 4 ranks.
 
     Attributes:
-        timelines: for each number of ranks the shortest of three runs.
-        memory: for each rank its bytes, by kind.
+        timelines: {number of ranks: the shortest of three runs}.
+        memory: {rank: bytes by kind}.
     """
 
     timelines: Mapping[int, Timeline]
     memory: Mapping[str, Bytes]
 
     def speed_up(self, n_ranks: int) -> float:
-        """How many times as fast as one process."""
+        """Return the speed on ``n_ranks`` ranks over the speed of one process."""
         return float(self.timelines[1].makespan / self.timelines[n_ranks].makespan)
 
     def __str__(self) -> str:

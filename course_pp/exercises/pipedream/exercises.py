@@ -120,11 +120,11 @@ def healed_versions_step(
 
 
 class Ran(NamedTuple):
-    """What a step did on one rank.
+    """The result of a step on one rank.
 
     Attributes:
-        after: its weights after each update.
-        versions: the most versions of them that forwards had at once.
+        after: weights after each update.
+        versions: the most versions of the weights that forwards had at once.
     """
 
     after: list[Weights]
@@ -181,10 +181,10 @@ def _delayed(
     momentum: float,
     version: Callable[[int, int], int] | None = None,
 ) -> list[list[Weights]]:
-    """For each stage its weights after each update, trained in one process with the versions of
-    weight stashing.
+    """Return for each stage its weights after each update, trained in one process.
 
-    Or with another: ``version(stage, i)`` gives that of microbatch i.
+    The versions are those of weight stashing, unless ``version(stage, i)`` gives the version of
+    microbatch i.
     """
     used = ledger(build("pipedream", sum(replicas), m, replicas=replicas), "stash")
     p = len(replicas)
@@ -229,7 +229,7 @@ def _first_wrong(found: Sequence[Weights], expected: Sequence[Weights]) -> int |
 
 
 _STEPS = {4: (8, 2), 3: (5,), 2: (1, 4)}
-"""For each number of ranks, with how many microbatches a step is tried."""
+"""{number of ranks: numbers of microbatches} with which a step is tried."""
 
 
 def _grade_step(answer: Answer, recomputes: bool = False) -> None:
@@ -760,8 +760,8 @@ class WeightFindings:
     """The weights of a run beside those of delayed gradients in one process.
 
     Attributes:
-        first_wrong: for each stage the first update after which its weights differ; None where all
-            are right.
+        first_wrong: the first update after which a stage's weights differ, for each stage; None
+            where all are right.
     """
 
     first_wrong: tuple[int | None, ...]
@@ -786,14 +786,15 @@ def examine(
     momentum: float = 0.9,
     n_microbatches: int = 8,
 ) -> WeightFindings:
-    """Train with a hand-written step on real ranks, and compare the weights after each update with
-    one process.
+    """Train with a hand-written step on real ranks; compare the weights with one process.
+
+    They are compared after each update.
 
     Args:
         step: ``step(stage, optimizer, microbatches, targets, loss_fn, link)``.
-        replicas: how many ranks share each stage.
-        momentum: of SGD.
-        n_microbatches: each has an update of its own; replicas share theirs.
+        replicas: number of ranks that share each stage.
+        momentum: momentum of SGD.
+        n_microbatches: microbatches, each with an update of its own; replicas share theirs.
     """
     ranks = on_ranks(sum(replicas), _trained, step, tuple(replicas), (n_microbatches,), momentum)
     expected = _delayed(replicas, n_microbatches, momentum)

@@ -80,12 +80,11 @@ class Angles:
 
 
 def angles(rules: Sequence[Versions], lr: float, p: int = 4, m: int = 24) -> dict[Versions, Angles]:
-    """Train on real ranks under each rule, and compare each gradient with those that autograd finds
-    in one process.
+    """Train on real ranks under each rule; compare each gradient with autograd in one process.
 
     Args:
-        rules: of ``"none"``, ``"stash"`` and ``"vertical"``.
-        lr: of plain SGD.
+        rules: some of ``"none"``, ``"stash"`` and ``"vertical"``.
+        lr: learning rate of plain SGD.
         p: ranks, a stage on each.
         m: microbatches, each with an update. The first 2 p are not counted.
     """
@@ -181,20 +180,22 @@ def train(
     """Train the small model on real ranks, once for each rule.
 
     Args:
-        rules: for versions; or ``"flush"``: 1F1B, which updates after each step of ``per_flush``
-            microbatches.
-        lr: of plain SGD.
+        rules: rules for versions, or ``"flush"``: 1F1B, which updates after each step of
+            ``per_flush`` microbatches.
+        lr: learning rate of plain SGD.
         m: microbatches.
         p: ranks, a stage on each.
         per_flush: microbatches of an update under ``"flush"`` and ``"2bw"``.
     """
-    found = on_ranks(p, lambda rank: [_losses(rank, rule, lr, m, p, per_flush) for rule in rules])[
-        0
-    ]
-    return {
-        rule: LossCurve(each + (math.inf,) * (m - len(each)))
-        for rule, each in zip(rules, found, strict=True)
-    }
+
+    def on_rank(rank: int) -> list[tuple[float, ...]]:
+        return [_losses(rank, rule, lr, m, p, per_flush) for rule in rules]
+
+    curves = {}
+    for rule, losses in zip(rules, on_ranks(p, on_rank)[0], strict=True):
+        # A run that diverges stops early.
+        curves[rule] = LossCurve(losses + (math.inf,) * (m - len(losses)))
+    return curves
 
 
 def _losses(rank: int, rule: Rule, lr: float, m: int, p: int, per_flush: int) -> tuple[float, ...]:

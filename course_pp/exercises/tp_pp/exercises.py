@@ -166,7 +166,7 @@ def enter(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 _N_RANKS, _TP = 4, 2
 _BESIDE = 99
-"""In place of a rank: the branch beside the block, which every rank has whole."""
+"""The seed of the branch beside the block, which every rank has whole."""
 
 
 def _grade_enter(answer: Answer) -> None:
@@ -291,7 +291,7 @@ _SIZES = [
 
 
 def _sent(index: int, wrongs: Sequence[tuple[Callable[..., float], str]]) -> Formula:
-    """Of one entry of the answer."""
+    """Return the grader of one entry of the answer."""
     swapped = (
         lambda *case: sent_bytes(*case)[1 - index],
         "The two have changed places: tensor parallel comes first.",
@@ -349,12 +349,12 @@ _MESH_SIZES = ((2, 2), (2, 4), (4, 2), (3, 2), (1, 4), (4, 1), (2, 8))
 
 
 def _read_groups(value: Any, call: str) -> tuple[list[int], ...]:
-    """In any order."""
+    """Return the groups, each sorted: any order is right."""
     groups = []
     for i, row in enumerate(expect_list(value, call, 2)):
-        ranks = expect_list(
-            list(row) if isinstance(row, range | set | frozenset) else row, f"{call}[{i}]"
-        )
+        if isinstance(row, range | set | frozenset):
+            row = list(row)
+        ranks = expect_list(row, f"{call}[{i}]")
         groups.append(sorted(expect_int(rank, f"{call}[{i}][{j}]") for j, rank in enumerate(ranks)))
     return tuple(groups)
 
@@ -468,7 +468,7 @@ def _norms_on_rank(
 
 
 def _gradients(stage: int, place: int) -> tuple[list[Tensor], list[Tensor]]:
-    """What rank (stage, place) holds: parts that differ by place, and copies that do not."""
+    """Return the gradients of rank (stage, place): parts that differ by place, and copies."""
 
     def drawn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)

@@ -108,11 +108,11 @@ def exchanges_of_plans(n_ranks: int = 2) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TensorParallelTraffic:
-    """What a tensor-parallel step of four blocks sends, and how far its gradients are from one
-    process.
+    """The messages of a tensor-parallel step of four blocks, and the error of its gradients.
 
     Attributes:
-        sums, n_bytes: all-reduces that a rank begins, and bytes of one of them.
+        sums: all-reduces that a rank begins.
+        n_bytes: bytes of one all-reduce.
         sent: bytes that a rank sends for all of them, in a ring.
         largest: the largest difference of any gradient.
     """
@@ -168,10 +168,10 @@ class StepOnLinks:
     """A simulated 1F1B step of two stages of eight tensor-parallel ranks.
 
     Attributes:
-        compute_s: of one microbatch's forward on a rank.
-        sums_s: the all-reduces of this forward.
-        message_s: one message between the stages.
-        timeline: of the step, a row a stage.
+        compute_s: seconds of one microbatch's forward on a rank.
+        sums_s: seconds of the all-reduces of this forward.
+        message_s: seconds of one message between the stages.
+        timeline: timeline of the step, a row a stage.
     """
 
     compute_s: float
@@ -180,23 +180,19 @@ class StepOnLinks:
     timeline: Timeline
 
     def __str__(self) -> str:
-        compute, sums, message = (
-            1e3 * each for each in (self.compute_s, self.sums_s, self.message_s)
-        )
-        return (
-            f"a forward computes {compute:.1f} ms and sums {sums:.1f} ms; a message takes"
-            f" {message:.1f} ms"
-        )
+        forward = f"computes {1e3 * self.compute_s:.1f} ms and sums {1e3 * self.sums_s:.1f} ms"
+        return f"a forward {forward}; a message takes {1e3 * self.message_s:.1f} ms"
 
 
 def step_on_links(config: ModelConfig, tp_link: float, pp_link: float, flops: float) -> StepOnLinks:
-    """Simulate 8 microbatches of 4,096 tokens in bfloat16 on 2 stages × 8 ranks; embedding and head
-    left out.
+    """Simulate 8 microbatches of 4,096 tokens in bfloat16 on 2 stages × 8 ranks.
+
+    Embedding and head are left out.
 
     Args:
         tp_link: bytes a second that a rank sends to its tensor-parallel neighbour.
         pp_link: bytes a second to the other stage.
-        flops: of a rank, in a second.
+        flops: operations of a rank in a second.
     """
     activation = _SEQ_LEN * config.dim * 2
     n_layers = config.n_layers // 2

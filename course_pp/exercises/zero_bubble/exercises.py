@@ -112,7 +112,7 @@ def _kinds(row: Sequence[Action]) -> str:
 
 
 def _waiting(kinds: str) -> int:
-    """How many I's come before the first W, less one."""
+    """Return how many I's come before the first W, less one."""
     return kinds.split("W")[0].count("I") - 1
 
 
@@ -384,7 +384,7 @@ def choose_schedule(
 
 
 _Points = dict[str, tuple[float, float]]
-"""For each schedule, activations of one microbatch in all layers of a rank, and the bubble."""
+"""{schedule: (activations of one microbatch in all layers of a rank, bubble)}."""
 
 _POINTS: _Points = {
     "gpipe": (8, 0.27), "1f1b": (4, 0.27), "zb_h1": (4, 0.11), "zb_h2": (7, 0.11),
