@@ -1,4 +1,4 @@
-"""Stacked bars: where the bytes of a training step go, and what a run lost, to which cause, on which rank."""
+"""Stacked bars: the bytes of a training step by kind, and the lost time of a run by cause."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,42 +51,41 @@ def stack(
     height: float,
     linewidth: float,
 ) -> Iterator[tuple[str, Look, list[tuple[float, float]]]]:
-    """Draw a stacked bar a row from each kind's width in each row, negative ones to the left of 0.
+    """Draw a stacked bar a row from each kind's width in each row, negative ones left of 0.
 
-    Yields each kind when it is drawn, with its look, and where it begins and how wide it is in each
-    row.
+    Yields each kind when it is drawn: its name, its look, and its start and width in each row.
     """
-    ends = [(0.0, 0.0)] * len(next(iter(bars.values())))
+    n_rows = len(next(iter(bars.values())))
+    lefts = [0.0] * n_rows
+    rights = [0.0] * n_rows
     for (kind, widths), look in zip(bars.items(), looks, strict=False):
-        starts = [
-            left if width < 0 else right for (left, right), width in zip(ends, widths, strict=True)
-        ]
         colour, hatch, _ = look
-        more: dict[str, Any] = {
-            "height": height,
-            "label": kind,
-            "color": colour,
-            "hatch": hatch,
-            "edgecolor": "white",
-        }
+        starts = []
+        for row, width in enumerate(widths):
+            if width < 0:
+                starts.append(lefts[row])
+                lefts[row] += width
+            else:
+                starts.append(rights[row])
+                rights[row] += width
+        more: dict[str, Any] = {"hatch": hatch, "hatchcolor": "#FFFFFF80", "edgecolor": "white"}
         axes.barh(
-            range(len(widths)),
+            range(n_rows),
             widths,
             left=starts,
+            height=height,
+            color=colour,
             linewidth=linewidth,
-            hatchcolor="#FFFFFF80",
+            label=kind,
             **more,
         )
         yield kind, look, list(zip(starts, widths, strict=True))
-        ends = [
-            (a + min(width, 0.0), b + max(width, 0.0))
-            for (a, b), width in zip(ends, widths, strict=True)
-        ]
 
 
 def _label(axes: Axes, row: int, bar: tuple[float, float], text: str, look: Look) -> None:
     """Write into a bar, over its hatch and any line that crosses it."""
-    (start, width), (colour, _, ink) = bar, look
+    start, width = bar
+    colour, _, ink = look
     behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
     middle: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
     axes.text(start + width / 2, row, text, size=SMALL, color=ink, bbox=behind, zorder=4, **middle)
@@ -102,30 +101,25 @@ def bytes_by_kind(
 
     Args:
         parts: bytes for each kind (``{"weights": …, "gradients": …}``), or several such bars by
-            name (``{"predicted": {…}, "measured": {…}}``); of up to 7 kinds.
-        budget: bytes that may be used by one bar.
+            name (``{"predicted": {…}, "measured": {…}}``); up to 7 kinds.
+        budget: bytes that one bar may use.
     """
-    mixed = (
-        f"parts {listed([repr(key) for key in parts])} mix numbers and mappings: give all as"
-        " mappings"
-    )
+    keys = listed(repr(key) for key in parts)
+    mixed = f"parts {keys} mix numbers and mappings: give all as mappings"
     bars: dict[str, Mapping[str, float]] = by_group(parts, mixed)
     if not any(bars.values()):
         raise ValueError(
             "no bytes to draw: parts is empty; give at least one kind, such as {'weights': 1024}"
         )
-    for name, n_bytes in [
-        ("budget", budget or 0),
-        *(pair for bar in bars.values() for pair in bar.items()),
-    ]:
-        if not 0 <= n_bytes < math.inf:
-            raise ValueError(f"{name} of {n_bytes} bytes: give a finite number, 0 or more")
-    kinds = list(dict.fromkeys(kind for bar in bars.values() for kind in bar))
+    _refuse_bytes("budget", budget or 0)
+    kinds: dict[str, None] = {}  # in the order in which they first occur
+    for bar in bars.values():
+        for kind, n_bytes in bar.items():
+            _refuse_bytes(kind, n_bytes)
+            kinds[kind] = None
     if len(kinds) > len(BYTES):
-        raise ValueError(
-            f"parts has {len(kinds)} kinds of bytes in one bar: sum the small ones, up to"
-            f" {len(BYTES)}"
-        )
+        given = f"parts has {len(kinds)} kinds of bytes in one bar"
+        raise ValueError(f"{given}: sum the small ones, up to {len(BYTES)}")
     totals = {name: sum(bar.values()) for name, bar in bars.items()}
     longest = max([*totals.values(), budget or 0]) or 1
     unit = format_bytes(longest).split()[1]
@@ -142,49 +136,50 @@ def bytes_by_kind(
     for kind, look, drawn in stack(axes, widths, BYTES, height=0.62, linewidth=0.8):
         for row, (bar, place) in enumerate(zip(bars.values(), drawn, strict=True)):
             size = format_bytes(bar.get(kind, 0))
-            fitting = (
-                text
-                for text in (f"{kind} {size}", size)
-                if text_width(text, SMALL) + 6 <= place[1] * points_x
-            )
-            if text := next(fitting, ""):
-                _label(axes, row, place, text, look)
+            for text in (f"{kind} {size}", size):
+                if text_width(text, SMALL) + 6 <= place[1] * points_x:
+                    _label(axes, row, place, text=text, look=look)
+                    break
     add_legend(axes, gap=0.3, spacing=1.4)
+
+    look_of_note: dict[str, Any] = {"size": 9, "textcoords": "offset points"}
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for row, total in enumerate(totals.values()):
-        beside: dict[str, Any] = {
-            "size": 9,
-            "va": "center_baseline",
-            "weight": "bold",
-            "textcoords": "offset points",
-        }
-        behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         axes.annotate(
-            format_bytes(total), (total / unit_size, row), xytext=(5, 0), bbox=behind, **beside
+            format_bytes(total),
+            (total / unit_size, row),
+            xytext=(5, 0),
+            va="center_baseline",
+            weight="bold",
+            bbox=behind,
+            **look_of_note,
         )
     if budget is not None:
-        axes.axvline(
-            budget / unit_size, color="black", linestyle=(0, (5, 3)), linewidth=1.4, zorder=3
-        )
-        line: dict[str, Any] = {
-            "xytext": (0, 4),
-            "textcoords": "offset points",
-            "size": 9,
-            "ha": "center",
-        }
-        top_of = (budget / unit_size, 1)
+        at = budget / unit_size
+        axes.axvline(at, color="black", linestyle=(0, (5, 3)), linewidth=1.4, zorder=3)
         axes.annotate(
-            f"budget {format_bytes(budget)}", top_of, xycoords=("data", "axes fraction"), **line
+            f"budget {format_bytes(budget)}",
+            (at, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 4),
+            ha="center",
+            **look_of_note,
         )
     name_rows(axes, bars)
     axes.set_xlabel(f"bytes ({unit})", loc="left", fontsize=9)
+
     finding = _finding_of_bytes(totals, budget)
-    told = [
-        f"{name}: " * bool(name)
-        + ", ".join(f"{kind} {format_bytes(size)}" for kind, size in bar.items())
-        for name, bar in bars.items()
-    ]
+    told = []
+    for name, bar in bars.items():
+        sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in bar.items())
+        told.append(f"{name}: {sizes}" if name else sizes)
     alt_text = f"Stacked bars of bytes by kind. {finding}. {'; '.join(told)}."
     return figure.finish(axes, title, finding, alt_text, pad=9 if budget is None else 22)
+
+
+def _refuse_bytes(name: str, n_bytes: float) -> None:
+    if not 0 <= n_bytes < math.inf:
+        raise ValueError(f"{name} of {n_bytes} bytes: give a finite number, 0 or more")
 
 
 def _finding_of_bytes(totals: dict[str, float], budget: float | None) -> str:
@@ -207,82 +202,80 @@ def lost_time(fit: Fit, title: str | None = None) -> ChartFigure:
     """Draw for each rank the time that it adds to the makespan, stacked by cause.
 
     All bars together are the difference between the measured and the ideal makespan; a message
-    counts on the rank that receives it. What makes the run shorter goes to the left of 0.
+    counts on the rank that receives it. Time by which the run is shorter goes to the left of 0.
 
-    ``fit`` is what :func:`course_pp.schedule.fit` returns.
+    ``fit`` is the result of :func:`course_pp.schedule.fit`.
     """
-    tl, whole = fit.measured, float(fit.measured.makespan)
+    tl = fit.measured
+    whole = float(tl.makespan)
     figure, axes, *_ = timelines.begin(tl, heights=(0.16, 0.5, 4.6), right=0.95)
-    on_rank = list(zip(*(loss.per_rank for loss in fit.lost), strict=True))
-    least = min(sum(time for time in times if time < 0) for times in on_rank)
-    most = max(sum(time for time in times if time > 0) for times in on_rank)
-    # What is below a thousandth of the run stays a sliver, also where nothing else is lost.
+    least = 0.0
+    most = 0.0
+    lost = []
+    for times in zip(*(loss.per_rank for loss in fit.lost), strict=True):
+        least = min(least, sum(time for time in times if time < 0))
+        most = max(most, sum(time for time in times if time > 0))
+        lost.append(sum(times))
+    # Less than a thousandth of the run stays a sliver, also where nothing else is lost.
     room = max(most - least, 1e-3 * whole) or 1.0
     scale, unit = axis_unit(room, tl.unit)
-    axes.set_xlim(
-        (least - (0.02 * room if least < 0 else 0)) * scale, (least + 1.03 * room) * scale
-    )
+    margin = 0.02 * room if least < 0 else 0
+    axes.set_xlim((least - margin) * scale, (least + 1.03 * room) * scale)
     points_x, points_y = points_per_unit(axes)
     widths = {cause: [time * scale for time in fit.lost_to(cause).per_rank] for cause in _CAUSES}
-    for cause, look, drawn in stack(
-        axes, widths, [*_CAUSES.values()], height=timelines.ROW_FILL, linewidth=0.6
-    ):
+    looks = list(_CAUSES.values())
+    for cause, look, drawn in stack(axes, widths, looks, timelines.ROW_FILL, linewidth=0.6):
         for rank, place in enumerate(drawn):
             if text_width(cause, SMALL) + 8 <= abs(place[1]) * points_x and points_y >= 12:
-                _label(axes, rank, place, cause, look)
+                _label(axes, rank, place, text=cause, look=look)
     axes.axvline(0, color="black", linewidth=0.8, zorder=3)
     ranks = timelines.name_ranks(axes, tl.n_ranks)
 
     def told(time: float) -> str:
-        """Write a time in the timeline's unit; what is below a millionth of the makespan as 0."""
+        """Write a time in the timeline's unit; less than a millionth of the makespan as 0."""
         rounded = 0.0 if abs(time) < 1e-6 * whole else time
-        return f"{'−' if rounded < 0 else ''}{format_time(abs(rounded), tl.unit)}"
+        sign = "−" if rounded < 0 else ""
+        return sign + format_time(abs(rounded), tl.unit)
 
-    lost = [sum(times) for times in on_rank]
-    timelines.note_ranks(axes, {rank: told(lost[rank]) for rank in ranks}, "lost", 9.0)
+    timelines.note_ranks(axes, {rank: told(lost[rank]) for rank in ranks}, "lost", size=9.0)
     timelines.name_time(axes, unit, "makespan lost on the rank")
-    add_legend(
-        axes,
-        [
-            Patch(
-                facecolor=colour,
-                hatch=hatch,
-                edgecolor="white",
-                hatchcolor="#FFFFFF80",
-                label=cause,
-            )
-            for cause, (colour, hatch, _) in _CAUSES.items()
-        ],
-    )
+    handles = []
+    for cause, (colour, hatch, _) in _CAUSES.items():
+        style: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
+        handles.append(Patch(hatchcolor="#FFFFFF80", label=cause, **style))
+    add_legend(axes, handles)
+
     finding = _finding_of_losses(fit, whole)
     causes = "; ".join(f"{loss.cause} {told(loss.time)}" for loss in fit.lost)
     in_all = f"time lost by cause, {told(fit.total_lost)} of {told(whole)}"
     what = named(tl.name, f"Bars of {counted(tl.n_ranks, 'rank')}: {in_all}")
+    alt_text = f"{what}. {finding}. {causes}."
     worst = max(range(tl.n_ranks), key=lost.__getitem__)
-    most_lost = f" Most is lost on rank {worst}, {told(lost[worst])}." if lost[worst] > 0 else ""
-    return figure.finish(axes, title, finding, f"{what}. {finding}. {causes}.{most_lost}")
+    if lost[worst] > 0:
+        alt_text += f" Most is lost on rank {worst}, {told(lost[worst])}."
+    return figure.finish(axes, title, finding, alt_text)
 
 
 def _finding_of_losses(fit: Fit, whole: float) -> str:
     worth_saying = [loss for loss in fit.lost if loss.time >= 0.01 * whole > 0]
     if not worth_saying:
         return "No cause costs a hundredth of the makespan"
-    first, *others = (
-        f"{percent(loss.time / whole)}{{}} to {_blamed(loss)}" for loss in worth_saying[:2]
-    )
-    return "Lost: " + ", ".join(
-        [first.format(" of the makespan"), *(other.format("") for other in others)]
-    )
+    told: list[str] = []
+    for loss in worth_saying[:2]:
+        of_makespan = "" if told else " of the makespan"
+        told.append(f"{percent(loss.time / whole)}{of_makespan} to {_blamed(loss)}")
+    return f"Lost: {', '.join(told)}"
 
 
 def _blamed(loss: Loss) -> str:
-    """Return ``straggling rank 2``, the link that transfers wait for, else the cause in a word."""
+    """Return ``straggling rank 2``, the link that transfers wait for, or the cause in a word."""
     where = loss.where
     if isinstance(where, tuple):
         # The link alone only if it has all the time that the title gives: another may have the
         # rest.
         share = loss.per_link[where] / loss.time
-        most = f"transfers (most on {name_of(where)})" if share > 0.5 else "transfers"
-        return name_of(where) if share > 0.995 else most
+        if share > 0.995:
+            return name_of(where)
+        return f"transfers (most on {name_of(where)})" if share > 0.5 else "transfers"
     names = {"launch": "launching", "imbalance": f"the stages of rank {where}", "rest": "jitter"}
     return names.get(loss.cause, f"straggling rank {where}")

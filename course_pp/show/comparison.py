@@ -19,8 +19,12 @@ from course_pp.show.wording import (
     spelled_peaks,
 )
 
-_FILL, _OFFSET = 0.4, 0.21  # of a row: each bar, and how far from the middle
-_NAME_GAP, _NAME_SIZE = 4, 8.0
+# The height of each bar, and the distance of its middle from the row's, in rows.
+_FILL = 0.4
+_OFFSET = 0.21
+# Points: from a name to the axes, and the size of its letters.
+_NAME_GAP = 4
+_NAME_SIZE = 8.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class _Side:
         return float(self.tl.makespan) * self.scale
 
     def end_of(self, rank: int) -> float:
-        return float(self.tl.by_rank[rank][-1].end if self.tl.by_rank[rank] else 0) * self.scale
+        row = self.tl.by_rank[rank]
+        return float(row[-1].end) * self.scale if row else 0.0
 
 
 @checked
@@ -46,43 +51,42 @@ def compare(
     names: tuple[str, str] | None = None,
     title: str | None = None,
 ) -> ChartFigure:
-    """Draw two timelines on one time axis: each rank has a row of ``predicted`` above one of
-    ``measured``.
+    """Draw two timelines on one time axis, rank by rank: ``predicted`` above ``measured``.
 
     Dashed and solid lines mark where each ends; the right margin has how much later (+) or earlier
     (−) each rank finishes than in the first.
 
     Args:
-        predicted: where it has relative costs and ``measured`` seconds, one unit lasts so long that
-            ranks are busy equally long in both: the figure shows the difference in waiting alone.
-        names: what to call them, for example two schedules; "predicted", and "measured" or
-            "simulated", unless given.
+        predicted: the first timeline. If it has relative costs and ``measured`` seconds, one unit
+            lasts so long that ranks are busy equally long in both: the figure shows the difference
+            in waiting alone.
+        names: two names, for example of two schedules; "predicted", and "measured" or "simulated",
+            unless given.
     """
-    names = ("predicted", measured.how) if names is None else names
+    names = names or ("predicted", measured.how)
     n_ranks = measured.n_ranks
     if predicted.n_ranks != n_ranks:
         raise ValueError(
             f"{names[0]} has {predicted.n_ranks} ranks and {names[1]} {n_ranks}: "
             "give two timelines with the same number of ranks"
         )
-    scale, unit = axis_unit(
-        max(tl.makespan if tl.unit else 0 for tl in (predicted, measured)), measured.unit
-    )
+    longest = max(tl.makespan if tl.unit else 0 for tl in (predicted, measured))
+    scale, unit = axis_unit(longest, measured.unit)
     rate = _seconds_per_unit(predicted, measured)
     sides = (_Side(predicted, names[0], scale * rate), _Side(measured, names[1], scale))
-    labels = [
-        f"{name} {format_time(end if measured.unit else float(amount(end)), measured.unit)}"
-        for name, end in zip(
-            names, (float(predicted.makespan) * rate, measured.makespan), strict=True
-        )
-    ]
+    labels = []
+    for name, end in zip(names, (float(predicted.makespan) * rate, measured.makespan), strict=True):
+        # Relative costs have four digits, seconds what their unit asks for.
+        told = end if measured.unit else float(amount(end))
+        labels.append(f"{name} {format_time(told, measured.unit)}")
 
-    row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
-    figure = ChartFigure(WIDTH, 1.35 + row_inches * n_ranks)
-    right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in labels) / 72)
     # The ranks stand left of the two names.
     names_end = _NAME_GAP + max(chart.text_width(name, _NAME_SIZE) for name in names) + 6
-    left = min(WIDTH / 2, max(1.35, (names_end + chart.text_width(f"rank {n_ranks}", 9) + 4) / 72))
+    ranks_end = names_end + chart.text_width(f"rank {n_ranks}", 9) + 4
+    left = min(WIDTH / 2, max(1.35, ranks_end / 72))
+    right = max(0.95, 0.15 + max(chart.text_width(label, 8.5) for label in labels) / 72)
+    row_inches = min(0.62, max(0.17, 5.0 / n_ranks))
+    figure = ChartFigure(WIDTH, 1.35 + row_inches * n_ranks)
     axes = figure.axes_with_margins(left=left, right=right, bottom=0.68, top=0.67)
     axes.set_xlim(0, max(side.end for side in sides) or 1)
     axes.set_ylim(n_ranks - 0.5, -0.5)
@@ -92,13 +96,13 @@ def compare(
     timelines.note_ranks(axes, {rank: f"ends {_signed(late[rank])}" for rank in ranks})
     timelines.draw_key(axes, kinds, has_idle=any(side.tl.bubble_fraction > 0 for side in sides))
     _mark_ends(axes, sides, labels)
-    timelines.name_time(
-        axes, unit if rate == 1 else f"{unit}; one unit of cost is {format_time(rate, 's')}"
-    )
+    with_rate = unit
+    if rate != 1:
+        with_rate += f"; one unit of cost is {format_time(rate, 's')}"
+    timelines.name_time(axes, with_rate)
     finding = _finding(sides)
-    return figure.finish(
-        axes, title, finding, _alt_text(sides, labels, finding, late, unit), pad=22, x=-0.6 / 7.2
-    )
+    alt_text = _alt_text(sides, labels, finding, late=late, unit=unit)
+    return figure.finish(axes, title, finding, alt_text, pad=22, x=-0.6 / 7.2)
 
 
 def _seconds_per_unit(predicted: Timeline, measured: Timeline) -> float:
@@ -119,24 +123,29 @@ def _draw_rows(axes: Axes, sides: tuple[_Side, _Side], ranks: range) -> set[str]
     kinds: set[str] = set()
     with_stage = any(has_several_stages_a_rank(side.tl) for side in sides)
     points_y = chart.points_per_unit(axes)[1]
+    size = min(_NAME_SIZE, 0.5 * ranks.step * points_y)
     for side, offset in zip(sides, (-_OFFSET, _OFFSET), strict=True):
-        timelines.draw_idle(axes, side.tl.n_ranks, side.end, offset, _FILL)
-        boxes = timelines.boxes_of(side.tl, side.scale, offset, _FILL)
+        timelines.draw_idle(axes, side.tl.n_ranks, side.end, offset, fill=_FILL)
+        boxes = timelines.boxes_of(side.tl, side.scale, offset, fill=_FILL)
         timelines.draw_boxes(axes, boxes)
         timelines.label_boxes(axes, boxes, with_stage)
         kinds |= {box.action.kind for box in boxes}
         for rank in ranks:
-            size = min(_NAME_SIZE, 0.5 * ranks.step * points_y)
-            place = rank + offset * ranks.step
             axes.annotate(
-                side.name, (0, place), xytext=(-_NAME_GAP, 0), textcoords="offset points", ha="right", va="center",
-                size=size, color=chart.TEXT_GREY,
-            )  # fmt: skip
+                side.name,
+                (0, rank + offset * ranks.step),
+                xytext=(-_NAME_GAP, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                size=size,
+                color=chart.TEXT_GREY,
+            )
     return kinds
 
 
 def _mark_ends(axes: Axes, sides: tuple[_Side, _Side], labels: list[str]) -> None:
-    """A labelled line at each makespan; the labels point away from each other."""
+    """Draw a labelled line at each makespan; the labels point away from each other."""
     is_first_earlier = sides[0].end <= sides[1].end
     looks = ((0, (4, 2)), is_first_earlier), ("-", not is_first_earlier)
     for side, label, (style, is_earlier) in zip(sides, labels, looks, strict=True):
@@ -157,9 +166,10 @@ def _mark_ends(axes: Axes, sides: tuple[_Side, _Side], labels: list[str]) -> Non
 
 def _signed(amount: float) -> str:
     rounded = f"{abs(amount):.3g}"
-    return (
-        "±0" if rounded == "0" or abs(amount) < 5e-10 else f"{'+' if amount > 0 else '−'}{rounded}"
-    )
+    if rounded == "0" or abs(amount) < 5e-10:
+        return "±0"
+    sign = "+" if amount > 0 else "−"
+    return sign + rounded
 
 
 def _finding(sides: tuple[_Side, _Side]) -> str:
@@ -171,7 +181,8 @@ def _finding(sides: tuple[_Side, _Side]) -> str:
         what = f"{after / before:.3g} times as long as"
     else:
         what = f"{percent(abs(change))} {'longer' if change > 0 else 'shorter'} than"
-    subject = sides[1].name[:1].upper() + sides[1].name[1:]
+    name = sides[1].name
+    subject = name[:1].upper() + name[1:]
     other, bubble = (percent(side.tl.bubble_fraction) for side in sides)
     bubbles = f"{bubble} for both" if bubble == other else f"{bubble} instead of {other}"
     return f"{subject} is {what} {sides[0].name}: bubble {bubbles}"
@@ -181,21 +192,22 @@ def _alt_text(
     sides: tuple[_Side, _Side], labels: list[str], finding: str, late: list[float], unit: str
 ) -> str:
     worst = max(range(len(late)), key=lambda rank: abs(late[rank]))
-    suffix = "" if unit == "relative cost" else f" {unit}"
-    where = (
-        "Every rank finishes at the same time in both"
-        if _signed(late[worst]) == "±0"
-        else f"The end of rank {worst} differs most, by {_signed(late[worst])}{suffix}"
-    )
-    numbers = listed(list(dict.fromkeys(str(side.tl.n_microbatches) for side in sides)))
-    sizes = f"{counted(len(late), 'rank')}, {numbers} microbatch{'' if numbers == '1' else 'es'}"
-    schedules = listed(list(dict.fromkeys(side.tl.name for side in sides if side.tl.name)))
+    difference = _signed(late[worst])
+    if difference == "±0":
+        where = "Every rank finishes at the same time in both"
+    else:
+        where = f"The end of rank {worst} differs most, by {difference}"
+        if unit != "relative cost":
+            where += f" {unit}"
+
+    numbers = listed(dict.fromkeys(side.tl.n_microbatches for side in sides))
+    microbatches = "microbatch" if numbers == "1" else "microbatches"
+    sizes = f"{counted(len(late), 'rank')}, {numbers} {microbatches}"
+    schedules = listed(dict.fromkeys(side.tl.name for side in sides if side.tl.name))
     what = named(schedules, f"Two timelines of {sizes} on one axis, {' and '.join(labels)} long")
     peaks = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_activations)}" for side in sides)
-    values = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_values)}" for side in sides)
-    of_edges = (
-        f" Values of edges held: {values}."
-        if any(any(side.tl.peak_values) for side in sides)
-        else ""
-    )
-    return f"{what}. {finding}. {where}. Peak activations held: {peaks}.{of_edges}"
+    told = f"{what}. {finding}. {where}. Peak activations held: {peaks}."
+    if any(any(side.tl.peak_values) for side in sides):
+        values = "; ".join(f"{side.name} {spelled_peaks(side.tl.peak_values)}" for side in sides)
+        told += f" Values of edges held: {values}."
+    return told

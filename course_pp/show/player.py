@@ -1,4 +1,7 @@
-"""A timeline that moves: a time cursor, what each rank holds, messages under way; and a still picture elsewhere."""
+"""A timeline that moves: a time cursor, what each rank holds, messages under way.
+
+Where scripts do not run there is a still picture.
+"""
 
 import json
 from base64 import b64encode
@@ -13,7 +16,13 @@ from course_pp.schedule import Timeline
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import LOOKS, timeline
 from course_pp.show.trace import held_activations, messages
-from course_pp.show.wording import axis_unit, finding, has_several_stages_a_rank, named
+from course_pp.show.wording import (
+    axis_unit,
+    finding,
+    has_several_stages_a_rank,
+    name_of_part,
+    named,
+)
 
 _MOST_SPANS = 5000
 
@@ -30,10 +39,12 @@ class Player:
         self._data = _data(tl, title or named(tl.name, finding(tl)), self.figure.alt_text)
 
     def html(self) -> str:
-        """Return a piece of a page: the still picture, and the script that puts the moving one in its place."""
-        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":")).replace(
-            "</", "<\\/"
-        )
+        """Return a piece of a page: the still picture, and a script that replaces it.
+
+        The script's picture moves.
+        """
+        data = json.dumps(self._data, ensure_ascii=False, separators=(",", ":"))
+        data = data.replace("</", "<\\/")  # or it could end the script's own tag
         name = f"cpp-{sha256(data.encode()).hexdigest()[:12]}"
         picture = b64encode(self.figure.png()).decode("ascii")
         alt = escape(self.figure.alt_text)
@@ -57,10 +68,8 @@ class Player:
                 f"cannot save a timeline that moves as {path.name!r}: end the name in .html"
             )
         head = f'<meta charset="utf-8"><title>{escape(self._data["title"])}</title>'
-        page = (
-            "<!DOCTYPE html>\n<html"
-            f' lang="en"><head>{head}</head><body>{self.html()}</body></html>\n'
-        )
+        body = f"<head>{head}</head><body>{self.html()}</body>"
+        page = f'<!DOCTYPE html>\n<html lang="en">{body}</html>\n'
         path.write_text(page, encoding="utf-8")
         return path
 
@@ -91,8 +100,50 @@ def asset(name: str) -> str:
 def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
     """Return what the script needs to know, with times as numbers."""
     scale, unit = axis_unit(tl.makespan, tl.unit)
-    several, knows_transfers = has_several_stages_a_rank(tl), tl.transfers or not tl.unit
-    times = {float(time) for span in tl.spans for time in (span.start, span.end)}
+    with_stage = has_several_stages_a_rank(tl)
+    events = {0.0}
+    spans = []
+    for span in tl.spans:
+        parts = []
+        for part in span.action.parts:
+            name = name_of_part(part, with_stage)
+            parts.append({"kind": part.kind, "name": name, "short": str(part.microbatch)})
+        start = float(span.start)
+        end = float(span.end)
+        events |= {start, end}
+        spans.append({"rank": span.rank, "start": start, "end": end, "parts": parts})
+
+    held = []
+    in_order = sorted(
+        held_activations(tl), key=lambda each: (each.rank, each.stage, each.microbatch)
+    )
+    for each in in_order:
+        name = f"{each.stage}·{each.microbatch}" if with_stage else str(each.microbatch)
+        start = float(each.start)
+        end = float(each.end)
+        held.append({"rank": each.rank, "start": start, "end": end, "name": name})
+
+    knows_transfers = tl.transfers or not tl.unit
+    sent = []
+    for message in messages(tl):
+        # In a measured timeline without transfer times, a message is there when it is taken.
+        arrival = message.arrival if knows_transfers else message.taker.start
+        sent.append(
+            {
+                "from": message.maker.rank,
+                "to": message.taker.rank,
+                "sent": float(message.maker.end),
+                "there": float(arrival),
+                "taken": float(message.taker.start),
+                "what": message.product.what,
+                "forward": message.product.what == "activation",
+                "microbatch": message.product.microbatch,
+            }
+        )
+
+    looks = {}
+    for kind, look in LOOKS.items():
+        looks[kind] = {"colour": look.colour, "hatch": look.hatch[:1]}
     longest = float(tl.makespan) * scale
     return {
         "title": title,
@@ -102,50 +153,9 @@ def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
         "scale": scale,
         "unit": unit if tl.unit else "",
         "digits": 1 if longest >= 10 else 2,
-        "looks": {
-            kind: {"colour": look.colour, "hatch": look.hatch[:1]} for kind, look in LOOKS.items()
-        },
-        "events": sorted({0.0, *times}),
-        "spans": [
-            {
-                "rank": span.rank,
-                "start": float(span.start),
-                "end": float(span.end),
-                "parts": [
-                    {
-                        "kind": part.kind,
-                        "name": f"{part.stage if several else ''}{part.kind}{part.microbatch}",
-                        "short": str(part.microbatch),
-                    }
-                    for part in span.action.parts
-                ],
-            }
-            for span in tl.spans
-        ],
-        "held": [
-            {
-                "rank": held.rank,
-                "start": float(held.start),
-                "end": float(held.end),
-                "name": f"{held.stage}·{held.microbatch}" if several else str(held.microbatch),
-            }
-            for held in sorted(
-                held_activations(tl), key=lambda each: (each.rank, each.stage, each.microbatch)
-            )
-        ],
-        "messages": [
-            {
-                "from": message.maker.rank,
-                "to": message.taker.rank,
-                "sent": float(message.maker.end),
-                # In a measured timeline without transfer times, a message is there when it is
-                # taken.
-                "there": float(message.arrival if knows_transfers else message.taker.start),
-                "taken": float(message.taker.start),
-                "what": message.product.what,
-                "forward": message.product.what == "activation",
-                "microbatch": message.product.microbatch,
-            }
-            for message in messages(tl)
-        ],
+        "looks": looks,
+        "events": sorted(events),
+        "spans": spans,
+        "held": held,
+        "messages": sent,
     }
