@@ -1,4 +1,4 @@
-"""The levels of the board, as data: each teaches one schedule, and its par is that schedule's makespan."""
+"""The levels of the board, as data: each teaches one schedule, whose makespan is its par."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from course_pp.show.board_rules import Game, game_of
 class Level:
     """A board to be solved: par is the makespan of the schedule that it ``teaches``.
 
-    Where no named one is best, ``order`` is one that reaches par: for each rank its actions.
+    Where no named schedule is best, ``order`` has the actions of each rank in an order that reaches
+    par.
     """
 
     number: int
@@ -33,8 +34,9 @@ class Level:
         """The order that reaches par."""
         if not self.order:
             return build(self.teaches, self.n_ranks, self.n_microbatches)
+        placement = tuple((rank,) for rank in range(self.n_ranks))
         rows = tuple(tuple(map(Action.parse, row.split())) for row in self.order)
-        return Schedule(self.title, tuple((rank,) for rank in range(self.n_ranks)), rows)
+        return Schedule(self.title, placement, rows)
 
     @property
     def game(self) -> Game:
@@ -168,20 +170,26 @@ PAPERS = {name: f"https://arxiv.org/abs/{number}" for name, number in _PAPERS.it
 def references(
     placement: tuple[int, ...], n_microbatches: int, split: bool, own: Schedule | None = None
 ) -> dict[str, list[list[str]]]:
-    """Return the named orders that this board can hold, and ``own`` first: for each rank its actions, as text."""
+    """Return the orders that this board can hold, by name, with the actions of each rank as text.
+
+    ``own`` comes first, then the named schedules.
+    """
     p = 1 + max(placement)
+    allowed = set("FBIW" if split else "FB")
     found = {} if own is None else {own.name: own}
     for name in names():
         try:
             schedule = build(name, p, n_microbatches)
         except ValueError:
             continue  # not of this size
-        kinds = {part.kind for part in schedule.parts}
+        if schedule.placement != normalised(placement):
+            continue
+        # An overlapped pair is no action that a learner can place.
         is_plain = all(isinstance(action, Action) for row in schedule.actions for action in row)
-        if (
-            is_plain
-            and schedule.placement == normalised(placement)
-            and kinds <= set("FBIW" if split else "FB")
-        ):
+        if is_plain and {part.kind for part in schedule.parts} <= allowed:
             found.setdefault(name, schedule)
-    return {name: [list(map(str, row)) for row in each.actions] for name, each in found.items()}
+
+    told = {}
+    for name, schedule in found.items():
+        told[name] = [list(map(str, row)) for row in schedule.actions]
+    return told

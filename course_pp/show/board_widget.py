@@ -1,4 +1,4 @@
-"""The board: draw a schedule by hand, be told why a move is illegal, and run what was drawn on real ranks."""
+"""The board: draw a schedule by hand, learn why a move is illegal, and run it on real ranks."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ _DONE = "levels done"
 
 
 class Board(AnyWidget):
-    """A grid of ranks and time in which actions are placed, by mouse, by keys or by the methods
-    here.
+    """A grid of ranks and time in which actions are placed, by mouse, by keys or by its methods.
 
     Its state is :attr:`moves`, a list of texts that each language replays (``board_rules.play``).
     It is kept in a file beside the learner's progress, so the same board comes back after the
@@ -73,73 +72,77 @@ class Board(AnyWidget):
 
     def _opened(self, game: Game, costs: Costs, level: Level | None) -> dict[str, Any]:
         """Take up a board where it was left; return its state."""
-        self.level, self.costs, self._game = level, costs, game
+        self.level = level
+        self.costs = costs
+        self._game = game
         self.bound: Time = game.bound
         self.par: Time | None = None if level is None else level.par
-        placement = game.placement
         own = None if level is None else level.reference
-        self._references = references(placement, game.n_microbatches, game.split, own)
+        self._references = references(game.placement, game.n_microbatches, game.split, own=own)
+
+        # Boards of the same game share what is kept.
         told = json.dumps(game.as_json(), sort_keys=True)
-        self._name = (
-            f"{f'level {level.number}' if level else 'board'}"
-            f" {sha256(told.encode()).hexdigest()[:12]}"
-        )
+        digest = sha256(told.encode()).hexdigest()[:12]
+        self._name = f"level {level.number} {digest}" if level else f"board {digest}"
         self._position = Position(game)
-        moves, said = kept(self._name), ""
+        moves = kept(self._name)
+        said = ""
         try:
             self._position = replay(game, moves)
         except ValueError:
-            moves, said = [], "What was kept of this board cannot be read; it begins anew."
-        if placed := sum(map(len, self._position.rows)):
-            said = f"{counted(placed, 'action')} from last time; clear the board to begin anew."
-        done = [int(number) for number in kept(_DONE) if number.isdecimal()]
-        state = {
+            moves = []
+            said = "What was kept of this board cannot be read; it begins anew."
+        n_placed = sum(map(len, self._position.rows))
+        if n_placed:
+            said = f"{counted(n_placed, 'action')} from last time; clear the board to begin anew."
+        return {
             "game": game.as_json(),
             "words": self._words(said),
             "moves": moves,
             "undone": [],
             "ran": {},
+            "done": [int(number) for number in kept(_DONE) if number.isdecimal()],
+            "chosen": level.number if level else 0,
         }
-        return {**state, "done": done, "chosen": level.number if level else 0}
 
     def _words(self, said: str) -> dict[str, Any]:
-        level, game = self.level, self._game
+        level = self.level
+        game = self._game
         of = f"{game.n_ranks} ranks, {game.n_stages} stages, {game.n_microbatches} microbatches"
+        title = f"A board of {of}"
+        story = "Place every forward and backward; the fewer gaps, the better."
+        titles: list[str] = []
+        worked = {}
+        if level is not None:
+            title = f"Level {level.number} of {len(LEVELS)}: {level.title}"
+            story = level.story
+            titles = [each.title for each in LEVELS]
+            name = level.reference.name
+            worked[name] = self._references[name]
+        # An order without a name is for hints alone: in a menu, one press would draw the answer.
+        named = {name: order for name, order in self._references.items() if name in names()}
         return {
-            "title": (
-                f"Level {level.number} of {len(LEVELS)}: {level.title}"
-                if level
-                else f"A board of {of}"
-            ),
-            "story": (
-                level.story
-                if level
-                else "Place every forward and backward; the fewer gaps, the better."
-            ),
+            "title": title,
+            "story": story,
             "par": None if self.par is None else float(self.par),
             "bound": float(self.bound),
-            "levels": [each.title for each in LEVELS] if level else [],
-            # An order without a name is for hints alone: in a menu, one press would draw the
-            # answer.
-            "worked": (
-                {level.reference.name: self._references[level.reference.name]} if level else {}
-            ),
-            "references": {
-                name: order for name, order in self._references.items() if name in names()
-            },
+            "levels": titles,
+            "worked": worked,
+            "references": named,
             "papers": {name: PAPERS[name] for name in self._references if name in PAPERS},
             "said": said,
         }
 
     def _follow(self, change: Any) -> None:
-        """Replay what the browser or a method has set; what is illegal is taken back."""
+        """Replay the moves that the browser or a method has set; take illegal ones back."""
         try:
             self._position = replay(self._game, self.moves)
         except ValueError as problem:
             self.moves = change["old"]
             self.words = {**self.words, "said": f"Not allowed: {problem}."}
             return
-        if failed := keep(self._name, list(self.moves)):
+        failed = keep(self._name, list(self.moves))
+        if failed:
             self.words = {**self.words, "said": failed}
 
     def _choose(self, change: Any) -> None:
@@ -156,23 +159,26 @@ class Board(AnyWidget):
         keep(_DONE, sorted({*kept(_DONE), *map(str, change["new"])}))
 
     def _asked(self, _widget: Any, content: Any, _buffers: Any) -> None:
-        """Answer the button. Nobody would see an exception of a message, so it is told on the board."""
+        """Answer the button."""
         if content.get("do") != "run":
             return
         try:
             self.set_state({"moves": content["moves"]})
             self.run()
-        except Exception as problem:
+        except Exception as problem:  # nobody would see it: it is told on the board
             self.ran = {"of": "", "said": f"It did not run: {problem}", "kind": "refused"}
 
     @property
     def schedule(self) -> Schedule:
-        """What is on the board, complete or not: to ``simulate``, ``check``, ``to_torch_csv`` or ``run_step``."""
+        """The order on the board, complete or not.
+
+        It can go to ``simulate``, ``check``, ``to_torch_csv`` or ``run_step``.
+        """
         return self._position.schedule
 
     @property
     def timeline(self) -> Timeline:
-        """When each action that was placed is done."""
+        """The times of the actions on the board."""
         return self._position.timeline
 
     @property
@@ -181,7 +187,10 @@ class Board(AnyWidget):
 
     @property
     def score(self) -> float:
-        """The bound over the makespan: 1 for an order that nothing can beat; 0 before the board is complete."""
+        """The bound over the makespan: 1 for an order that nothing can beat.
+
+        It is 0 before the board is complete.
+        """
         return float(self.bound / self.timeline.makespan) if self.is_complete else 0.0
 
     @property
@@ -206,7 +215,8 @@ class Board(AnyWidget):
 
         ``at`` is a time in the gap that they go to; the end of their rows unless given.
         """
-        position, moves = replay(self._game, self.moves), list(self.moves)
+        position = replay(self._game, self.moves)
+        moves = list(self.moves)
         for text in actions.split():
             index = position.place(Action.parse(text), None if at is None else float(at))
             moves.append(text if index is None else f"{text}@{index}")
@@ -232,12 +242,15 @@ class Board(AnyWidget):
 
     def undo(self) -> None:
         if self.moves:
-            self.undone, self.moves = [self.moves[-1], *self.undone], self.moves[:-1]
+            last = self.moves[-1]
+            self.undone = [last, *self.undone]
+            self.moves = self.moves[:-1]
 
     def redo(self) -> None:
         """Make the last move that was undone again, if there is one."""
         if self.undone:
-            self.moves, self.undone = [*self.moves, self.undone[0]], self.undone[1:]
+            self.moves = [*self.moves, self.undone[0]]
+            self.undone = self.undone[1:]
 
     def clear(self) -> None:
         """Take every action away; :meth:`undo` brings them back."""
@@ -245,28 +258,32 @@ class Board(AnyWidget):
 
     @checked
     def hint(self, policy: str = "") -> str:
-        """Return the next action by a policy or a named order, or by the level's own; empty if there is none."""
+        """Return the next action by a policy or a named order; empty if there is none.
+
+        Without a name, the level's own order decides.
+        """
         action = advice(self._position, self._policy(policy), self._references)
         return "" if action is None else str(action)
 
     @checked
     def fill(self, policy: str = "") -> None:
-        """Place what is left by ``policy``, or by a named order that the board has followed so far."""
+        """Place what is left by ``policy``, or by a named order that the board has followed."""
         policy = self._policy(policy)
         position = replay(self._game, self.moves)
         moves = fill(position, policy, self._references)
         if position.left:
             why = standstill(position, policy, self._references)
+            policies = ", ".join(POLICIES)
             raise ValueError(
-                f"{policy} does not finish this board: {why}; undo, or fill by one of"
-                f" {', '.join(POLICIES)}"
+                f"{policy} does not finish this board: {why}; undo, or fill by one of {policies}"
             )
         self._commit([*self.moves, *moves])
 
     def _policy(self, policy: str) -> str:
         if not policy:
-            simple = "zero bubble" if self._game.split else "backward first"
-            return self.level.reference.name if self.level else simple
+            if self.level is not None:
+                return self.level.reference.name
+            return "zero bubble" if self._game.split else "backward first"
         if policy not in POLICIES and policy not in self._references:
             known = ", ".join([*POLICIES, *self._references])
             raise ValueError(f"unknown policy {policy!r}: use one of {known}")
@@ -281,7 +298,7 @@ class Board(AnyWidget):
         return to_torch_csv(self.schedule)
 
     def run(self) -> Timeline:
-        """Run one step of what was drawn on real ranks; lay its timeline under the drawn one.
+        """Run one step of the order on real ranks; lay its timeline under the drawn one.
 
         Every gradient is compared with one process's, and the board says whether they are equal.
         Then the same order runs at the pace of the board's costs: measured, or simulated if this
@@ -299,11 +316,11 @@ class Board(AnyWidget):
         equal = difference <= _EQUAL
         verdict = "gradients equal" if equal else f"gradients differ by {difference:.0e}"
         ran = emulate(schedule, self.costs)
-        spans = [
-            [span.rank, str(span.action), float(span.start), float(span.end)] for span in ran.spans
-        ]
-        said = f"Ran on {schedule.n_ranks} ranks: {ran.how} {float(ran.makespan):.2f}, drawn "
-        said += f"{self._makespan}; {verdict} to one process's."
+        spans = []
+        for span in ran.spans:
+            spans.append([span.rank, str(span.action), float(span.start), float(span.end)])
+        times = f"{ran.how} {float(ran.makespan):.2f}, drawn {self._makespan}"
+        said = f"Ran on {schedule.n_ranks} ranks: {times}; {verdict} to one process's."
         self.ran = {
             "of": " ".join(self.moves),
             "spans": spans,
@@ -321,13 +338,14 @@ class Board(AnyWidget):
 
     def _standing(self) -> str:
         if self._position.left:
-            return (
-                f"{counted(sum(map(len, self._position.rows)), 'action')} placed, makespan"
-                f" {self._makespan}."
-            )
-        against = "" if self.par is None else f", par {spelled(float(self.par))}"
-        names = f"; this is {listed(list(self.recognised))}" if self.recognised else ""
-        return f"Complete: makespan {self._makespan}{against}{names}."
+            n_placed = sum(map(len, self._position.rows))
+            return f"{counted(n_placed, 'action')} placed, makespan {self._makespan}."
+        told = f"Complete: makespan {self._makespan}"
+        if self.par is not None:
+            told += f", par {spelled(float(self.par))}"
+        if self.recognised:
+            told += f"; this is {listed(self.recognised)}"
+        return f"{told}."
 
     def __repr__(self) -> str:
         return f"Board({self.words['title']}. {self._standing()})"
@@ -349,22 +367,27 @@ def kept_in() -> Path:
 
 
 def kept(name: str) -> list[str]:
-    found = _boards().get(name, [])
-    return found if isinstance(found, list) and all(isinstance(move, str) for move in found) else []
+    """Return the moves that are kept of a board; none if they cannot be read."""
+    found = _boards().get(name)
+    if isinstance(found, list) and all(isinstance(move, str) for move in found):
+        return found
+    return []
 
 
 def keep(name: str, moves: list[str]) -> str:
-    """Keep the moves of a board; an empty list forgets it. Return a sentence if that failed, else an empty one."""
+    """Keep the moves of a board; an empty list forgets it.
+
+    Returns a sentence if that failed, else an empty text.
+    """
     path = kept_in()
     try:
         with locked(path) as file:  # another kernel may keep a board at the same time
-            boards = {each: made for each, made in {**_boards(), name: moves}.items() if made}
+            boards = {**_boards(), name: moves}
+            boards = {each: made for each, made in boards.items() if made}
             write_atomically(file, json.dumps(boards, indent=1) + "\n")
     except OSError as error:
-        return (
-            f"This board will not outlive its kernel: {path} cannot be written"
-            f" ({error.strerror or error})."
-        )
+        why = f"{path} cannot be written ({error.strerror or error})"
+        return f"This board will not outlive its kernel: {why}."
     return ""
 
 
@@ -393,44 +416,36 @@ def board(
         level: from 1 to 12; it sets everything else.
         n_ranks: p, one stage a rank unless there is a placement.
         n_microbatches: m.
-        placement: for each stage its rank, such as ``(0, 1, 1, 0)``; then ``n_ranks`` is not
+        placement: the rank of each stage, such as ``(0, 1, 1, 0)``; then ``n_ranks`` is not
             needed.
         costs: one unit for each of ``F``, ``I`` and ``W`` unless given.
         memory_limit: activations that a rank may hold, one number or one for each rank.
         split: whether the backward comes in halves, ``I`` and ``W``.
     """
     if level is not None:
-        own = (n_ranks, n_microbatches, placement, costs, memory_limit, split) != (
-            2,
-            4,
-            None,
-            None,
-            None,
-            False,
-        )
-        refuse_unless(
-            not own,
-            "board",
-            "level",
-            level,
-            "a level has its own sizes; give the level alone, or none",
-        )
+        sizes = (n_ranks, n_microbatches, placement, costs, memory_limit, split)
+        is_alone = sizes == (2, 4, None, None, None, False)
+        remedy = "a level has its own sizes; give the level alone, or none"
+        refuse_unless(is_alone, "board", "level", level, remedy)
         if not 1 <= level <= len(LEVELS):
             raise ValueError(
                 f"level is {level}: give a level from 1 to {len(LEVELS)}, or leave it out"
             )
         chosen = LEVELS[level - 1]
         return Board(chosen.game, chosen.costs, chosen)
+
     if placement is None:
         placement = range(n_ranks)
     if not placement or set(placement) != set(range(1 + max(placement))):
+        given = f"placement is {tuple(placement)}"
+        raise ValueError(f"{given}: give every rank from 0 on at least one stage")
+    n_actions = 3 * len(placement) * n_microbatches
+    if n_actions > _MOST_ACTIONS:
+        given = f"n_microbatches={n_microbatches} on {len(placement)} stages make up to"
         raise ValueError(
-            f"placement is {tuple(placement)}: give every rank from 0 on at least one stage"
+            f"{given} {n_actions:,} actions: nobody places more than {_MOST_ACTIONS} by hand, take"
+            " fewer"
         )
-    if (n_actions := 3 * len(placement) * n_microbatches) > _MOST_ACTIONS:
-        raise ValueError(
-            f"n_microbatches={n_microbatches} on {len(placement)} stages make up to {n_actions:,}"
-            f" actions: nobody places more than {_MOST_ACTIONS} by hand, take fewer"
-        )
-    costs = Costs() if costs is None else costs
-    return Board(game_of(placement, n_microbatches, costs, memory_limit, split), costs)
+    costs = costs or Costs()
+    game = game_of(placement, n_microbatches, costs, memory_limit=memory_limit, split=split)
+    return Board(game, costs)

@@ -204,9 +204,8 @@ def by_group(given: Mapping[str, Any], mixed: str) -> dict[str, Any]:
 
 
 def refuse_outside(least: int, most: int, **sizes: int) -> None:
-    """Raise ValueError for the first of ``sizes`` that is smaller, or larger than what can be read."""
+    """Raise ValueError for the first of ``sizes`` that is not from ``least`` to ``most``."""
     for name, size in sizes.items():
         if not least <= size <= most:
-            raise ValueError(
-                f"{name.replace('_of_', ' of ')} is {size}: give one from {least} to {most}"
-            )
+            words = name.replace("_of_", " of ")
+            raise ValueError(f"{words} is {size}: give one from {least} to {most}")

@@ -70,21 +70,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the chart and its numbers, and write the files asked for."""
-    targets = {
-        option: target for option in _WRITERS if (target := getattr(arguments, option)) is not None
-    }
-    printed = [option for option, target in targets.items() if target == "-"]
+    targets = {}
+    printed = []
+    for option in _WRITERS:
+        target = getattr(arguments, option)
+        if target is None:
+            continue
+        if not target:
+            raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
+        targets[option] = target
+        if target == "-":
+            printed.append(option)
     if len(printed) > 1:
         raise ValueError(
             "only one of --csv, --trace and --json can be printed: give the others a FILE"
         )
-    for option, target in targets.items():
-        if not target:
-            raise ValueError(f"--{option} has an empty name: give a FILE, or leave it out to print")
-    times = ("forward", "input_grad", "weight_grad", "update", "latency")
-    costs = Costs(**{name: getattr(arguments, name) for name in times})
+    costs = Costs(
+        forward=arguments.forward,
+        input_grad=arguments.input_grad,
+        weight_grad=arguments.weight_grad,
+        update=arguments.update,
+        latency=arguments.latency,
+    )
     report = ScheduleReport(
-        arguments.name, arguments.ranks, arguments.microbatches, arguments.chunks, costs
+        arguments.name,
+        arguments.ranks,
+        arguments.microbatches,
+        n_chunks=arguments.chunks,
+        costs=costs,
     )
     if arguments.save:
         from course_pp import show
@@ -94,19 +107,27 @@ def run(arguments: argparse.Namespace) -> None:
             figure.save(arguments.save)
     for option, target in targets.items():
         if target != "-":
-            text = _WRITERS[option][1](report)
+            _, write = _WRITERS[option]
             with naming(target):
-                Path(target).write_text(f"{text}\n", encoding="utf-8")
+                Path(target).write_text(f"{write(report)}\n", encoding="utf-8")
     if printed:
-        print(_WRITERS[printed[0]][1](report))
+        _, write = _WRITERS[printed[0]]
+        print(write(report))
     else:
-        width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
-        chart = timeline_text(report.timeline, width, _has_colour(arguments.color, sys.stdout))
-        schedule = report.schedule
-        ranks, stages = counted(schedule.n_ranks, "rank"), counted(schedule.n_stages, "stage")
-        microbatches = counted(schedule.n_microbatches, "microbatch")
-        heading = f"{schedule.name}: {ranks}, {stages}, {microbatches}"
-        print(_printable(f"{heading}\n\n{chart}\n\n{_numbers(report, width)}", sys.stdout))
+        print(_printable(_told(report, arguments.color), sys.stdout))
+
+
+def _told(report: ScheduleReport, colour: str) -> str:
+    """Return the sizes, the chart and the numbers of a schedule, for the terminal's width."""
+    width = max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
+    chart = timeline_text(report.timeline, width, colour=_has_colour(colour, sys.stdout))
+    schedule = report.schedule
+    sizes = (
+        counted(schedule.n_ranks, "rank"),
+        counted(schedule.n_stages, "stage"),
+        counted(schedule.n_microbatches, "microbatch"),
+    )
+    return f"{schedule.name}: {', '.join(sizes)}\n\n{chart}\n\n{_numbers(report, width)}"
 
 
 def _times(text: str) -> Time | tuple[Time, ...]:
@@ -123,7 +144,11 @@ def _times(text: str) -> Time | tuple[Time, ...]:
 
 
 def _time(text: str) -> Time:
-    """Raises OverflowError for what no float can hold, before an exact 1e99999999 fills the memory."""
+    """Return a time as an exact fraction.
+
+    Raises OverflowError for numbers that no float can hold, before an exact 1e99999999 fills the
+    memory.
+    """
     mantissa = Fraction(text.lower().partition("e")[0])
     if not mantissa:
         float(Fraction(text) if "/" in text else text)  # refuses 0x
@@ -136,34 +161,35 @@ def _time(text: str) -> Time:
 
 
 def _numbers(report: ScheduleReport, width: int) -> str:
-    tl, form, gap = report.timeline, report.closed_form, report.longest_gap
-    peaks, n_chunks = " ".join(map(str, tl.peak_activations)), tl.n_stages // tl.n_ranks
+    tl = report.timeline
+    form = report.closed_form
+    gap = report.longest_gap
+    bubble = f"{float(tl.bubble_fraction):.2%} of all rank time"
+    span_bubble = f"{float(tl.span_bubble_fraction):.2%} of the longest span"
+    n_chunks = tl.n_stages // tl.n_ranks
     unit = f" of a stage, {n_chunks} of which make one of a rank," if n_chunks > 1 else ""
-    lines = [
-        ("makespan", format_time(tl.makespan)),
-        ("bubble", f"{float(tl.bubble_fraction):.2%} of all rank time"),
-        (
-            "span bubble",
-            (
-                f"{float(tl.span_bubble_fraction):.2%} of the longest span, as zero-bubble papers"
-                " count"
-            ),
-        ),
-        ("peaks", f"{peaks} activations{unit} held, rank by rank"),
-        ("formula", f"{form.formula} = {format_time(form.makespan)}" if form else "none"),
-        ("", report.verdict),
-        ("longest gap", gap.cause if gap else "none"),
-    ]
-    return "\n".join(
-        textwrap.fill(
-            f"{name:<12} {text}", width, subsequent_indent=" " * 13, break_on_hyphens=False
-        )
-        for name, text in lines
-    )
+    peaks = " ".join(map(str, tl.peak_activations))
+    lines = {
+        "makespan": format_time(tl.makespan),
+        "bubble": bubble,
+        "span bubble": f"{span_bubble}, as zero-bubble papers count",
+        "peaks": f"{peaks} activations{unit} held, rank by rank",
+        "formula": f"{form.formula} = {format_time(form.makespan)}" if form else "none",
+        "": report.verdict,
+        "longest gap": gap.cause if gap else "none",
+    }
+    told = []
+    for name, text in lines.items():
+        line = f"{name:<12} {text}"
+        indent = " " * 13
+        told.append(textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(told)
 
 
 def _as_json(report: ScheduleReport) -> str:
-    tl, schedule, form = report.timeline, report.schedule, report.closed_form
+    tl = report.timeline
+    schedule = report.schedule
+    form = report.closed_form
     return json.dumps(
         {
             "schedule": schedule.name,
@@ -197,7 +223,10 @@ _WRITERS: dict[str, tuple[str, Callable[[ScheduleReport], str]]] = {
 
 
 def _has_colour(wish: str, stream: TextIO) -> bool:
-    """Return whether to colour: on a terminal that has colours, unless NO_COLOR is set (https://no-color.org)."""
+    """Return whether to colour: on a terminal with colours, unless NO_COLOR is set.
+
+    See https://no-color.org.
+    """
     if wish != "auto":
         return wish == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

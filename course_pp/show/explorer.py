@@ -6,7 +6,7 @@ connects them to widgets.
 
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -44,8 +44,9 @@ _WIDE: dict[str, Any] = {"style": {"description_width": "10em"}, "layout": {"wid
 
 @dataclass(frozen=True)
 class Settings:
-    """What the panel is set to. Times are multiples of one unit; None is the schedule's own number.
+    """The settings of the panel.
 
+    Times are multiples of one unit; None is the schedule's own number.
     ``round_size`` goes from depth first (p) to breadth first (m), for ``interleaved_1f1b``.
     """
 
@@ -63,38 +64,36 @@ class Settings:
 
 
 def explore(**settings: Any) -> "Panel":
-    """Show a panel to try schedules, sizes and costs: timeline, bubbles, memory, formula, the
-    reason for any gap.
+    """Show a panel to try schedules, sizes and costs.
 
-    ``settings`` say where to start, by the names of :class:`Settings`: ``schedule="zb_h1",
-    n_ranks=8``.
+    It has the timeline, bubbles, memory, the formula and the reason for any gap. ``settings`` say
+    where to start, by the names of :class:`Settings`: ``schedule="zb_h1", n_ranks=8``.
     """
     return Panel(Settings(**settings))
 
 
 def report_of(settings: Settings) -> ScheduleReport:
-    """Build and simulate what the settings ask for; raises ValueError for what the schedule does not allow."""
+    """Build and simulate what the settings ask for; ValueError for what the schedule refuses."""
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
     schedule = build(*sizes, round_size=settings.round_size)
-    n_stages = schedule.n_stages
-    factors = [1.0] * n_stages
-    if settings.slow_stage is not None:
-        if not 0 <= settings.slow_stage < n_stages:
+    times: dict[str, Any] = {
+        "forward": settings.forward,
+        "input_grad": settings.input_grad,
+        "weight_grad": settings.weight_grad,
+    }
+    slow = settings.slow_stage
+    if slow is not None:
+        n_stages = schedule.n_stages
+        if not 0 <= slow < n_stages:
             raise ValueError(
-                f"slow stage {settings.slow_stage}: there are stages 0 to {n_stages - 1}; choose"
-                " one of them, or none"
+                f"slow stage {slow}: there are stages 0 to {n_stages - 1}; choose one of them, or"
+                " none"
             )
-        factors[settings.slow_stage] = settings.slowdown
-
-    def scaled(time: float) -> float | tuple[float, ...]:
-        return time if settings.slow_stage is None else tuple(time * factor for factor in factors)
-
-    costs = Costs(
-        forward=scaled(settings.forward),
-        input_grad=scaled(settings.input_grad),
-        weight_grad=scaled(settings.weight_grad),
-        latency=settings.latency,
-    )
+        factors = [1.0] * n_stages
+        factors[slow] = settings.slowdown
+        for name, time in times.items():
+            times[name] = tuple(time * factor for factor in factors)
+    costs = Costs(**times, latency=settings.latency)
     report = ScheduleReport(*sizes, costs, settings.round_size)
     vars(report)["schedule"] = schedule  # where cached_property keeps what it has worked out
     report.timeline  # noqa: B018 - what cannot be simulated is refused here
@@ -104,13 +103,9 @@ def report_of(settings: Settings) -> ScheduleReport:
 def figure_of(report: ScheduleReport, gap: Gap | None) -> ChartFigure:
     figure = timeline(report.timeline)
     if gap is not None:
-        corner, look = (
-            (float(gap.start), gap.rank - ROW_FILL / 2),
-            dict[str, Any](edgecolor="black", linewidth=2),
-        )
-        frame = Rectangle(
-            corner, float(gap.duration), ROW_FILL, fill=False, clip_on=False, zorder=5, **look
-        )
+        corner = (float(gap.start), gap.rank - ROW_FILL / 2)
+        look: dict[str, Any] = {"edgecolor": "black", "linewidth": 2, "fill": False}
+        frame = Rectangle(corner, float(gap.duration), ROW_FILL, clip_on=False, zorder=5, **look)
         figure.axes[0].add_patch(frame)
         figure.alt_text += f" Framed: {gap.cause}."
     return figure
@@ -131,8 +126,9 @@ def numbers_html(report: ScheduleReport) -> str:
         "bubble, of the longest span",
     ]
     form = report.closed_form
-    columns = (names, column(report.timeline), column(form) if form else ["–"] * len(names))
-    return _table([("", "simulated", "closed form"), *zip(*columns, strict=True)])
+    predicted = column(form) if form else ["–"] * len(names)
+    rows = zip(names, column(report.timeline), predicted, strict=True)
+    return _table([("", "simulated", "closed form"), *rows])
 
 
 def formula_html(report: ScheduleReport) -> str:
@@ -146,77 +142,78 @@ def _sentence(text: str) -> str:
 
 
 def ranks_html(report: ScheduleReport) -> str:
-    """Return for each rank its busy share and the most activations it holds, as a number and a bar."""
-    tl, form = report.timeline, report.closed_form
+    """Return the busy share of each rank and the most activations it holds, with a bar."""
+    tl = report.timeline
+    form = report.closed_form
     highest = max([*tl.peak_activations, 1])
     rows: list[tuple[str, ...]] = [("rank", "busy", "peak held", "closed form", "")]
     for rank, peak in enumerate(tl.peak_activations):
         predicted = str(form.peak_activations[rank]) if form else "–"
         busy = percent(tl.busy[rank] / tl.makespan if tl.makespan else 0)
         style = f"background:{chart.BLUE};height:0.7em;width:{round(120 * peak / highest)}px"
-        rows.append(
-            (
-                str(rank),
-                busy,
-                str(peak),
-                predicted,
-                f'<div aria-hidden="true" style="{style}"></div>',
-            )
-        )
+        bar = f'<div aria-hidden="true" style="{style}"></div>'
+        rows.append((str(rank), busy, str(peak), predicted, bar))
     return _table(rows)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     head, *body = rows
-    cells = ["".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)]
-    cells += ["".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) for row in body]
-    return f'<table style="line-height:1.2">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+    heads = "".join(f'<th scope="col" style="{_CELL}">{cell}</th>' for cell in head)
+    lines = f"<tr>{heads}</tr>"
+    for row in body:
+        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row)
+        lines += f"<tr>{cells}</tr>"
+    return f'<table style="line-height:1.2">{lines}</table>'
 
 
 class Panel(VBox):
-    """Widgets around a schedule. Where widgets cannot run, such as on GitHub, the notebook shows the figure."""
+    """Widgets around a schedule.
+
+    Where widgets cannot run, such as on GitHub, the notebook shows the figure.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.controls = _controls(settings)
-        self.picture, self.cause, self.numbers, self.ranks, self.formula = (
-            HTML() for _ in range(5)
-        )
+        self.picture = HTML()
+        self.cause = HTML()
+        self.numbers = HTML()
+        self.ranks = HTML()
+        self.formula = HTML()
         self.gap = Dropdown(description="why idle:", **_WIDE)
         self._report: ScheduleReport | None = None
         self._figure: ChartFigure | None = None
-        columns = [list(self.controls.values())[i::2] for i in range(2)]
         side_by_side = Layout(flex_flow="row wrap", grid_gap="0 1em")
+        controls = list(self.controls.values())
+        columns = [VBox(controls[::2]), VBox(controls[1::2])]
+        numbers = VBox([self.numbers, self.formula], layout=Layout(width="35em"))
         super().__init__(
             [
-                HBox([VBox(column) for column in columns], layout=side_by_side),
+                HBox(columns, layout=side_by_side),
                 self.picture,
                 HBox([self.gap, self.cause], layout=side_by_side),
-                HBox(
-                    [VBox([self.numbers, self.formula], layout=Layout(width="35em")), self.ranks],
-                    layout=side_by_side,
-                ),
+                HBox([numbers, self.ranks], layout=side_by_side),
                 HTML(_sentence(_DEFINITIONS)),
             ]
         )
-        for control in self.controls.values():
+        for control in controls:
             control.observe(self.update, "value")
         self.gap.observe(self.frame, "value")
         self.update()
 
     def update(self, _change: object = None) -> None:
-        self.settings = replace(
-            self.settings, **{name: _value(control) for name, control in self.controls.items()}
-        )
+        values = {name: _value(control) for name, control in self.controls.items()}
+        self.settings = replace(self.settings, **values)
         try:
             self._report = report_of(self.settings)
         except ValueError as problem:
-            self._report = self._figure = None
+            self._report = None
+            self._figure = None
             self._offer_gaps(())
-            self.picture.value = (
-                f'<p role="alert" style="font-size:110%">{escape(str(problem))}</p>'
-            )
-            self.numbers.value = self.ranks.value = self.formula.value = self.cause.value = ""
+            told = escape(str(problem))
+            self.picture.value = f'<p role="alert" style="font-size:110%">{told}</p>'
+            for words in (self.numbers, self.ranks, self.formula, self.cause):
+                words.value = ""
             return
         self._offer_gaps(self._report.timeline.idle_gaps)
         self.numbers.value = numbers_html(self._report)
@@ -225,29 +222,29 @@ class Panel(VBox):
         self.frame()
 
     def frame(self, _change: object = None) -> None:
-        """Draw the timeline with a frame around the gap that is chosen, and say why it is there."""
+        """Draw the timeline with a frame around the gap that is chosen, and tell its cause."""
         if self._report is None:
             return
         gaps = self._report.timeline.idle_gaps
         gap = None if self.gap.value is None else gaps[self.gap.value]
         self._figure = figure_of(self._report, gap)
         self._figure.set_dpi(_DOTS_PER_INCH)
-        data, alt = (
-            b64encode(self._figure.png(quick=True)).decode("ascii"),
-            escape(self._figure.alt_text),
-        )
+        data = b64encode(self._figure.png(quick=True)).decode("ascii")
+        alt = escape(self._figure.alt_text)
         style = "display:block;width:100%;max-width:860px"
         self.picture.value = f'<img src="data:image/png;base64,{data}" alt="{alt}" style="{style}">'
         self.cause.value = _sentence(gap.cause if gap else "no rank is ever idle")
 
     def _offer_gaps(self, gaps: tuple[Gap, ...]) -> None:
         """Fill the menu and choose the longest gap, without drawing for every step of it."""
+        options = []
+        for i, gap in enumerate(gaps):
+            when = f"{format_time(gap.start)} to {format_time(gap.end)}"
+            options.append((f"rank {gap.rank}, {when}", i))
+        longest = max(range(len(gaps)), key=lambda i: gaps[i].duration, default=None)
         self.gap.unobserve(self.frame, "value")
-        self.gap.options = [
-            (f"rank {gap.rank}, {format_time(gap.start)} to {format_time(gap.end)}", i)
-            for i, gap in enumerate(gaps)
-        ]
-        self.gap.value = gaps.index(max(gaps, key=lambda gap: gap.duration)) if gaps else None
+        self.gap.options = options
+        self.gap.value = longest
         self.gap.disabled = not gaps
         self.gap.observe(self.frame, "value")
 
@@ -268,28 +265,28 @@ def _controls(settings: Settings) -> dict[str, Widget]:
 
     def times(text: str, least: float = 0.0, most: float = 4.0) -> Widget:
         # Quarters are exact in binary, so simulation and formula agree to the last digit.
-        return FloatSlider(
-            description=text, min=least, max=most, step=0.25, readout_format=".2f", **_WIDE
-        )
+        look: dict[str, Any] = {"readout_format": ".2f", **_WIDE}
+        return FloatSlider(description=text, min=least, max=most, step=0.25, **look)
 
+    schedules = {name: name for name in names()}
+    chunks = {"the schedule's own": _NONE, **{str(n): n for n in range(1, 5)}}
+    stages = {"none": _NONE, **{str(n): n for n in range(32)}}
     # In two columns, from left to right.
     controls = {
-        "schedule": choice("schedule", {name: name for name in names()}),
+        "schedule": choice("schedule", schedules),
         "forward": times("forward f"),
-        "n_chunks": choice(
-            "chunks a rank", {"the schedule's own": _NONE, **{str(n): n for n in range(1, 5)}}
-        ),
+        "n_chunks": choice("chunks a rank", chunks),
         "input_grad": times("input gradient b"),
         "n_ranks": whole("ranks p", 16),
         "weight_grad": times("weight gradient w"),
         "n_microbatches": whole("microbatches m", 64),
-        "slow_stage": choice("slow stage", {"none": _NONE, **{str(n): n for n in range(32)}}),
+        "slow_stage": choice("slow stage", stages),
         "latency": times("latency L"),
         "slowdown": times("times slower", 1.0),
         "round_size": IntSlider(description="round n (0: its own)", min=0, max=64, **_WIDE),
     }
-    for field in fields(Settings):
-        value, control = getattr(settings, field.name), controls[field.name]
+    for name, control in controls.items():
+        value = getattr(settings, name)
         try:
             control.value = _none_of(control) if value is None else value
             # Python takes True for 1
@@ -297,7 +294,7 @@ def _controls(settings: Settings) -> dict[str, Widget]:
         except Exception:  # ipywidgets raises TraitError, which is no ValueError
             is_shown = False
         if not is_shown:
-            raise ValueError(f"{field.name} is {shown(value)}: the panel has no such value")
+            raise ValueError(f"{name} is {shown(value)}: the panel has no such value")
     return controls
 
 
@@ -309,4 +306,6 @@ def _none_of(control: Widget) -> int | None:
     """Return the value that stands for None; None if none does."""
     if isinstance(control, Dropdown):
         return _NONE
-    return 0 if isinstance(control, IntSlider) and control.min == 0 else None
+    if isinstance(control, IntSlider) and control.min == 0:
+        return 0
+    return None

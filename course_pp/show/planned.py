@@ -53,8 +53,8 @@ def plan(prediction: Prediction, title: str | None = None, rank: int = 0) -> Cha
 
     # From the top: the bar of the step, the bars of memory, the nodes.
     gaps = sum(b - a > 1 for a, b in pairwise((-1, *nodes)))
-    rows = len(nodes) * (_HIGH + _BETWEEN) + gaps * _BETWEEN + 0.05
-    meshed = _TOP + rows + (1 + len(groups)) * _LINE
+    nodes_end = _TOP + len(nodes) * (_HIGH + _BETWEEN) + gaps * _BETWEEN
+    meshed = nodes_end + 0.05 + (1 + len(groups)) * _LINE
     height = 0.8 + 0.22 * len(ranks)
     below = meshed + 0.1
     width = WIDTH - 0.35
