@@ -1,8 +1,9 @@
 """A run on paper: model × cluster × layout → time, memory, what bounds it. Pure Python.
 
-    prediction = predict(model_named("llama3-405b"), layout, cluster_of("2048x8xH100"),
-    global_batch=2048, seq_len=8192) best = plan(model_named("llama3-405b"),
-    cluster_of("2048x8xH100"), global_batch=2048, seq_len=8192)[0]
+    model = model_named("llama3-405b")
+    cluster = cluster_of("2048x8xH100")
+    prediction = predict(model, layout, cluster, global_batch=2048, seq_len=8192)
+    best = plan(model, cluster, global_batch=2048, seq_len=8192)[0]
 
 Times follow from operations, bytes and links, and two fitted constants (:class:`Constants`); the
 pipeline between them is simulated (:func:`course_pp.schedule.simulate`). Memory follows from what

@@ -1,4 +1,4 @@
-"""Steps that were timed: fit the real speed of a cluster to a few of them; and the published ones."""
+"""Steps that were timed: fit a cluster's real speed to a few of them; and published ones."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,15 +13,17 @@ from course_pp.plan.prediction import Prediction, check_seq_len, predict
 from course_pp.plan.run import Constants
 
 FITTED = ("peak", "memory_passes", "memory_bandwidth", "bandwidth", "latency")
-"""The five fitted numbers: of a :class:`Gpu`, of :class:`Constants`, of a :class:`Gpu`, of all links, of a message."""
+"""The five fitted numbers. ``peak`` and ``memory_bandwidth`` belong to :class:`Gpu`,
+``memory_passes`` to :class:`Constants`, ``bandwidth`` to all links, ``latency`` to each message.
+"""
 
 _TURNS = 30
-_STEP = 1e-3  # relative, of the derivatives
-_PRIOR = 1e-4  # what no step depends on stays where it was
-_ENOUGH = 1e-6
-_FURTHEST = 1.0  # in one turn, in logarithms
-_FAR = 300.0  # from the cluster's numbers: milliseconds for seconds, or another kind of machine
-_OFF = 3.0  # from the fit: noise is less
+_STEP = 1e-3  # relative change of a number, for the derivatives
+_PRIOR = 1e-4  # weight that keeps a number where it was if no step depends on it
+_ENOUGH = 1e-6  # the search ends when it moves less
+_FURTHEST = 1.0  # longest move in one turn, in logarithms
+_FAR = 300.0  # ratio that means milliseconds in place of seconds, or another kind of machine
+_OFF = 3.0  # ratio to the fit that is no noise
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class TimedStep:
     """A step that was timed, as :func:`course_pp.plan.predict` takes it.
 
     Attributes:
-        seconds: of one step, optimizer included: a median of several, warm-up left out.
+        seconds: time of one step, optimizer included: a median of several, without warm-up.
     """
 
     model: ModelConfig
@@ -54,7 +56,7 @@ def calibrate(
 ) -> tuple[Cluster, Constants]:
     """Return the cluster and constants whose predictions come nearest to some timed steps.
 
-    It fits the five numbers of :data:`FITTED`; bandwidths inside and between nodes keep their
+    It fits the five numbers of :data:`FITTED`. Bandwidths inside and between nodes keep their
     ratio, and so do the peaks of 16 and 32 bits. It minimises the sum of squared errors of the
     logarithms (Levenberg-Marquardt), so a short step counts as much as a long one.
 
@@ -63,16 +65,18 @@ def calibrate(
 
     Args:
         steps: at least five different ones, all of layouts of ``cluster``.
-        cluster: where they ran; its numbers are where the fit begins.
-        constants: where the fit begins; those fitted on the Megatron table unless given.
+        cluster: the cluster on which they ran. The fit begins with its numbers.
+        constants: constants with which the fit begins; None takes the ones fitted on the Megatron
+            table.
 
     Returns:
-        The cluster: its ``gpu.peak`` times ``matmul_efficiency`` is the measured rate, so an MFU on
-        it refers to this peak and not to a data sheet's. And the constants, with ``memory_passes``
-        fitted.
+        The cluster and the constants. The measured rate is ``gpu.peak`` times
+        ``matmul_efficiency``, so an MFU on this cluster refers to this peak, not to a data sheet's.
+        Of the constants ``memory_passes`` is fitted.
     """
     start = constants or Constants()
-    if not cluster.latency:  # what is fitted is multiplied
+    # The fit multiplies each number, and a product with 0 would stay 0.
+    if not cluster.latency:
         raise ValueError(
             "latency=0.0 of the cluster would stay 0: begin with a guess above 0, such as 1e-4"
             " seconds"
@@ -95,17 +99,19 @@ def calibrate(
 
     def errors(moves: Sequence[float]) -> list[float]:
         of = found(moves)
+        off = [math.log(step.predicted(*of).step_s / step.seconds) for step in steps]
         prior = [math.sqrt(_PRIOR) * each for each in moves]
-        return [math.log(step.predicted(*of).step_s / step.seconds) for step in steps] + prior
+        return off + prior
 
     best = found(_least_squares(errors, len(FITTED)))
     seconds = [step.predicted(*best).step_s for step in steps]
-    i = max(range(len(steps)), key=lambda k: abs(math.log(seconds[k] / steps[k].seconds)))
-    if abs(math.log(seconds[i] / steps[i].seconds)) > math.log(_OFF):
+    off = [abs(math.log(fit / step.seconds)) for fit, step in zip(seconds, steps, strict=True)]
+    worst = max(range(len(steps)), key=off.__getitem__)
+    if off[worst] > math.log(_OFF):
         raise ValueError(
-            f"steps[{i}] ({steps[i].layout}) took {steps[i].seconds:.3g} s, the nearest fit to all"
-            f" steps says {seconds[i]:.3g} s: they contradict each other; time it again, or leave"
-            " it out"
+            f"steps[{worst}] ({steps[worst].layout}) took {steps[worst].seconds:.3g} s, the nearest"
+            f" fit to all steps says {seconds[worst]:.3g} s: they contradict each other; time it"
+            " again, or leave it out"
         )
     return best
 
@@ -113,7 +119,7 @@ def calibrate(
 def _moved(
     cluster: Cluster, constants: Constants, moves: Sequence[float]
 ) -> tuple[Cluster, Constants]:
-    """Return the numbers times the exponentials of ``moves``, in the order of FITTED."""
+    """Return the numbers times the exponentials of ``moves``, in the order of :data:`FITTED`."""
     peak, passes, memory, link, latency = (math.exp(each) for each in moves)
     gpu = cluster.gpu
     measured = replace(
@@ -131,14 +137,16 @@ def _moved(
         inter_bandwidth=cluster.inter_bandwidth * link,
         latency=cluster.latency * latency,
     )
+    # Bounded, because a turn of the search may go too far.
     return moved, replace(constants, memory_passes=min(999.0, constants.memory_passes * passes))
 
 
 def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> list[float]:
-    """Return the ``n`` numbers where the sum of squared ``errors`` is least; the search starts at zeros."""
-    import numpy as np  # who only plans does not wait for it
+    """Return ``n`` numbers with the least sum of squared ``errors``. The search begins at zeros."""
+    import numpy as np  # a program that only plans does not wait for this import
 
-    at, damping = np.zeros(n), 1e-3
+    at = np.zeros(n)
+    damping = 1e-3
     here = np.array(errors(at.tolist()))
     for _ in range(_TURNS):
         nudged = np.array([errors(each.tolist()) for each in at + _STEP * np.eye(n)])
@@ -149,7 +157,9 @@ def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> 
         there = at + step * min(1.0, _FURTHEST / max(1e-12, np.abs(step).max()))
         new = np.array(errors(there.tolist()))
         if new @ new < here @ here:
-            at, here, damping = there, new, damping / 4
+            at = there
+            here = new
+            damping /= 4
         else:
             damping *= 8
         if np.abs(step).max() < _ENOUGH:
@@ -159,7 +169,7 @@ def _least_squares(errors: Callable[[Sequence[float]], list[float]], n: int) -> 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run that somebody timed: ``seconds`` a step."""
+    """A published run, with the seconds of a step."""
 
     name: str
     model: ModelConfig
@@ -171,15 +181,24 @@ class PublishedRun:
 
     def predicted(self, constants: Constants | None = None) -> Prediction:
         return predict(
-            self.model, self.layout, self.cluster, self.global_batch, self.seq_len, constants
+            self.model,
+            self.layout,
+            cluster=self.cluster,
+            global_batch=self.global_batch,
+            seq_len=self.seq_len,
+            constants=constants,
         )
 
 
 def megatron_seconds(
     model: ModelConfig, global_batch: int, seq_len: int, n_gpus: int, tflops: float
 ) -> float:
-    """Return a step's seconds from the TFLOP/s that Megatron-LM reports: its equation 3, with recomputed forwards."""
-    h, n_layers = model.dim, model.n_layers
+    """Return a step's seconds from the TFLOP/s that Megatron-LM reports.
+
+    They are its equation 3, with recomputed forwards.
+    """
+    h = model.dim
+    n_layers = model.n_layers
     more = 1 + seq_len / (6 * h) + model.vocab_size / (16 * n_layers * h)
     return 96 * global_batch * seq_len * n_layers * h * h * more / (n_gpus * tflops * 1e12)
 
@@ -195,10 +214,11 @@ def _megatron(
     n_chunks: int,
     overlap: bool,
 ) -> PublishedRun:
+    """Return a row of the table: GPUs, batch, TFLOP/s, size of a microbatch, chunks a rank."""
     model = model_named(name)
     layout = Layout(
-        pp,
-        tp,
+        pp=pp,
+        tp=tp,
         dp_replicate=n_gpus // tp // pp,
         schedule="interleaved_1f1b" if n_chunks > 1 else "1f1b",
         n_chunks=n_chunks if n_chunks > 1 else None,
@@ -211,14 +231,19 @@ def _megatron(
         reduces="backward" if overlap else "after",
         receives_ahead=False,
     )
-    seconds = megatron_seconds(model, batch, 2048, n_gpus, tflops)
     return PublishedRun(
-        name, model, layout, cluster_of(f"{n_gpus // 8}x8xA100"), batch, 2048, seconds
+        name=name,
+        model=model,
+        layout=layout,
+        cluster=cluster_of(f"{n_gpus // 8}x8xA100"),
+        global_batch=batch,
+        seq_len=2048,
+        seconds=megatron_seconds(model, batch, seq_len=2048, n_gpus=n_gpus, tflops=tflops),
     )
 
 
-# torch's own DDP, whose reductions run beside the last backward, also where the batch is several
-# microbatches (18B), was used up to 18B; Megatron's, which waits, from 39B.
+# Up to 18B, torch's own DDP was used. Its reductions run beside the last backward, also where the
+# batch is several microbatches (18B). From 39B on, Megatron's DDP was used, which waits.
 MEGATRON = (
     _megatron("gpt-1.7b", 1, 1, 32, 512, 137, 16, 1, True),
     _megatron("gpt-3.6b", 2, 1, 64, 512, 138, 16, 1, True),
@@ -233,6 +258,6 @@ MEGATRON = (
 )
 """Table 1 of Narayanan et al. 2021, arXiv:2104.04473: ten runs of up to 3,072 A100.
 
-Microbatch sizes and interleaving, which the table lacks, are those of examples/sc21/run_table_1.sh
-in NVIDIA/Megatron-LM.
+The table lacks microbatch sizes and interleaving. They are from examples/sc21/run_table_1.sh in
+NVIDIA/Megatron-LM.
 """

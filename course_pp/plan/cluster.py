@@ -1,4 +1,4 @@
-"""What a run is on, and of what: GPUs, clusters of them, and models by name. Every number has its source beside it."""
+"""GPUs, clusters and models by name. Every number has its source beside it."""
 
 import re
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class Gpu:
 
     Attributes:
         peak: dense 16-bit matrix products, in flop/s.
-        link_bandwidth: to the other GPUs of its node, one way.
-        source: where the numbers are from.
-        peak_32: products in float32, in flop/s; None: as ``peak``. Those in float64 run at half of
-            it.
+        link_bandwidth: bandwidth to the other GPUs of its node, one way.
+        source: source of the numbers.
+        peak_32: products in float32, in flop/s; None takes ``peak``. Products in float64 run at
+            half of it.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Attributes:
-        intra_bandwidth: between two GPUs of a node, one way, in bytes a second; None: as the GPU's
-            links.
+        intra_bandwidth: bandwidth between two GPUs of a node, one way, in bytes a second; None
+            takes the GPU's links.
         inter_bandwidth: a GPU's share of the links between nodes, one way, in bytes a second.
-        latency: of a message, in seconds.
+        latency: seconds of a message without bytes.
     """
 
     n_nodes: int
@@ -53,8 +53,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in ("n_nodes", "gpus_per_node"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)}: give at least 1")
+            value = getattr(self, field)
+            if value < 1:
+                raise ValueError(f"{field}={value}: give at least 1")
         if self.intra_bandwidth is None:
             object.__setattr__(self, "intra_bandwidth", self.gpu.link_bandwidth)
 
@@ -63,11 +64,14 @@ class Cluster:
         return self.n_nodes * self.gpus_per_node
 
     def bandwidth(self, span: int, apart: int = 1) -> float:
-        """Return what a rank of a ring sends, in bytes a second.
+        """Return the bytes a second that a rank of a ring sends.
 
-        A ring that leaves the node uses the adapters of all its ranks there: NCCL lays a ring over
-        each. ``span`` counts the ranks from its first to its last, ``apart`` those from one to the
-        next.
+        A ring that leaves the node uses the adapters of all its ranks there, because NCCL lays a
+        ring over each adapter.
+
+        Args:
+            span: number of ranks from the first of the ring to its last.
+            apart: number of ranks from one of the ring to the next.
         """
         inside = float(self.intra_bandwidth or 0)
         if span <= self.gpus_per_node:
@@ -78,8 +82,8 @@ class Cluster:
 _GPUS = {
     gpu.name: gpu
     for gpu in (
-        # Data sheets of Hopper and Blackwell print twice the dense rate, "with sparsity"; NVLink's
-        # is of both ways.
+        # Data sheets of Hopper and Blackwell print twice the dense rate, "with sparsity", and the
+        # bandwidth of NVLink for both ways.
         Gpu(
             "A100", 312e12, 80e9, 2.039e12, 300e9, "NVIDIA A100 80GB SXM data sheet, 2021", 19.5e12
         ),
@@ -113,8 +117,7 @@ _GPUS = {
     )
 }
 
-# The links between nodes of the systems these GPUs are sold in, one way and a GPU, in bytes a
-# second.
+# Links between nodes of the systems that have these GPUs, one way and a GPU, in bytes a second.
 _BETWEEN_NODES = {
     "A100": 25e9,  # DGX A100: eight 200 Gb/s HDR InfiniBand adapters
     "H100": 50e9,  # DGX H100: eight 400 Gb/s NDR adapters
@@ -140,7 +143,10 @@ def gpu_named(name: str) -> Gpu:
 
 @checked
 def cluster_of(text: str) -> Cluster:
-    """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU; with the network sold with such nodes."""
+    """Return the cluster written as ``2048x8xH100``: nodes, GPUs a node, GPU.
+
+    It has the network that is sold with such nodes.
+    """
     found = re.fullmatch(r"(\d+)x(\d+)x(.+)", text.strip())
     if found is None:
         raise ValueError(
@@ -151,10 +157,12 @@ def cluster_of(text: str) -> Cluster:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return what to suggest for an unknown name: the nearest known ones, or all."""
+    """Return a suggestion for an unknown name: the nearest known ones, or all."""
     near = get_close_matches(name.lower(), [each.lower() for each in known], n=2)
     found = [each for each in known if each.lower() in near]
-    return f"did you mean {' or '.join(found)}?" if found else f"use one of {', '.join(known)}"
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"use one of {', '.join(known)}"
 
 
 def _llama3(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelConfig:
@@ -171,7 +179,10 @@ def _llama3(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> ModelConfig:
 
 
 def _gpt(dim: int, n_layers: int, n_heads: int, vocab_size: int = 51_200) -> ModelConfig:
-    """GPT's sizes. Head and embedding are one matrix there, on two stages; biases and positions are left out."""
+    """Return GPT's sizes, without biases and positions.
+
+    Head and embedding are one matrix there, on two stages.
+    """
     return ModelConfig(dim, n_layers, n_heads, vocab_size, gated_ffn=False)
 
 

@@ -1,4 +1,4 @@
-"""Predict one layout: the step's time and parts, memory by rank and kind, what bounds it; and compare two of them."""
+"""Predict one layout: the step's time, the memory of ranks, what bounds it; and compare two."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -33,21 +33,21 @@ PARTS = (
     "optimizer",
 )
 USABLE_MEMORY = 0.92
-"""Of a GPU's memory; the driver, the libraries' buffers and fragments take the rest."""
+"""Usable share of a GPU's memory. The driver, libraries' buffers and fragments take the rest."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run on paper: what was asked, and what is predicted.
+    """A run on paper: the model, layout and cluster, and the prediction.
 
     Attributes:
         step_s: seconds of a step.
         parts: seconds by kind, :data:`PARTS`, of the rank that ends last; they add up to
             ``step_s``.
-        parts_by_rank: those of each pipeline rank. Where it ends earlier, the rest of the step is
-            in its bubble.
-        costs: of each stage and message, as the simulator took them, in seconds.
-        timeline: the pipeline's, in seconds, up to its last backward.
+        parts_by_rank: seconds by kind of each pipeline rank. If a rank ends earlier, the rest of
+            the step is in its bubble.
+        costs: seconds of each stage and message, as the simulator took them.
+        timeline: the pipeline's timeline in seconds, up to its last backward.
     """
 
     model: ModelConfig
@@ -68,17 +68,17 @@ class Prediction:
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Useful operations a GPU, in 10¹² a second."""
+        """Useful operations of a GPU, in 10¹² a second."""
         flops = model_flops(self.model, self.global_batch, self.seq_len)
         return flops / self.step_s / self.cluster.n_gpus / 1e12
 
     @property
     def mfu(self) -> float:
-        """Useful operations over what the GPUs could do at their peak (Chowdhery et al. 2022,
-        arXiv:2204.02311).
+        """Useful operations over what the GPUs could do at their peak.
 
-        Attention is counted whole, as there. With ``flash`` half of it is skipped, so that beyond
-        some ``12 * dim`` tokens, more than any model of :func:`model_names` takes, this can pass 1.
+        Chowdhery et al. 2022, arXiv:2204.02311. Attention is counted whole, as there. With
+        ``flash`` half of it is skipped, so beyond some ``12 * dim`` tokens this can pass 1. No
+        model of :func:`model_names` takes so many.
         """
         return self.tflops_per_gpu * 1e12 / self.cluster.gpu.peak
 
@@ -92,11 +92,12 @@ class Prediction:
 
     @cached_property
     def peak_memory(self) -> tuple[Mapping[str, int], ...]:
-        """Bytes by pipeline rank and kind, of the first data- and tensor-parallel rank, which holds most."""
-        return tuple(
-            self.memory(rank * self.layout.n_data * self.layout.tp)
-            for rank in range(self.layout.pp)
-        )
+        """Bytes by pipeline rank and kind, on the first of its data- and tensor-parallel ranks.
+
+        That rank holds the most.
+        """
+        block = self.layout.n_data * self.layout.tp
+        return tuple(self.memory(rank * block) for rank in range(self.layout.pp))
 
     @cached_property
     def total_memory(self) -> tuple[int, ...]:
@@ -118,31 +119,41 @@ class Prediction:
     def memory(self, rank: int) -> dict[str, int]:
         """Return the bytes on a global rank at its fullest, by kind."""
         m = self.layout.n_microbatches(self.global_batch)
-        return memory_of_rank(self._run, m, rank, self._peaks)
+        return memory_of_rank(self._run, m, rank=rank, peaks=self._peaks)
 
     def gains(self) -> dict[str, float]:
-        """Return for twice of each resource the share of a sequence's time that is left; 1 is no gain."""
+        """Return the share of a sequence's time that is left if a resource doubles.
+
+        1 is no gain.
+        """
         gpu, cluster = self.cluster.gpu, self.cluster
-        intra = float(cluster.intra_bandwidth or 0)
         faster = replace(gpu, peak=2 * gpu.peak, peak_32=2 * gpu.peak_of(4))
+        wider = replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)
+        intra = float(cluster.intra_bandwidth or 0)
         doubled = {
             "peak": replace(cluster, gpu=faster),
-            "memory bandwidth": replace(
-                cluster, gpu=replace(gpu, memory_bandwidth=2 * gpu.memory_bandwidth)
-            ),
+            "memory bandwidth": replace(cluster, gpu=wider),
             "links inside nodes": replace(cluster, intra_bandwidth=2 * intra),
             "links between nodes": replace(cluster, inter_bandwidth=2 * cluster.inter_bandwidth),
         }
-        asked = self.model, self.layout
-        found = {
-            name: (
-                predict(*asked, other, self.global_batch, self.seq_len, self.constants).step_s
-                / self.step_s
+
+        def step_s(cluster: Cluster, global_batch: int) -> float:
+            prediction = predict(
+                self.model,
+                self.layout,
+                cluster=cluster,
+                global_batch=global_batch,
+                seq_len=self.seq_len,
+                constants=self.constants,
             )
-            for name, other in doubled.items()
-        }
-        twice = predict(*asked, cluster, 2 * self.global_batch, self.seq_len, self.constants)
-        return found | {"global batch": twice.step_s / (2 * self.step_s)}
+            return prediction.step_s
+
+        found = {}
+        for name, other in doubled.items():
+            found[name] = step_s(other, self.global_batch) / self.step_s
+        # A batch of twice the size has twice the sequences.
+        found["global batch"] = step_s(cluster, 2 * self.global_batch) / (2 * self.step_s)
+        return found
 
     def __str__(self) -> str:
         most = max(self.total_memory)
@@ -165,14 +176,14 @@ def predict(
     """Predict one step of ``model`` laid out on a cluster.
 
     The pipeline is simulated with each stage's own times. The first gather, the reductions and the
-    optimizer are added on the rank that ends last, minus what overlaps. As ``layout.reduces`` says,
-    reductions run beside the last backward; or each begins when the last backward of its stage
-    ends, and the rank waits for it.
+    optimizer are added on the rank that ends last, minus the part that overlaps. ``layout.reduces``
+    says how reductions run: beside the last backward, or each after the last backward of its stage,
+    while the rank waits.
 
     Args:
         global_batch: sequences of all ranks together.
         seq_len: tokens in a sequence.
-        constants: those fitted on the Megatron table unless given.
+        constants: fitted constants; None takes the ones fitted on the Megatron table.
     """
     run = Run(model, layout, seq_len, cluster, constants or Constants())
     layout.check(model, cluster)
@@ -187,8 +198,8 @@ def predict(
     times = [stage_time(run, stage) for stage in stages]
     gathers = [data_parallel_times(run, [stage])[0] for stage in stages]
     hops = transfers(run)
-    # With ``reshard`` each backward waits for parameters that come too late. Each forward frees a
-    # group, so the next action gathers it; a backward leaves it gathered for the next forward.
+    # With ``reshard`` each backward waits for parameters that come too late. A forward frees a
+    # group, so the next action gathers it. A backward leaves it gathered for the next forward.
     late = [0.0] * len(times)
     if layout.frees_after_forward:
         both = zip(gathers, times, strict=True)
@@ -203,9 +214,11 @@ def predict(
     by_rank = _parts(run, timeline, times, hops)
     parts = max(by_rank, key=lambda each: sum(each.values()))
     step_s = sum(parts.values())
-    by_rank = tuple(
-        {**each, "bubble": each["bubble"] + step_s - sum(each.values())} for each in by_rank
-    )
+    # A rank that ends earlier waits for the others, which is a bubble.
+    filled = []
+    for each in by_rank:
+        waits = each["bubble"] + step_s - sum(each.values())
+        filled.append({**each, "bubble": waits})
     return Prediction(
         model=model,
         layout=layout,
@@ -215,7 +228,7 @@ def predict(
         constants=run.constants,
         step_s=step_s,
         parts=parts,
-        parts_by_rank=by_rank,
+        parts_by_rank=tuple(filled),
         timeline=timeline,
         costs=costs,
     )
@@ -235,10 +248,10 @@ def _parts(
     run: Run, timeline: Timeline, times: list[StageTime], hops: tuple[float, ...]
 ) -> tuple[dict[str, float], ...]:
     """Return the seconds of each rank by kind, until it is done."""
-    found = []
+    found: list[dict[str, float]] = []
     for rank, row in enumerate(timeline.by_rank):
         held = run.layout.stages(run.model, rank)
-        # A stage counts once a microbatch, which is what it runs forward.
+        # A stage counts once for each microbatch, that is, for each forward.
         here = [times[part.stage] for span in row for part in span.action.parts if part.kind == "F"]
         work = sum(t.forward + t.input_grad + t.weight_grad for t in here)
         tensor = sum(t.tensor for t in here)
@@ -247,7 +260,9 @@ def _parts(
         waits_again = sum(t.waits_again for t in here)
         busy = float(timeline.busy[rank])
         idle = float(row[-1].end) - busy
+        # The first microbatch travels through all stages, and so does the last gradient.
         ramps = min(idle, 2.0 * sum(hops[: len(timeline.by_rank) - 1]))
+        data = _data(run, held, times=times, timeline=timeline, rank=rank)
         parts = {
             "compute": work - tensor - exchange - again + waits_again,
             "recompute": again - waits_again,
@@ -255,7 +270,7 @@ def _parts(
             "expert exchange": exchange,
             "bubble": idle - ramps,
             "point-to-point": ramps,
-            "data": _data(run, held, times, timeline, rank) + busy - work,
+            "data": data + busy - work,
             "optimizer": optimizer_time(run, held),
         }
         found.append(parts)
@@ -265,7 +280,10 @@ def _parts(
 def _data(
     run: Run, held: list[StagePlan], times: list[StageTime], timeline: Timeline, rank: int
 ) -> float:
-    """Return the seconds that a rank waits for data-parallel traffic beside what each backward gathers."""
+    """Return the seconds that a rank waits for data-parallel traffic.
+
+    The parameters that each backward gathers are not included.
+    """
     layout = run.layout
     gathered, reduced = data_parallel_times(run, held)
     first = sum(times[s.index].forward for s in held)
@@ -275,23 +293,24 @@ def _data(
         return waited + reduced
     if layout.reduces_in_backward(timeline.n_microbatches):
         # Where forward frees parameters, the links gather for the same backward.
-        return waited + _exposed(
-            layout, reduced, max(0.0, last - gathered * layout.frees_after_forward)
-        )
+        free = max(0.0, last - gathered * layout.frees_after_forward)
+        return waited + _exposed(layout, reduced, free)
     each = {stage.index: data_parallel_times(run, [stage])[1] for stage in held}
     row = timeline.by_rank[rank]
     return waited + _reduced_at(row, each) - float(row[-1].end)
 
 
 def _reduced_at(row: Sequence[Span], seconds: Mapping[int, float]) -> float:
-    """Return when a rank is done if it waits for each stage's reduction once the stage's last backward has ended."""
-    ends = {part.stage: i for i, span in enumerate(row) for part in span.action.parts}
-    after = {
-        i: sum(seconds[stage] for stage, at in ends.items() if at == i) for i in set(ends.values())
-    }
+    """Return when a rank is done if it waits for the reduction after each stage's last backward."""
+    # The number of the action that is a stage's last.
+    ends = {}
+    for i, span in enumerate(row):
+        for part in span.action.parts:
+            ends[part.stage] = i
     clock = 0.0
     for i, span in enumerate(row):
-        clock = max(clock, float(span.start)) + float(span.end - span.start) + after.get(i, 0.0)
+        after = sum(seconds[stage] for stage, at in ends.items() if at == i)
+        clock = max(clock, float(span.start)) + float(span.end - span.start) + after
     return clock
 
 
@@ -300,49 +319,39 @@ def _exposed(layout: Layout, traffic: float, beside: float) -> float:
 
 
 _ROUNDING = 1e-9
-"""Of the larger of two values: what they may differ by and be called equal."""
+"""Relative difference of two values that count as equal."""
 
 
 @checked
 def explain(first: Prediction, second: Prediction) -> str:
-    """Compare two predictions line by line: what was asked where it differs, where the time goes,
-    what is held.
+    """Compare two predictions line by line: their differences in time and memory, and the reason.
 
-    Times are means over pipeline ranks, as :func:`causes` takes them. The last line is the reason
-    in one sentence.
+    The first lines say where model, layout and so on differ. Times are means over pipeline ranks,
+    as in :func:`causes`. The last line is the reason in one sentence.
     """
     rows: list[tuple[str, ...]] = [("", str(first.layout), str(second.layout), "second − first")]
     rows += [(name, a, b) for name, a, b in _asked(first, second)]
     largest = max(first.step_s, second.step_s)
     rows.append(_row("step, s", first.step_s, second.step_s, largest))
     ours, theirs = _shares(first), _shares(second)
-    rows += [
-        _row(f"  {part}", ours[part], theirs[part], largest)
-        for part in ours
-        if max(ours[part], theirs[part]) > _ROUNDING * largest
-    ]
-    rows.append(
-        (
-            "MFU",
-            f"{first.mfu:.1%}",
-            f"{second.mfu:.1%}",
-            f"{_less(first.mfu, second.mfu, 1.0):+.1%}",
-        )
-    )
-    fullest = [
-        max(each.peak_memory, key=lambda kinds: sum(kinds.values())) for each in (first, second)
-    ]
-    totals = [sum(kinds.values()) / 1e9 for kinds in fullest]
-    rows.append(_row("memory, GB", totals[0], totals[1], max(totals)))
-    rows += [
-        _row(f"  {kind}", n / 1e9, fullest[1][kind] / 1e9, max(totals))
-        for kind, n in fullest[0].items()
-    ]
+    for part in ours:
+        if max(ours[part], theirs[part]) > _ROUNDING * largest:
+            rows.append(_row(f"  {part}", ours[part], theirs[part], largest))
+    more_mfu = _less(first.mfu, second.mfu, 1.0)
+    rows.append(("MFU", f"{first.mfu:.1%}", f"{second.mfu:.1%}", f"{more_mfu:+.1%}"))
+
+    held = [_fullest(first), _fullest(second)]
+    a, b = [sum(kinds.values()) / 1e9 for kinds in held]
+    rows.append(_row("memory, GB", a, b, max(a, b)))
+    for kind in held[0]:
+        rows.append(_row(f"  {kind}", held[0][kind] / 1e9, held[1][kind] / 1e9, max(a, b)))
+
+    # The rows of what was asked have no fourth column.
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(4)]
-    lines = [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join(cells).rstrip())
     if not _less(first.step_s, second.step_s, largest):
         last = "Both take the same time."
     elif first.step_s < second.step_s:
@@ -350,6 +359,11 @@ def explain(first: Prediction, second: Prediction) -> str:
     else:
         last = f"The second is faster: {reason(second, first)}"
     return "\n".join([*lines, last])
+
+
+def _fullest(prediction: Prediction) -> Mapping[str, float]:
+    """Return the bytes by kind of the rank that holds the most."""
+    return max(prediction.peak_memory, key=lambda kinds: sum(kinds.values()))
 
 
 @checked
@@ -362,44 +376,41 @@ def reason(quicker: Prediction, slower: Prediction) -> str:
     ours, theirs = str(quicker.layout), str(slower.layout)
     if ours != theirs:
         what.append(f"{ours} instead of {theirs}")
-    told = {
-        "pp",
-        "tp",
-        "dp_shard",
-        "dp_replicate",
-        "ep",
-        "schedule",
-        "n_chunks",
-        "microbatch_size",
-        "ac",
-    }
-    unsaid = (each for each in _differing(quicker.layout, slower.layout) if each[0] not in told)
-    what += [f"{name}={a}, not {b}" for name, a, b in unsaid]
+    for name, a, b in _differing(quicker.layout, slower.layout):
+        if name not in _IN_LAYOUTS_WORDS:
+            what.append(f"{name}={a}, not {b}")
     less = slower.step_s - quicker.step_s
     because = mainly(causes(quicker, slower), "s")
     return f"{', '.join(what)}: {less:.3g} of {slower.step_s:.3g} s less, {because}."
 
 
-def causes(quicker: Prediction, slower: Prediction) -> list[tuple[float, str]]:
-    """Return what makes one prediction quicker: seconds that it saves, negative where it takes
-    more, and their cause.
+# Fields that str(layout) spells.
+_IN_LAYOUTS_WORDS = (
+    *("pp", "tp", "dp_shard", "dp_replicate", "ep"),
+    *("schedule", "n_chunks", "microbatch_size", "ac"),
+)
 
-    Each is a mean over pipeline ranks. All named together are the difference of the steps, give or
-    take a quarter.
+
+def causes(quicker: Prediction, slower: Prediction) -> list[tuple[float, str]]:
+    """Return why one prediction is quicker: seconds that it saves, each with the cause.
+
+    Negative seconds are lost. Each is a mean over pipeline ranks. Together they are the difference
+    of the steps, give or take a quarter.
     """
     ours, theirs = _shares(quicker), _shares(slower)
     saved = {part: theirs[part] - ours[part] for part in ours}
     found = []
-    for seconds, part in largest_terms(saved):
-        ranks = f" ({_uneven_ranks(slower if seconds > 0 else quicker)})" if part == _UNEVEN else ""
-        found.append((seconds, part + ranks))
+    for seconds, cause in largest_terms(saved):
+        if cause == _UNEVEN:
+            cause += f" ({_uneven_ranks(slower if seconds > 0 else quicker)})"
+        found.append((seconds, cause))
     return found
 
 
 def largest_terms(terms: Mapping[str, float]) -> list[tuple[float, str]]:
-    """Return the largest terms of a sum: first those above zero, then those below.
+    """Return the largest terms of a sum: first the positive ones, then the negative ones.
 
-    Of either, those left out are together at most a quarter of the sum.
+    Of each sign, the terms left out are together at most a quarter of the sum.
     """
     found: list[tuple[float, str]] = []
     for sign in (1, -1):
@@ -411,14 +422,18 @@ def largest_terms(terms: Mapping[str, float]) -> list[tuple[float, str]]:
 
 
 def mainly(found: Sequence[tuple[float, str]], unit: str) -> str:
-    """Return in words what :func:`largest_terms` found, of what is less."""
-    saved = _listed(
-        [f"{n:.3g} {unit} of {_IN_WORDS.get(what, what)}" for n, what in found if n > 0]
-    )
-    paid = _listed(
-        [f"{-n:.3g} {unit} more of {_IN_WORDS.get(what, what)}" for n, what in found if n < 0]
-    )
-    return f"mainly {saved}, but {paid}" if paid else f"mainly {saved}"
+    """Return in words what :func:`largest_terms` found, for a sum that is saved."""
+    saved = []
+    paid = []
+    for amount, name in found:
+        words = _IN_WORDS.get(name, name)
+        if amount > 0:
+            saved.append(f"{amount:.3g} {unit} of {words}")
+        elif amount < 0:
+            paid.append(f"{-amount:.3g} {unit} more of {words}")
+    if paid:
+        return f"mainly {_listed(saved)}, but {_listed(paid)}"
+    return f"mainly {_listed(saved)}"
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -439,25 +454,33 @@ _IN_WORDS = {
 def _shares(prediction: Prediction) -> dict[str, float]:
     """Return the seconds of a step by kind, as means over pipeline ranks.
 
-    A rank waits for the busiest as long as that one works longer: for uneven stages. The bubble is
-    the rest, in which the busiest rank waits too.
+    A rank waits for the busiest one as long as that works longer. This part is "uneven stages". The
+    rest is the bubble, in which the busiest rank waits, too.
     """
-    ranks, busy = prediction.parts_by_rank, [float(each) for each in prediction.timeline.busy]
-    mean = {part: sum(each[part] for each in ranks) / len(ranks) for part in PARTS}
+    ranks = prediction.parts_by_rank
+    busy = [float(each) for each in prediction.timeline.busy]
+    mean = {}
+    for part in PARTS:
+        mean[part] = sum(each[part] for each in ranks) / len(ranks)
     uneven = min(max(busy) - sum(busy) / len(busy), mean["bubble"])
     return {**mean, "bubble": mean["bubble"] - uneven, _UNEVEN: uneven}
 
 
 def _uneven_ranks(prediction: Prediction) -> str:
-    """Return how long the busiest rank works and the idlest, and what the busiest holds more of."""
+    """Return how long the busiest and the idlest rank work, and why the busiest has more work."""
     busy = [float(each) for each in prediction.timeline.busy]
     most, least = busy.index(max(busy)), busy.index(min(busy))
-    ours, theirs = (prediction.layout.stages(prediction.model, rank) for rank in (most, least))
-    more = ["the head"] if any(stage.is_last for stage in ours) else []
-    for name, kind in (("n_layers", "layers"), ("n_sparse", "layers of experts")):
-        a, b = (sum(getattr(stage, name) for stage in stages) for stages in (ours, theirs))
-        if a > b:
-            more.append(f"{a} {kind} to {b}")
+    ours = prediction.layout.stages(prediction.model, most)
+    theirs = prediction.layout.stages(prediction.model, least)
+    more = []
+    if any(stage.is_last for stage in ours):
+        more.append("the head")
+    a, b = sum(stage.n_layers for stage in ours), sum(stage.n_layers for stage in theirs)
+    if a > b:
+        more.append(f"{a} layers to {b}")
+    a, b = sum(stage.n_sparse for stage in ours), sum(stage.n_sparse for stage in theirs)
+    if a > b:
+        more.append(f"{a} layers of experts to {b}")
     holding = f", with {_listed(more)}," if more else ""
     return (
         f"pipeline rank {most}{holding} is busy for {max(busy):.3g} s, rank {least} for"
@@ -466,22 +489,18 @@ def _uneven_ranks(prediction: Prediction) -> str:
 
 
 def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, str]]:
-    """Yield what two predictions were asked for, where it differs."""
+    """Yield the name and both values of what two predictions were asked, where it differs."""
     if first.model != second.model:
         yield "model", _model(first.model), _model(second.model)
     if first.cluster != second.cluster:
-        a, b = (
-            f"{c.n_nodes}x{c.gpus_per_node}x{c.gpu.name}" for c in (first.cluster, second.cluster)
-        )
-        yield "cluster", a, b
+        yield "cluster", _cluster(first.cluster), _cluster(second.cluster)
         for name in ("intra_bandwidth", "inter_bandwidth", "latency"):
             x, y = getattr(first.cluster, name), getattr(second.cluster, name)
             if x != y:
                 yield f"  {name}", f"{x:.4g}", f"{y:.4g}"
         if first.cluster.gpu.name == second.cluster.gpu.name:
-            yield from (
-                (f"  {n}", x, y) for n, x, y in _differing(first.cluster.gpu, second.cluster.gpu)
-            )
+            for name, x, y in _differing(first.cluster.gpu, second.cluster.gpu):
+                yield f"  {name}", x, y
     for name in ("global_batch", "seq_len"):
         x, y = getattr(first, name), getattr(second, name)
         if x != y:
@@ -491,10 +510,15 @@ def _asked(first: Prediction, second: Prediction) -> Iterator[tuple[str, str, st
 
 
 def _differing(a: object, b: object) -> Iterator[tuple[str, str, str]]:
+    """Yield the name and both values of each field that differs."""
     for each in fields(a):  # type: ignore[arg-type]
         x, y = getattr(a, each.name), getattr(b, each.name)
         if x != y:
             yield each.name, f"{x}", f"{y}"
+
+
+def _cluster(cluster: Cluster) -> str:
+    return f"{cluster.n_nodes}x{cluster.gpus_per_node}x{cluster.gpu.name}"
 
 
 def _model(model: ModelConfig) -> str:
@@ -503,8 +527,9 @@ def _model(model: ModelConfig) -> str:
 
 
 def _row(name: str, a: float, b: float, largest: float) -> tuple[str, ...]:
-    """Return a line of two values; what is rounding beside ``largest`` is 0."""
-    a, b = (0.0 if abs(each) <= _ROUNDING * largest else each for each in (a, b))
+    """Return a line of two values. A value that is only rounding beside ``largest`` is 0."""
+    a = 0.0 if abs(a) <= _ROUNDING * largest else a
+    b = 0.0 if abs(b) <= _ROUNDING * largest else b
     return name, f"{a:.4g}", f"{b:.4g}", f"{_less(a, b, largest):+.4g}"
 
 

@@ -319,17 +319,14 @@ class Trainer:
         for module in self.modules:
             module.eval()
 
-        total = 0.0
-        count = 0
-        for batch in self._held_out:
-            for part in self._parts(batch):
-                n_tokens = self._count(part)
-                total += n_tokens * self._engine.evaluate(part)
-                count += n_tokens
+        parts = [part for batch in self._held_out for part in self._parts(batch)]
+        counts = [self._count(part) for part in parts]
+        losses = [self._engine.evaluate(part) for part in parts]
+        total = sum(n * loss for n, loss in zip(counts, losses, strict=True))
 
         for module, mode in zip(self.modules, modes, strict=True):
             module.train(mode)
-        return total / max(1, count)
+        return total / max(1, sum(counts))
 
     def fit(self, after_step: Callable[["Trainer", StepResult], None] | None = None) -> Fitted:
         """Train from the current step to ``config.steps``, with logs, progress and evaluation.
