@@ -72,7 +72,7 @@ def dry_run(
     global_batch: int | None = None,
     seq_len: int | None = None,
 ) -> DryRun:
-    """Build rank `rank` of `layout` without the others; with a batch and a length it takes a step."""
+    """Build rank `rank` of `layout` alone; with a batch and a length, take a step."""
     at = layout.place(rank)
     here = [stage for stage, ranks in enumerate(layout.placement) if at.pp in ranks]
     with alone_as(rank, layout.n_ranks):
@@ -129,7 +129,10 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def without_values(module: nn.Module) -> None:
-    """Replace meta tensors, which FSDP2 refuses, by tensors without values that say they are on the CPU."""
+    """Replace meta tensors, which FSDP2 refuses.
+
+    The new tensors have no values, but say that they are on the CPU.
+    """
     made: dict[int, torch.Tensor] = {}  # a tied weight stays one
     with fake_tensors():
         for part in module.modules():
@@ -209,7 +212,10 @@ def alone_as(rank: int, n_ranks: int) -> Iterator[None]:
 
 
 def forget_meshes() -> None:
-    """Empty the caches in which DTensor keeps every mesh and its process groups: the next run has others."""
+    """Empty the caches in which DTensor keeps meshes and process groups.
+
+    The next run has other ones.
+    """
     for cache in _caches_of("torch.distributed.tensor"):
         cache.cache_clear()
     for module, name in (
@@ -223,7 +229,7 @@ def forget_meshes() -> None:
 
 
 def _caches_of(package: str) -> list[Any]:
-    """Return the functions of a package, and of classes in it, that remember what they have returned."""
+    """Return the functions of a package, and of its classes, that remember their results."""
     modules = [module for name, module in sys.modules.items() if name.startswith(package)]
     found = [value for module in modules for value in vars(module).values()]
     found += [value for each in found if isinstance(each, type) for value in vars(each).values()]

@@ -27,12 +27,13 @@ from course_pp.plan.run import Work
 from course_pp.runtime.memory import Meter, _storages
 from course_pp.schedule import Costs, simulate
 
-SEQ_LEN, BATCH = 32, 2
+SEQ_LEN = 32
+BATCH = 2
 
 
 @dataclass
 class Fullest:
-    """The most bytes kept at once: by forwards, and by the recomputation of one checkpointed module beside them."""
+    """The most bytes kept at once: by forwards, and by recomputing one module beside them."""
 
     meter: Meter
     recomputing: int = 0
@@ -53,7 +54,7 @@ class Fullest:
 
 @contextmanager
 def watching(meter: Meter) -> Iterator[Fullest]:
-    """Count what is saved in the body, forward and, behind checkpointing's own hooks, again in backward."""
+    """Count the tensors saved in the body, in forward and again in a recomputing backward."""
     fullest, frames = Fullest(meter), checkpoint._CheckpointFrame
     own = frames.check_recomputed_tensors_match
 
@@ -70,8 +71,10 @@ def watching(meter: Meter) -> Iterator[Fullest]:
 
 
 def hold_outputs(stage, meter: Meter) -> None:
-    """Count what torch's pipeline keeps of a stage beside what autograd saves: its output, until its backward."""
-    forward, backward, held = stage.forward_one_chunk, stage.backward_one_chunk, {}
+    """Count the output of a stage, which torch's pipeline keeps until its backward."""
+    forward = stage.forward_one_chunk
+    backward = stage.backward_one_chunk
+    held = {}
 
     def forward_one_chunk(microbatch, *args, **kwargs):
         output = forward(microbatch, *args, **kwargs)
@@ -82,7 +85,8 @@ def hold_outputs(stage, meter: Meter) -> None:
         backward(microbatch, *args, **kwargs)
         held.pop(microbatch).release()
 
-    stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+    stage.forward_one_chunk = forward_one_chunk
+    stage.backward_one_chunk = backward_one_chunk
 
 
 def fullest_of_step(rank: int, config: ModelConfig, layout: Layout, n_microbatches: int) -> int:

@@ -62,9 +62,7 @@ def test_a_calibrated_cluster_predicts_steps_that_it_was_not_shown():
 
 def test_a_latency_that_no_factor_can_change_is_refused():
     steps = [TimedStep(*run, 1.0) for run in asked(random.Random(0), 5)]
-    with pytest.raises(
-        ValueError, match=r"latency=0.0 of the cluster.* begin with a guess above 0, such as 1e-4"
-    ):
+    with pytest.raises(ValueError, match=r"latency=0\.0"):
         calibrate(steps, replace(HERE, latency=0.0))
 
 
@@ -80,10 +78,10 @@ def test_one_step_five_times_is_one_step_and_takes_time():
     (step,) = steps_of(1)
     with pytest.raises(
         ValueError,
-        match=r"1 different steps for 5 .* at least 5, of other models, batches or layouts",
+        match="1 different steps for 5",
     ):
         calibrate([step] * 5, HERE)
-    with pytest.raises(ValueError, match=r"seconds=0.0: give a finite number above 0"):
+    with pytest.raises(ValueError, match=r"seconds=0\.0"):
         replace(step, seconds=0.0)
 
 
@@ -91,16 +89,14 @@ def test_one_step_five_times_is_one_step_and_takes_time():
 def test_times_in_another_unit_are_refused(unit):
     with pytest.raises(
         ValueError,
-        match=r"took .*e.0\d times as long as on cluster: give times in seconds, or a clus",
+        match=r"took .*e.0\d times as long",
     ):
         calibrate(steps_of(5, lambda i: unit), HERE)
 
 
 @pytest.mark.slow
 def test_steps_that_contradict_each_other_are_refused():
-    with pytest.raises(
-        ValueError, match=r"steps\[\d+\] \(.*\) took .* nearest fit to all steps says .* contradict"
-    ):
+    with pytest.raises(ValueError, match=r"steps\[\d+\] .* contradict"):
         calibrate(
             steps_of(8, lambda i: (6.0, 1 / 6)[i % 2]) + steps_of(8, lambda i: (1 / 6, 6.0)[i % 2]),
             HERE,

@@ -68,7 +68,8 @@ def test_one_rank_of_sixteen_thousand_holds_what_the_formulas_say():
     assert done.stdout.strip() == str([{}] * len(CASES))
 
 
-SEQ_LEN, N_MICROBATCHES = 16, 4
+SEQ_LEN = 16
+N_MICROBATCHES = 4
 STEPS = [
     Layout(2, 2, 2, microbatch_size=2),
     Layout(2, 1, 2, 2, schedule="zb_v"),
@@ -138,7 +139,8 @@ def test_a_rank_alone_enters_as_many_collectives_of_each_kind_as_is_predicted(
 
 @pytest.mark.slow
 def test_one_data_parallel_rank_computes_and_sends_in_half_precision_as_a_plan_counts() -> None:
-    model, sent = ModelConfig(64, 2, 4, 128), {}
+    model = ModelConfig(64, 2, 4, 128)
+    sent = {}
     for precision in ("mixed", "float32"):
         layout = Layout(2, 2, schedule="gpipe", precision=precision)
         entered = dry_run(model, layout, 0, global_batch=2, seq_len=SEQ_LEN).entered

@@ -14,7 +14,7 @@ ORDERS = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
 
 
 def random_plan(seed: int):
-    """A small run whose actions take milliseconds, on nodes of one rank with a link of its own speed."""
+    """A small run with actions of milliseconds, on nodes of one rank with a slow link."""
     draw = random.Random(seed)
     pp, name = draw.choice([2, 3, 4]), ORDERS[seed % len(ORDERS)]
     model = ModelConfig(32, 4 * pp + draw.randrange(3), 4, 64 * draw.randint(1, 4), max_seq_len=64)

@@ -99,7 +99,8 @@ def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
     forwards = 1 + (ac == "full")
     # Norms see parts of the sequence without a pipeline; a sum is two halves.
     halves = {"all_gather": 1, "reduce_scatter": 1} if pp == 1 else {"all_reduce": 2}
-    sent, waited = [], []
+    sent = []
+    waited = []
     for n_layers in (2, 4):  # what is sent at the ends is the same, and drops out
         model = ModelConfig(
             64, n_layers, 4, 96, n_experts=8, moe_every=2, max_seq_len=32, balance="none"

@@ -45,7 +45,7 @@ def n_bytes(tensors):
 
 
 class GradientWatcher(GatheredWatcher):
-    """Looks after every operation by how much the gradients that FSDP2 holds whole are larger than their shards."""
+    """Looks after every operation how much larger whole gradients are than their shards."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -61,20 +61,20 @@ class GradientWatcher(GatheredWatcher):
 
 
 def whole_gradients(parameter):
-    """Return the gradients that FSDP2 holds of a whole parameter: from torch 2.15 on, one under two names."""
+    """Return FSDP2's whole gradients of a parameter; torch 2.15 has two names for one."""
     accumulated = parameter.unsharded_accumulated_grad
     newest = parameter._unsharded_param.grad
     return [accumulated] if accumulated is newest else [accumulated, newest]
 
 
 def held_on_rank(rank, case, jobs):
-    """Bytes by kind after three steps, and the most that was gathered or not yet reduced in one, for each job."""
+    """Bytes by kind after three steps, and the peaks within a step, for each job."""
     mesh = init_distributed(case.distributed, seed=0)
     return [held_after_steps(case, mesh, *job) for job in jobs]
 
 
 def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=None):
-    """The same for one job; without a pipeline by a plain loop, several microbatches by ``PipelineSchedule``."""
+    """The same for one job: by a plain loop, or with several microbatches by a schedule."""
     modules = build_modules(case, config, mesh, variant.ac)
     optimizer, loss_fn = adamw(modules), CrossEntropy()
     inputs, target, *more = (
@@ -190,7 +190,7 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
 
 
 def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
-    """Bytes of the storages that autograd keeps, and of the output; those of parameters and buffers left out."""
+    """Bytes of storages that autograd keeps, without parameters and buffers, and of the output."""
     held = (
         t.to_local() if isinstance(t, DTensor) else t
         for t in (*module.parameters(), *module.buffers())
@@ -245,7 +245,8 @@ KINDS = {
 def test_what_a_forward_keeps_is_what_autograd_saves(dtype, ac, kind):
     config = ModelConfig(64, 6, 4, 100, n_kv_heads=2, ffn_dim=160, max_seq_len=32, **KINDS[kind])
     layout = Layout(pp=3, microbatch_size=2, ac=ac, precision=dtype, fused_norms=False)
-    batch, s = 2, 32
+    batch = 2
+    s = 32
     for stage in layout.stages_of_all(config):
         module = PipelineStageModule(config, stage.index, 3, (2 * stage.index, 2 * stage.index + 2))
         # On one data-parallel rank mixed precision is not FSDP2's.

@@ -52,7 +52,10 @@ def rows(n: int = 24, padded: bool = False, seed: int = 0) -> Sequences:
 
 
 def foreign_tokenizer(*added: str) -> tokenizers.Tokenizer:
-    """One that was not made by us: `[UNK]` first, `[EOT]` and `[PAD]` last, and it cuts and pads what it encodes."""
+    """A foreign tokenizer: `[UNK]` first, `[EOT]` and `[PAD]` last.
+
+    It cuts and pads texts.
+    """
     made = tokenizers.Tokenizer(models.BPE(unk_token="[UNK]"))
     made.pre_tokenizer, made.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -87,7 +90,7 @@ def trainer(
     padded: bool = False,
     **options: Any,
 ) -> Trainer:
-    """A trainer in float64 on the ranks that are there: pipeline ranks alone, if no layout is given."""
+    """A trainer in float64 on all ranks; without a layout they are pipeline ranks."""
     layout = DistributedConfig(pp=torch.distributed.get_world_size()) if layout is None else layout
     mesh = init_distributed(layout, seed=0)
     indices, n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))

@@ -1,4 +1,7 @@
-"""The trainer takes anybody's modules and loss: equal to one process, clipped, saved and taken up, on either engine."""
+"""The trainer takes any modules and loss, on either engine, and equals one process.
+
+Gradients are clipped, and a run is saved and resumed.
+"""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -52,9 +55,13 @@ def halves() -> list[nn.Sequential]:
 def train(
     rank: int, root: Path, engine: Any, cut: bool
 ) -> tuple[list[Any], dict[str, Tensor], float, float]:
-    """Losses and norms of three steps, the last by a second run; parameters here, validation loss, FLOPs of a step."""
+    """Losses and norms of three steps, parameters here, validation loss, FLOPs of a step.
+
+    A second run takes the last step.
+    """
     config = replace(CONFIG, engine=engine)
-    mesh, seen = init_distributed(DistributedConfig(pp=2), seed=0), []
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    seen = []
     [index], n_stages = stages_of_rank(config, get_pp_rank(mesh), get_pp_size(mesh))
     assert n_stages == 2
 
@@ -95,7 +102,8 @@ def alone() -> tuple[list[Any], dict[str, Tensor], float]:
         {"params": matrices, "weight_decay": CONFIG.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer, seen = torch.optim.AdamW(groups, lr=CONFIG.lr), []
+    optimizer = torch.optim.AdamW(groups, lr=CONFIG.lr)
+    seen = []
     for step, factor in enumerate((1.0, 1.0, 0.55)):
         batch = Batches(rows(), CONFIG.batch, CONFIG.seed)[step]
         optimizer.zero_grad()
@@ -134,7 +142,8 @@ def test_foreign_stages_with_a_tie_and_a_plain_loss_equal_one_process(
 
 
 def refused(rank: int) -> list[str]:
-    mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), []
+    mesh = init_distributed(DistributedConfig(pp=2), seed=0)
+    said = []
     for stages in ({0: halves()[0]}, {rank: "module"}, halves(), ["module"]):
         with pytest.raises(ValueError, match=r".") as refusal:
             Trainer(CONFIG, stages, rows(), device_mesh=mesh)
@@ -175,7 +184,7 @@ def without_parameters(rank: int, root: Path, engine: Any) -> tuple[float, float
     with Checkpointer(second, root, device_mesh=mesh) as checkpointer:
         checkpointer.resume()
     assert second.train_step().loss == first.train_step().loss
-    with pytest.raises(ValueError, match="no stage has a parameter that is trained"):
+    with pytest.raises(ValueError, match="no stage has a parameter"):
         Trainer(config, {rank: nn.Softplus()}, rows(), device_mesh=mesh, loss_fn=mean_loss)
     return first.fit().loss, first.config.precision
 
@@ -190,7 +199,7 @@ def test_a_stage_without_parameters_trains_and_one_has_to_have_some(
 
 
 def cut_anew(rank: int, root: Path, pp: int) -> tuple[int | None, float]:
-    """Where the run begins and its last loss, with a list of stages whose names are the full model's."""
+    """The first step and last loss of a run with a list of stages that have full names."""
     mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -1,4 +1,4 @@
-"""The trainer of an asynchronous pipeline: delayed gradients within a step, nothing in flight between steps."""
+"""The trainer of an asynchronous pipeline: gradients are delayed only within a step."""
 
 import math
 from collections.abc import Callable
@@ -54,14 +54,20 @@ def trained(rank: int, config: TrainConfig, padded: bool) -> Found:
 
 
 def delayed(config: TrainConfig, padded: bool) -> Found:
-    """The same with two stages in one process, each with the weights it has after so many updates of this step."""
+    """The same with two stages in one process.
+
+    Each computes with the weights after a given number of this step's updates.
+    """
     torch.manual_seed(0)
-    model, loss_fn, losses = Transformer(MODEL).double(), CrossEntropy(), []
+    model = Transformer(MODEL).double()
+    loss_fn = CrossEntropy()
+    losses = []
     optimizer = build_optimizer([model], config)
     own = dict(model.named_parameters())
     late = {name for name in own if name.startswith(("embed", "layers.0."))}  # the first stage's
     for step in range(config.steps):
-        versions, kept = [copied(own)], []
+        versions = [copied(own)]
+        kept = []
         for group in optimizer.param_groups:
             group["lr"] = config.lr * lr_factor(step, config)
         total = tokens = 0.0
@@ -119,7 +125,8 @@ def test_steps_of_two_stages_equal_delayed_gradients_in_one_process(
 
 def fitted(rank: int, root: Path, source: Path | str) -> list[tuple[int, float, float]]:
     """Step, loss and learning rate of each step to the last, with a checkpoint after each."""
-    run, seen = trainer(STASH), []
+    run = trainer(STASH)
+    seen = []
     with Checkpointer(
         run, root, device_mesh=run._mesh, save_every=1, asynchronous=True
     ) as checkpointer:

@@ -1,4 +1,4 @@
-"""Experts train as in one process: parameters, the load of each expert, and routers' biases, which move once a step."""
+"""Experts train as in one process: parameters, loads, and the routers' biases."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_experts_equal_one_process_with_their_loads_and_biases(n_ranks: int) -> 
 
 
 def skipping(rank: int) -> tuple[bool, list[Any], list[Any]]:
-    """A step that is not finite on rank 0: whether it was skipped, its loads, and the biases of the routers here."""
+    """A step with NaN on rank 0: if it was skipped, its loads, and the routers' biases here."""
     run = trainer(replace(RUN, on_nan="skip"), EXPERTS)
     if rank == 0:
         next(run.modules[0].parameters()).data.fill_(torch.inf)

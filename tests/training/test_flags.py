@@ -1,4 +1,4 @@
-"""The command line: a flag and a key for each field, in one order of precedence, refused in one sentence."""
+"""The command line: a flag and a key for each field, and refusals in one sentence."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Logs hold each step once, also when a run was taken up again; FLOPs are those the model needs, over the peak."""
+"""Logs hold each step once, also in a resumed run; utilisation is FLOPs over the peak."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Tokens on disk give the rows that they give in memory, are read as they are needed, and refused when damaged."""
+"""Tokens on disk give the rows of tokens in memory, and damaged files are refused."""
 
 import os
 import pickle
@@ -78,7 +78,7 @@ def test_padded_rows_are_those_of_the_same_documents_in_memory(
     assert validation[:].digest == padded(documents[validation.first :], 32).digest
     assert len({train.digest, validation.digest, disk.digest, PackedTokens(file, 32).digest}) == 4
     one = PaddedTokens(file, 32, last=1)
-    with pytest.raises(ValueError, match=r"first=0, last=0 of \d+ documents .*are too few"):
+    with pytest.raises(ValueError, match="first=0, last=0"):
         one.split()
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_refused(
 def test_a_file_that_fails_to_be_written_leaves_nothing(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="no documents to write"):
+    with pytest.raises(ValueError, match="no documents"):
         write_tokens(tmp_path / "none.bin", [], tokenizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -156,7 +156,7 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
 ) -> None:
     for make in (os.mkfifo, Path.mkdir):
         make(taken := tmp_path / "taken")
-        with pytest.raises(ValueError, match=r"taken' is no plain file: name a new one"):
+        with pytest.raises(ValueError, match="plain file"):
             write_tokens(taken, ["a"], tokenizer)
         assert list(tmp_path.iterdir()) == [taken]
         taken.rename(tmp_path.with_name(f"{tmp_path.name} {make.__name__}"))
@@ -165,9 +165,7 @@ def test_nothing_but_a_file_is_replaced_and_what_cannot_be_written_is_named(
 
 
 def test_too_few_tokens_are_refused(file: TokenFile) -> None:
-    with pytest.raises(
-        ValueError, match=r"tokens .*are too few for one sequence of seq_len=1000000"
-    ):
+    with pytest.raises(ValueError, match="seq_len=1000000"):
         PackedTokens(file, 1_000_000)
 
 
@@ -219,7 +217,7 @@ def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
     DatasetDict({"train": Dataset.from_dict({"input_ids": [[1, 2, 3]]})}).save_to_disk(
         tmp_path / "splits"
     )
-    with pytest.raises(ValueError, match=r"cannot be opened .*of one split"):
+    with pytest.raises(ValueError, match="one split"):
         open_arrow(tmp_path / "splits")
     whole = next((tmp_path / "short").glob("*.arrow"))
     whole.write_bytes(whole.read_bytes()[:40])
@@ -228,7 +226,7 @@ def test_what_holds_no_rows_of_one_length_is_refused(tmp_path: Path) -> None:
 
 
 def read_by_workers(rank: int) -> tuple[list[float], list[float], list[float]]:
-    """Losses of three steps read by nobody, by two processes, and by them from the second step on."""
+    """Losses of three steps: read without workers, by two, and by two from step two on."""
     config = replace(RUN, workers=2)
     ahead, alone = (trainer(c, layout=DistributedConfig()) for c in (config, RUN))
     seen: list[float] = []
@@ -270,9 +268,7 @@ def test_the_command_writes_a_file_that_ranks_train_on_or_refuse_together(
         [f"--tokens={tmp_path}/two.bin", "--padded"],
     ):
         assert any("validation loss" in line for line in labelled_lines(2, [*command, *options]))
-    with pytest.raises(
-        ValueError, match="is the data, and knows its tokenizer: leave --tokenizer out"
-    ):
+    with pytest.raises(ValueError, match="--tokenizer"):
         DataOptions(tokens=str(path), tokenizer="a.json").load(32, 8)
     DAMAGES["cut"][0](path)
     ranks = run_script(2, [*command, f"--tokens={path}", f"--checkpoint-dir={tmp_path}/run"])

@@ -1,4 +1,4 @@
-"""Every optimizer takes up where it was, the right parameters decay, and the learning rate follows its curve."""
+"""Optimizers resume exactly, the right parameters decay, and the rate follows its curve."""
 
 import math
 from dataclasses import replace
@@ -116,8 +116,9 @@ def test_what_an_optimizer_does_not_take_is_refused_by_name(
 def each_optimizer(
     rank: int, names: list[str], root: Path, dp_shard: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Losses of a run with each optimizer, and of one taken up from its checkpoint after the first step."""
-    layout, losses = DistributedConfig(dp_shard=dp_shard), {}
+    """Losses of a run with each optimizer, and of a run resumed after the first step."""
+    layout = DistributedConfig(dp_shard=dp_shard)
+    losses = {}
     for i, name in enumerate(names):
         curve: Any = ("cosine", "linear", "wsd", "constant")[i % 4]
         config = replace(RUN, microbatches=1, optimizer=name, lr_schedule=curve)

@@ -1,4 +1,4 @@
-"""A file in place of a schedule's name: the order in it trains like one process, or is refused by name."""
+"""A file in place of a schedule's name: its order trains as one process, or is refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ def own(tmp_path: Path) -> Path:
 
 
 def trained(rank: int, schedule: str, root: Path) -> dict[str, Any]:
-    """Both engines to the end; then one from another's checkpoint after a step, with the order kept beside it."""
+    """Run both engines to the end, and resume one from the other's checkpoint."""
     seen: dict[str, Any] = {}
     for engine in ("parallel", "runtime"):
         seen[engine] = train(rank, replace(RUN, engine=engine, schedule=schedule), TIED)  # type: ignore[arg-type]
@@ -74,15 +74,13 @@ def test_two_copies_of_a_stage_are_read_off_the_rows(tmp_path: Path) -> None:
     assert stages_of_rank(config, 1, 2) == ([0, 1], 2)
     with pytest.raises(
         ValueError,
-        match=r"torch cannot run.*holds stage 0 on 2 ranks: use one of .*engine='runtime'",
+        match="stage 0 on 2 ranks",
     ):
         stages_of_rank(replace(config, engine="parallel"), 1, 2)
 
 
 def test_other_pipeline_ranks_than_the_order_has_are_refused(own: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"own.*is an order of 2 ranks, and there are 3 pipeline ranks"
-    ):
+    with pytest.raises(ValueError, match=r"2 ranks, .* 3 pipeline ranks"):
         stages_of_rank(replace(RUN, schedule=str(own)), 0, 3)
 
 

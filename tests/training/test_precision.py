@@ -1,4 +1,4 @@
-"""Half precision equals one process's half precision within its rounding, on both engines and every kind of rank."""
+"""Half precision equals half precision in one process, within its rounding."""
 
 import math
 from dataclasses import replace
@@ -82,7 +82,10 @@ CASES: dict[str, Case] = {
 def first_steps(
     rank: int, root: Path
 ) -> dict[str, tuple[list[float], dict[str, Tensor], set[Any], bool]]:
-    """By case: loss, norm and validation loss of a step, its gradient, dtypes, whether a checkpoint goes on exactly."""
+    """Results of a step by case: loss, norm, validation loss, gradient, dtypes.
+
+    Also if a checkpoint resumes exactly.
+    """
     found = {}
     for name, case in CASES.items():
         run, again = lowered(*case), lowered(*case)
@@ -114,7 +117,7 @@ def _whole(gradient: Any) -> Tensor:
 def reference(
     model: ModelConfig, padded: bool, dtype: torch.dtype | None
 ) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, norm and gradient of the first step in one process: in ``dtype``, None being float64."""
+    """Loss, norm and gradient of the first step in one process, in ``dtype`` or float64."""
     torch.manual_seed(0)
     module = Transformer(model)
     if dtype is None:
@@ -159,7 +162,8 @@ def test_a_step_equals_one_process_in_half_precision_within_rounding(tmp_path: P
         dtype = DTYPES[config.precision]
         loss, norm, expected = reference(model, padded, dtype)
         exact = reference(model, padded, None)[2]
-        limit, seen = bound(dtype), {}
+        limit = bound(dtype)
+        seen = {}
         for found, gradients, dtypes, goes_on in (rank[name] for rank in ranks):
             assert found[0] == pytest.approx(loss, rel=limit), name
             assert found[1] == pytest.approx(norm, rel=limit), name
@@ -185,7 +189,8 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_in_half_precision_and_norms_and_gradients_are_not(dtype: torch.dtype) -> None:
-    module, seen = build_stage_module(MODEL, 1, 2), {}
+    module = build_stage_module(MODEL, 1, 2)
+    seen = {}
     for name in ("layers.1.attn.q_proj", "layers.1.mlp.down_proj", "layers.1.mlp_norm", "head"):
         part = module.get_submodule(name)
         part.register_forward_hook(
@@ -207,8 +212,9 @@ def _equal(run: Trainer, before: list[Tensor]) -> bool:
 
 
 def until_it_fits(rank: int) -> list[tuple[float, float, bool, bool]]:
-    """Of each step, from a scale that overflows on: scale, norm, whether it was skipped, whether weights changed."""
-    run, seen = lowered(replace(FP16, loss_scale=2.0**24, steps=20)), []
+    """Scale, norm, skipped and changed of each step, from a scale that overflows on."""
+    run = lowered(replace(FP16, loss_scale=2.0**24, steps=20))
+    seen = []
     while not seen or seen[-1][2]:
         before = [p.detach().clone() for m in run.modules for p in m.parameters()]
         result = run.train_step()
@@ -240,7 +246,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_step_on_every_rank() -> None
 
 
 def with_a_bad_step(rank: int, engine: Any) -> tuple[list[tuple[int, bool, bool]], bool, str]:
-    """Steps of which the second meets a weight that is NaN on rank 0; whether it left the weights; what is refused."""
+    """Results of steps, the second with a NaN on rank 0; if weights stayed; the refusal."""
     run = lowered(replace(RUN, engine=engine, on_nan="skip"))
     weight = next(run.modules[0].parameters())
     results = [run.train_step()]

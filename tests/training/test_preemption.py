@@ -19,7 +19,7 @@ ASKING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def preempted(rank: int, root: Path, options: dict[str, Any]) -> tuple[str, list[Any]]:
-    """What ends a run whose second rank hears signals in its second step, twice each, and what they mean then."""
+    """The end of a run whose second rank hears signals twice, and the handlers afterwards."""
 
     def signals_in_step_two(run: Trainer, result: Any) -> None:
         if rank == 1 and run.step == 2:

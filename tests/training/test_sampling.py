@@ -1,4 +1,4 @@
-"""A sample is what the whole model would write, with keys and values kept as long as the text fits the window."""
+"""A sample is the text that the whole model would write, with and without a cache."""
 
 from typing import Any
 
@@ -19,7 +19,8 @@ from course_pp.training.data import BOT_ID, PAD_ID
 from course_pp.training.sampling import sample
 
 CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, vocab_size=29, max_seq_len=12)
-PROMPT, N_TOKENS = [7, 8, 9], 14  # one for the beginning, and the text outgrows the window
+PROMPT = [7, 8, 9]
+N_TOKENS = 14
 
 
 def sharpened(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows of one length, which of them a rank sees at which step, and the best loss on them without context."""
+"""Rows of one length, the rows of each step, and the best loss without context."""
 
 import math
 from collections.abc import Callable
@@ -63,9 +63,7 @@ def test_packing_predicts_every_token_once_and_in_order(
 ) -> None:
     stream = [token for document in documents for token in document.tolist()]
     if len(stream) <= seq_len:
-        with pytest.raises(
-            ValueError, match=f"{len(stream)} tokens are too few .* needs {seq_len + 1}"
-        ):
+        with pytest.raises(ValueError, match=f"{len(stream)} tokens .* {seq_len + 1}"):
             packed(documents, seq_len)
         return
     sequences = packed(documents, seq_len)
@@ -80,7 +78,9 @@ def test_padding_predicts_every_token_of_every_document_once_and_in_order(
     documents: list[Tensor], seq_len: int
 ) -> None:
     sequences = padded(documents, seq_len)
-    inputs, targets, mask = sequences.inputs, sequences.targets, sequences.attention_mask
+    inputs = sequences.inputs
+    targets = sequences.targets
+    mask = sequences.attention_mask
     assert mask is not None
     assert inputs.shape == targets.shape == mask.shape == (len(sequences), seq_len)
     counted = targets != IGNORE_INDEX
@@ -94,7 +94,8 @@ def test_padding_predicts_every_token_of_every_document_once_and_in_order(
 
 def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_mask() -> None:
     torch.manual_seed(0)
-    model, found = Transformer(MODEL).double(), []
+    model = Transformer(MODEL).double()
+    found = []
     sequences = padded(tensors([10], [20, 3, 4, 5], list(range(3, 20))), MODEL.max_seq_len)
     for mask in (sequences.attention_mask, None):
         loss = CrossEntropy()(model(sequences.inputs, attention_mask=mask), sequences.targets)
@@ -107,7 +108,7 @@ def test_behind_the_tokens_padding_changes_neither_loss_nor_gradient_mask_or_no_
 def test_a_sequence_of_fewer_than_two_tokens_is_refused(
     cut: Callable[..., Sequences], seq_len: int
 ) -> None:
-    with pytest.raises(ValueError, match=f"seq_len={seq_len}: .*choose 2 or more"):
+    with pytest.raises(ValueError, match=f"seq_len={seq_len}"):
         cut(tensors([5, 6, 7]), seq_len)
 
 
@@ -167,9 +168,7 @@ def test_few_validation_batches_are_spread_over_the_data() -> None:
 
 @pytest.mark.parametrize("global_batch", [0, 12])
 def test_impossible_sizes_are_refused(global_batch: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"global_batch={global_batch} and 10 sequences: choose from 1 to 10"
-    ):
+    with pytest.raises(ValueError, match=f"global_batch={global_batch}"):
         Batches(numbered(10), global_batch)
 
 

@@ -1,4 +1,4 @@
-"""A stream gives the rows that its documents give in memory, and goes on at the very token where it was left."""
+"""A stream gives the rows of its documents in memory, and resumes at the exact token."""
 
 import json
 from collections.abc import Iterable
@@ -60,7 +60,9 @@ def test_a_stream_gives_the_rows_in_order_and_begins_again_at_its_end(stream: St
 
 
 def test_every_step_can_be_taken_up_at_its_position(stream: Stream) -> None:
-    batches, states, seen = StreamedBatches(stream, 2), [], []
+    batches = StreamedBatches(stream, 2)
+    states = []
+    seen = []
     for step in range(50):
         states.append(json.loads(json.dumps(batches.state())))
         seen.append(batches[step])
@@ -80,15 +82,13 @@ def test_what_cannot_go_on_is_refused(stream: Stream, tokenizer: Tokenizer) -> N
     other = StreamedBatches(
         Stream("texts", lambda start: [t + "!" for t in texts(start)], tokenizer, 16), 2
     )
-    with pytest.raises(ValueError, match="of texts is another than when the run was saved"):
+    with pytest.raises(ValueError, match="another"):
         other.seek(2, batches.state())
-    with pytest.raises(
-        ValueError, match="step=5: a stream is read in order, and its next step is 2"
-    ):
+    with pytest.raises(ValueError, match=r"step=5: .* 2"):
         batches[5]
-    with pytest.raises(ValueError, match="blank holds no text from document 0 on"):
+    with pytest.raises(ValueError, match="blank holds no text"):
         StreamedBatches(Stream("blank", lambda start: [" ", None], tokenizer, 16), 2)[0]
-    with pytest.raises(ValueError, match="texts ends after 40 documents"):
+    with pytest.raises(ValueError, match="40 documents"):
         stream.split(10_000)
 
 
@@ -187,7 +187,7 @@ def test_a_dataset_is_streamed_with_its_column(
     assert isinstance(train, Stream)
     assert len(validation) >= 8
     assert tokenizer.decode(StreamedBatches(train, 2)[0].inputs[0]).startswith("[BOT]row ")
-    with pytest.raises(ValueError, match="text_column='text' is not in"):
+    with pytest.raises(ValueError, match="text_column"):
         load_stream(str(folder))
-    with pytest.raises(ValueError, match="--streaming reads --dataset: name one"):
+    with pytest.raises(ValueError, match="--streaming reads --dataset"):
         DataOptions(streaming=True).load(16, 8)

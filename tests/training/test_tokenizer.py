@@ -58,9 +58,7 @@ def test_a_tokenizer_of_others_marks_texts_with_its_own_ids(
 ) -> None:
     path, text = tmp_path / "tokenizer.json", "[BOT] the cat " * 9
     path.write_text(foreign_tokenizer().to_str())
-    with pytest.raises(
-        ValueError, match=r"tokenizer\.json': \[BOT\] are no special tokens .* add_special_tokens"
-    ):
+    with pytest.raises(ValueError, match=r"\[BOT\].* add_special_tokens"):
         load_tokenizer(path)
     mended = tokenizers.Tokenizer.from_file(str(path))
     mended.add_special_tokens(list(SPECIAL_TOKENS))
@@ -88,14 +86,14 @@ def test_training_is_deterministic(corpus: Corpus, tokenizer: Tokenizer, cache_d
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused(corpus: Corpus) -> None:
-    with pytest.raises(ValueError, match=r"vocab_size=258: .*choose at least 259"):
+    with pytest.raises(ValueError, match=r"vocab_size=258: .* 259"):
         train_tokenizer(corpus, 258)
 
 
 def test_a_model_needs_an_embedding_for_every_token(tokenizer: Tokenizer) -> None:
     check_vocabulary(400, tokenizer)
     check_vocabulary(512, tokenizer)
-    with pytest.raises(ValueError, match=r"vocab_size=399 .* tokenizer's 400: give it as many"):
+    with pytest.raises(ValueError, match=r"vocab_size=399 .* 400"):
         check_vocabulary(399, tokenizer)
 
 
@@ -176,7 +174,7 @@ class TestCache:
 
         occupied = tmp_path / "file"
         occupied.write_text("not a directory")
-        with pytest.warns(UserWarning, match=r"could not be written .*set XDG_CACHE_HOME"):
+        with pytest.warns(UserWarning, match="XDG_CACHE_HOME"):
             tokenizer = train_tokenizer(SMALL, 300, occupied)
         assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
         monkeypatch.setattr("os.replace", disk_full)
@@ -202,5 +200,5 @@ def test_a_process_forked_after_training_encodes_without_a_warning(cache_dir: Pa
 
 @pytest.mark.parametrize("definition", ["", "[]", '{"model": 3}', "[" * 100_000])
 def test_a_definition_that_is_none_is_refused_in_one_sentence(definition: str) -> None:
-    with pytest.raises(ValueError, match="is not a tokenizer of the tokenizers library"):
+    with pytest.raises(ValueError, match="not a tokenizer"):
         Tokenizer(definition).encode("x")

@@ -22,7 +22,7 @@ Layout = Case
 
 
 def config_of(tied: bool, **changes: Any) -> ModelConfig:
-    """Layers for two stages on each of four ranks; a tied vocabulary that no number of ranks divides."""
+    """Layers for two stages on each of four ranks, and a vocabulary that nothing divides."""
     sizes = {
         "dim": 32,
         "n_layers": 8,
@@ -49,7 +49,7 @@ class Part:
 
 
 class Trainee:
-    """Everything a training script builds on one rank: modules, optimizer, scheduler, and the step."""
+    """All that a training script builds on one rank: modules, optimizer, scheduler, the step."""
 
     def __init__(
         self, layout: Layout, config: ModelConfig, seed: int = 0, dropout: float = 0.0
@@ -145,5 +145,8 @@ def train(
 
 
 def train_jobs(rank: int, jobs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Part]:
-    """Several runs on one set of ranks, one after the other: starting them costs more than the training."""
+    """Run several jobs on one set of ranks.
+
+    Starting the ranks takes longer than the training.
+    """
     return [train(rank, *arguments, **options) for arguments, options in jobs]

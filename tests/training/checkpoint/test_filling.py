@@ -1,4 +1,4 @@
-"""Whatever fills a module goes through its own load_state_dict: copies in the state reach it, and hooks see it."""
+"""Loading a module goes through its own load_state_dict, so its hooks see the state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,13 +59,16 @@ def test_a_module_whose_state_dict_gives_copies_is_filled(tmp_path: Path) -> Non
         assert stage.get_parameter("weight").eq(1.0).all()
     with pytest.raises(
         CheckpointError,
-        match="weight is on the meta device, and no file holds it: build the model in",
+        match="weight is on the meta device",
     ):
         load_stage(copying(0.0).to("meta"), tmp_path)
 
 
 class Derived(nn.Linear):
-    """Keeps the sum of its weight, and computes it anew when a weight is loaded; subclasses say where."""
+    """Keeps the sum of its weight, and computes it anew when a weight is loaded.
+
+    Subclasses say where.
+    """
 
     def __init__(self) -> None:
         super().__init__(4, 4)

@@ -85,7 +85,7 @@ def _stop_early(rank, layout, config, data, root):
 def differences(
     layout: Case, config: ModelConfig, sources: list[Case], roots: Path, span: Span
 ) -> list[float]:
-    """Largest difference of a loss after the save on any rank, for each layout that the run is resumed from."""
+    """Largest difference of any rank's loss after the save, for each layout that resumes."""
     saved_at, n_steps = span
     data, expected = data_of(config, n_steps), uninterrupted(config, n_steps)[saved_at:]
     saved = [saved_by(source, config, roots, saved_at) for source in sources]

@@ -101,12 +101,14 @@ def _refusals(rank: int, root: Path) -> list[str]:
     said.append(refusal(save, root, 3, {0: module}))
     said.append(refusal(save, root, 3, {2 * rank: module}))
     numbered, _ = stage(rank)
-    numbered.stage_id, numbered.num_stages = rank, 3  # type: ignore[assignment]
+    numbered.stage_id = rank
+    numbered.num_stages = 3
     said.append(
         refusal(save, root, 3, nn.ModuleDict({str(rank): module, "s": numbered}), None, tied=[TIE])
     )
     part = nn.ModuleDict({str(rank): module})
-    part.stage_id, part.num_stages = rank, 3  # type: ignore[assignment]
+    part.stage_id = rank
+    part.num_stages = 3
     said.append(refusal(save, root, 3, part))
     end = Foreign(("first", "last")[rank], seed=rank)
     said.append(refusal(save, root, 3, end, None, tied=[TIE]))
@@ -219,9 +221,7 @@ def test_stages_of_our_own_model_have_the_full_models_names_with_an_index_too(
     path = save(tmp_path, 1, stages, device_mesh=None).path
     load(path, [build_stage_module(CONFIG, 0, 1)], device_mesh=None)
     assert "stage 1 was passed as 0" in refusal(save, tmp_path, 2, {0: stages[1], 1: stages[0]})
-    with pytest.raises(
-        CheckpointError, match=r"two modules .* hold 0\.weight: .* as \{index: stage\}"
-    ):
+    with pytest.raises(CheckpointError, match=r"two modules .* 0\.weight"):
         save(tmp_path, 2, [stage(0)[0], stage(1)[0]], device_mesh=None)
 
 

@@ -1,4 +1,4 @@
-"""A stage built without weights is filled from the files' part that it needs, and is then the model's."""
+"""A stage built without weights is filled from its part of the files, and is the model's."""
 
 import re
 from collections.abc import Callable
@@ -98,7 +98,8 @@ def test_weights_of_two_stages_of_a_rank_stay_one(tmp_path: Path) -> None:
 def test_a_weight_that_was_tied_before_it_was_held_stays_one() -> None:
     with weights_on_meta():
         one, other, weight = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(2, 2))
-        one.weight, other.weight = weight, weight
+        one.weight = weight
+        other.weight = weight
     assert one.weight.is_meta
     assert one.weight is other.weight
 
@@ -161,7 +162,10 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def with_experts(kind: str) -> nn.Module:
-    """Return a model of transformers in float32, as it is built: its experts are one product in groups."""
+    """Return a model of transformers in float32.
+
+    Its experts are one product in groups.
+    """
     config = getattr(transformers, f"{kind}Config")(**SIZES, **OF_EXPERTS[kind])
     model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     return model
@@ -270,9 +274,7 @@ def test_an_argument_of_a_wrong_class_on_one_rank_is_refused_on_both(tmp_path: P
 
 def test_a_directory_without_weights_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
     stage, _ = empty_stages("Sequential", 2)
-    with pytest.raises(
-        CheckpointError, match=r"holds no \.safetensors files: give the directory of a model"
-    ):
+    with pytest.raises(CheckpointError, match=r"no \.safetensors"):
         load_stage(stage, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
@@ -329,7 +331,7 @@ def test_of_buffers_on_the_meta_device_those_that_no_file_holds_are_refused_by_n
     stages = auto_split(lost, x.to("meta"), at=["norm", "last"])
     with pytest.raises(
         ValueError,
-        match=r"table is on the meta device, and no file holds it: build the model in mem",
+        match="table is on the meta device",
     ):
         load_stage(stages, tmp_path)
     for stage in stages:
@@ -345,7 +347,5 @@ class Stateful(nn.Linear):
 
 def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     save_file(nn.Linear(2, 2).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"_extra_state is no tensor, and safetensors hold nothing else"
-    ):
+    with pytest.raises(CheckpointError, match="_extra_state"):
         load_stage(Stateful(2, 2), tmp_path)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of modules and optimizer, and what that asks of those it is loaded into."""
+"""The contents of a checkpoint, and its demands on modules and optimizer that load it."""
 
 import random
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_options_come_back_by_parameter_and_implementation_does_not(tmp_path: Pa
         (0.1, 0.1, False),
     ]
     assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
-    with pytest.raises(CheckpointError, match=r"other options for .*: make the same groups"):
+    with pytest.raises(CheckpointError, match="other options"):
         load(tmp_path, run.model, run.optimizer, device_mesh=None)
 
 
@@ -84,9 +84,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
     run = Small()
     path = run.saved(tmp_path, 1)
     optimizer = torch.optim.Adam(run.model.parameters(), lr=0.1)
-    with pytest.raises(
-        CheckpointError, match="holds the state of AdamW, and this optimizer is Adam: "
-    ):
+    with pytest.raises(CheckpointError, match=r"AdamW, .* Adam: "):
         load(path, run.model, optimizer, device_mesh=None)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -99,14 +97,12 @@ def test_without_an_optimizer_only_weights_are_loaded(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert not other.optimizer.state
     path = save(tmp_path, 2, run.model, device_mesh=None).path
-    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+    with pytest.raises(CheckpointError, match="without an optimizer"):
         load(path, other.model, other.optimizer, device_mesh=None)
 
 
 def test_an_optimizer_of_other_modules_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"trains a parameter of shape \(11, 16\) of no module"
-    ):
+    with pytest.raises(CheckpointError, match=r"shape \(11, 16\)"):
         save(tmp_path, 1, Small().model, adamw([Small().model]), device_mesh=None)
 
 
@@ -114,16 +110,14 @@ def test_an_optimizer_that_keeps_more_than_tensors_is_refused(tmp_path: Path) ->
     model = nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: model(torch.ones(1)).sum().backward() or torch.zeros(()))
-    with pytest.raises(
-        CheckpointError, match=r"LBFGS keeps a int .*only tensors of the parameter's shape"
-    ):
+    with pytest.raises(CheckpointError, match="LBFGS keeps a int"):
         save(tmp_path, 1, model, optimizer, device_mesh=None)
 
 
 def test_a_stage_that_was_not_passed_is_missed(tmp_path: Path) -> None:
     stages = [build_stage_module(CONFIG, i, 2) for i in range(2)]
     save(tmp_path, 1, stages, device_mesh=None)
-    with pytest.raises(CheckpointError, match=r"it has .*, which no rank's modules have"):
+    with pytest.raises(CheckpointError, match="no rank's modules"):
         load(tmp_path, stages[1:], device_mesh=None)
 
 
