@@ -124,9 +124,11 @@ class Checkpointer:
             return
         every, step = self._save_every, trainer.step
 
+        # A signal may have reached only some ranks.
         asked = None if self._preemption is None else self._preemption.agreed()
         if asked is not None:
             self._finish_writing()
+            # Not in the background: the process is to end.
             if self._saved_step != step:
                 self._save(self._root, None)
             raise Preempted(asked, step, self._root)

@@ -37,6 +37,7 @@ class SettingError(ValueError):
         spelled = {name: spell(name, value) for name, value in self.settings.items()}
         return self.sentence.format(**spelled)
 
+    # Ranks send errors to each other, and pickle would rebuild an exception from its message alone.
     def __reduce__(self) -> tuple[Callable[[], "SettingError"], tuple[()]]:
         return partial(SettingError, self.sentence, **self.settings), ()
 
@@ -50,6 +51,7 @@ class Constraint:
 
 
 def whole(least: int) -> Constraint:
+    # Not isinstance: True is an int, but no count.
     return Constraint(
         lambda value: type(value) is int and value >= least,
         f"must be a whole number of at least {least}",
@@ -183,11 +185,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(TrainConfig, include_extras=True).items():
             check_setting(name, getattr(self, name), hint)
+        # JSON and TOML have only lists, and two equal runs must compare equal.
         if self.betas is not None:
-            object.__setattr__(self, "betas", tuple(self.betas))  # JSON and TOML know lists only
+            object.__setattr__(self, "betas", tuple(self.betas))
         self._check_course()
         self._check_schedule()
         self._check_versions()
+        # The number of data ranks is not known yet, but 1 divides it.
         self.rows_of_a_microbatch(1)
 
     def _refuse_unless(self, allowed: bool, sentence: str) -> None:
@@ -336,6 +340,7 @@ class TrainConfig:
         for name, value in found.items():
             if isinstance(value, tuple):
                 found[name] = list(value)
+            # Python would write Infinity, which other parsers of JSON refuse.
             elif value == math.inf:
                 found[name] = str(value)
         return found

@@ -218,6 +218,7 @@ class ModelOptions:
         )
 
 
+# Fields that ModelConfig has under the same name. Each is of use only with --experts.
 _SAME_IN_CONFIG = (
     "top_k",
     "expert_dim",
@@ -404,6 +405,7 @@ def parse(arguments: Sequence[str], description: str = "") -> RunOptions | None:
     If a flag is given twice, the last one counts, as with most programs. Every refusal is a
     ValueError of one sentence.
     """
+    # Without the last two, cyclopts would add flags such as --empty-text.
     rules = Parameter(
         name_transform=_flag,
         consume_multiple=True,
@@ -438,6 +440,7 @@ def parse(arguments: Sequence[str], description: str = "") -> RunOptions | None:
             list(arguments), exit_on_error=False, print_error=False, result_action="return_value"
         )
     except cyclopts.CycloptsError as error:
+        # cyclopts breaks its sentences into lines.
         raise ValueError(" ".join(str(error).split())) from error
     return found
 
@@ -461,6 +464,7 @@ def _fill_in(app: App, commands: tuple[str, ...], arguments: ArgumentCollection)
     model = flags.get("model", file.get("model", ModelOptions.model))
     if str(model) not in PRESETS:
         raise ValueError(f"--model {model!r} {must_be_one_of(model, PRESETS)}")
+    # Each fills only flags that have no value yet, so the file comes before the preset.
     for values, source in ((file, path), (PRESETS[model], "a preset")):
         cyclopts.config.Dict(values, source=source)(app, commands, arguments)
 
@@ -473,7 +477,8 @@ def _read(path: str) -> dict[str, Any]:
         raise ValueError(
             f"--config {path!r} cannot be read ({error.strerror}): give a TOML file"
         ) from error
-    except ValueError as error:  # also of text that is not UTF-8
+    # Text that is not UTF-8 raises a ValueError, too.
+    except ValueError as error:
         raise ValueError(f"--config {path!r} is not TOML: {error}") from error
 
 

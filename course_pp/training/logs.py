@@ -122,6 +122,7 @@ def find_peak(given: float | None, device: torch.device, dtype: torch.dtype) -> 
     """
     if given is not None:
         return Peak(given * dist.get_world_size(), "given")
+    # All ranks begin together, or the first ones would measure a processor that is free.
     dist.barrier()
     return Peak(sum(Ranks().gather(matmul_flops(device, dtype))), "measured")
 
@@ -160,6 +161,7 @@ class Logs:
         # A run from step 0 keeps nothing. Even a "start" record of step 0 is another run's.
         lines = path.read_text().splitlines() if path.exists() and step > 0 else []
         kept = [line for line in lines if _is_of_past(line, step)]
+        # Written beside and renamed, so that a killed process leaves the old file or the new one.
         beside = path.with_suffix(".tmp")
         beside.write_text("".join(f"{line}\n" for line in kept))
         os.replace(beside, path)
@@ -169,6 +171,7 @@ class Logs:
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record; its numbers are TensorBoard's scalars, named ``event/name``."""
         self._file.write(json.dumps({"event": event, "step": step, **values}) + "\n")
+        # A run that is killed in the next step has this one on record.
         self._file.flush()
         if self._board is None:
             return

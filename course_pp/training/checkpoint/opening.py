@@ -43,6 +43,8 @@ class Opened:
     def first_name(self, name: str) -> str:
         """Return the name under which a weight was saved. A tied weight has several names."""
         aliases = self.state.get("tied", {})
+        # A name may lead to another alias. The number of steps is bounded, because the names in a
+        # damaged checkpoint may form a circle.
         for _ in aliases:
             name = aliases.get(name, name)
         return name

@@ -190,6 +190,7 @@ def _write(
                 files[name] = write_file(directory / name, content)
             write_manifest(directory, snapshot.step, files)
             draft.publish()
+        # Last, so that an old checkpoint stays until the new one is complete.
         retention.apply(newest=draft.final)
         return draft.final, sum(digest.bytes for digest in files.values())
 
@@ -199,8 +200,9 @@ def _write(
         everyone = ranks.gather(write_tensors(directory, tensors, ranks))
         path, n_bytes = ranks.first(finish)
     finally:
+        # A published draft has nothing left to discard.
         if draft is not None:
-            draft.discard()  # unless it was published
+            draft.discard()
     return path, n_bytes, time.perf_counter() - begin
 
 
@@ -268,6 +270,7 @@ class AsyncSaver:
         self._retention = Retention(keep_last, keep_every)
         self._buffers: dict[str, Tensor] = {}
         self._saving: Saving | None = None
+        # gloo, because the copies are in CPU memory.
         group: Any = None if CheckpointRanks().size == 1 else dist.new_group(backend="gloo")
         self._background = CheckpointRanks(group)
 
@@ -344,6 +347,7 @@ class AsyncSaver:
                 self._root, snapshot, retention=self._retention, ranks=self._background
             )
             saving._future.set_result(written)
+        # Any error: a thread that dies silently would leave its caller waiting for the result.
         except BaseException as error:
             saving._future.set_exception(error)
 
@@ -353,6 +357,7 @@ class AsyncSaver:
         staged = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
+            # A tensor may have another shape or dtype than at the last save.
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty_like(tensor.detach(), device="cpu")
             local_part(buffer).copy_(local_part(tensor))
@@ -628,6 +633,7 @@ def _digest(tensor: Tensor) -> tuple[Box, bytes]:
     if isinstance(tensor, DTensor):
         [chunk] = tensor.__create_chunk_list__()
         box = tuple(chunk.offsets), tuple(chunk.sizes)
+    # As bytes, because NumPy has no bfloat16.
     content = local_part(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return box, hashlib.blake2b(content.data, digest_size=16).digest()
 

@@ -211,6 +211,7 @@ def _whole(found: Any) -> int:
 
 
 def _sure(found: Any, kind: type) -> Any:
+    # Not isinstance: True is an int, but no size.
     if type(found) is not kind:
         raise pickle.UnpicklingError("it does not describe a checkpoint")
     return found
@@ -291,6 +292,7 @@ class _HashingFiles(FileSystem):
                 raise
         self.digests[Path(path).name] = stream.digest()
 
+    # DCP writes .metadata under another name first.
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
@@ -355,12 +357,14 @@ def _in_a_sentence(problem: str, remedy: str = "") -> Iterator[None]:
     failure: BaseException
     try:
         with torch.no_grad(), warnings.catch_warnings():
+            # DCP warns that it works in one process, which is meant so.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             yield
         return
     except CheckpointError:
         raise
     except dcp.CheckpointException as error:
+        # Of several ranks' failures the lowest rank's, so that all ranks say the same.
         failure = error.failures[min(error.failures)][0]
     except Exception as error:
         failure = error
