@@ -16,13 +16,13 @@ from course_pp.schedule import Schedule, build, find
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes of an element.
+    """Bytes of an element, in four places.
 
     Attributes:
-        kept: of parameters and gradients between steps.
-        computed: of weights and activations in products.
-        reduced: of gradients while ranks sum them.
-        optimizer: of the optimizer's whole state, an element of parameters.
+        kept: bytes of parameters and gradients between steps.
+        computed: bytes of weights and activations in products.
+        reduced: bytes of gradients while ranks sum them.
+        optimizer: bytes of the optimizer's whole state for an element of a parameter.
     """
 
     kept: int

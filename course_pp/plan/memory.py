@@ -1,4 +1,4 @@
-"""What each rank holds at its fullest, by kind, as the stack of :mod:`course_pp.parallel` holds it.
+"""The memory of each rank at its fullest, by kind, under the stack of :mod:`course_pp.parallel`.
 
     parameters   shards of the parameters that tensor and expert parallelism leave to the rank:
                  experts over dp_shard / ep ranks, all others over dp_shard
@@ -237,8 +237,8 @@ def memory_of_rank(
 
     Args:
         peaks: bytes of activations by pipeline rank, of :func:`peaks_in_flight`. None takes an
-            upper bound: all microbatches under GPipe, otherwise those of 1F1B, one for each stage
-            that follows; and whole gradients of all stages at once.
+            upper bound: all microbatches under GPipe, otherwise one for each stage that follows,
+            as in 1F1B; and whole gradients of all stages at once.
     """
     layout = work.layout
     at = layout.place(rank)

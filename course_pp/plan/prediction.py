@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Useful operations over what the GPUs could do at their peak.
+        """Useful operations over the operations of the GPUs at their peak.
 
         Chowdhery et al. 2022, arXiv:2204.02311. Attention is counted whole, as there. With
         ``flash`` half of it is skipped, so beyond some ``12 * dim`` tokens this can pass 1. No
@@ -346,7 +346,7 @@ def explain(first: Prediction, second: Prediction) -> str:
     for kind in held[0]:
         rows.append(_row(f"  {kind}", held[0][kind] / 1e9, held[1][kind] / 1e9, max(a, b)))
 
-    # The rows of what was asked have no fourth column.
+    # Rows of model, cluster and so on have no fourth column.
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(4)]
     lines = []
     for row in rows:

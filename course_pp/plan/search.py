@@ -245,7 +245,7 @@ def plan(
         global_batch: sequences of all ranks together.
         n_best: number of layouts to return. At least 10 are simulated, the first by the closed
             form.
-        precision: as in :class:`Layout`; None takes that of ``like``.
+        precision: as in :class:`Layout`; None takes the precision of ``like``.
         like: layout whose other settings, such as ``flash``, ``overlap`` or ``reshard``, all
             candidates share. Its sizes, schedule and checkpointing are ignored. None takes
             :class:`Layout`'s defaults.
@@ -315,7 +315,7 @@ def _why_no_mesh(asked: _Asked) -> str:
 
 
 def _why_none(asked: _Asked, least: float) -> str:
-    """Return how much is missing, and the smallest change of the cluster with which one fits."""
+    """Return the missing bytes, and the smallest change of the cluster with which one fits."""
     cluster = asked.cluster
     global_batch = asked.global_batch
     budget = cluster.gpu.memory * USABLE_MEMORY
@@ -408,7 +408,7 @@ def why_no_pipeline(best: Prediction, ep: int | None = None) -> str:
 
 
 def _why_too_large(best: Prediction, smallest: Prediction) -> str:
-    """Return how much more the smallest layout with a pipeline takes than the best, and of what."""
+    """Return the bytes that the smallest pipeline takes more than the best layout, by kind."""
     ours = max(best.peak_memory, key=lambda kinds: sum(kinds.values()))
     its = max(smallest.peak_memory, key=lambda kinds: sum(kinds.values()))
     less = (sum(its.values()) - sum(ours.values())) / 1e9

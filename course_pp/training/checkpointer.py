@@ -70,7 +70,7 @@ class Checkpointer:
         self._attachments = attachments
         self._preemption = preemption
 
-        # Refuse now a directory that cannot be written, and remove what a killed save has left.
+        # Refuse now a directory that cannot be written, and remove leftovers of a killed save.
         writes = self._root is not None and is_rank_zero()
         Ranks().collectively(lambda: Draft(named(root or ""), 0).discard() if writes else None)
         self._saver: AsyncSaver | None = None

@@ -180,7 +180,7 @@ class Logs:
                 self._board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Write all records that are still in memory, and close the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()

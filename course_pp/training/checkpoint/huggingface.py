@@ -440,7 +440,7 @@ def load_stage(
             it and cast it afterwards.
         folder: a directory with ``model.safetensors``, or an index and its files, or any
             ``.safetensors`` files.
-        device: where to put the stage.
+        device: device of the stage afterwards.
         names: function from a weight's name in the stage to its name in the files, for models whose
             weights transformers renames when it reads them.
 
@@ -544,7 +544,7 @@ def _found_in(folder: Path) -> dict[str, _InFile]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the files of a model: the one file, or those in its index, or all there are."""
+    """Return the files of a model: the one file, or the files in its index, or all files."""
     if (folder / _ONE).exists():
         return [folder / _ONE]
     if not (folder / _INDEX).exists():

@@ -286,7 +286,7 @@ class AsyncSaver:
     ) -> Saving:
         """Begin to write ``root/step_…``; return as soon as training may change the tensors.
 
-        Arguments and refusals are those of :func:`save`. It also refuses if the last save failed.
+        For arguments and refusals see :func:`save`. It also refuses if the last save failed.
         """
         begin = time.perf_counter()
         self.wait()

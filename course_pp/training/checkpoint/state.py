@@ -370,7 +370,7 @@ def rng_tensors(coordinates: Mapping[str, int]) -> dict[str, Tensor]:
 def rng_keys(coordinates: Mapping[str, int], saved: Mapping[str, object]) -> dict[str, str]:
     """Return the saved key for each kind of this rank's generators; empty if there are none.
 
-    Without keys of its own coordinates, the rank takes those of a neighbour.
+    Without keys of its own coordinates, the rank takes the keys of a neighbour.
     """
     for candidate in (coordinates, {**coordinates, "tp": 0}, {**coordinates, "tp": 0, "pp": 0}):
         keys = {kind: f"{_prefix(candidate)}.{kind}" for kind in _GENERATORS}

@@ -71,7 +71,7 @@ class Corpus:
             raise ValueError(
                 f"validation={validation}: the share must lie between 0 and 1, such as 0.1"
             )
-        # Copies of a text stay together, or validation would hold what was trained on.
+        # Copies of a text stay together, or validation would hold texts of training.
         size: dict[str, int] = defaultdict(int)
         for document in self.documents:
             if document.strip():
