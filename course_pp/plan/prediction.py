@@ -204,12 +204,10 @@ def predict(
     if layout.frees_after_forward:
         both = zip(gathers, times, strict=True)
         late = [_exposed(layout, g, t.input_grad + t.weight_grad) for g, t in both]
-    costs = Costs(
-        forward=tuple(t.forward for t in times),
-        input_grad=tuple(t.input_grad + x for t, x in zip(times, late, strict=True)),
-        weight_grad=tuple(t.weight_grad for t in times),
-        latency=hops or 0.0,
-    )
+    forward = [t.forward for t in times]
+    input_grad = [t.input_grad + x for t, x in zip(times, late, strict=True)]
+    weight_grad = [t.weight_grad for t in times]
+    costs = Costs(tuple(forward), tuple(input_grad), tuple(weight_grad), latency=hops or 0.0)
     timeline = simulate(layout.order(m), costs)
     by_rank = _parts(run, timeline, times, hops)
     parts = max(by_rank, key=lambda each: sum(each.values()))
@@ -347,7 +345,10 @@ def explain(first: Prediction, second: Prediction) -> str:
         rows.append(_row(f"  {kind}", held[0][kind] / 1e9, held[1][kind] / 1e9, max(a, b)))
 
     # Rows of model, cluster and so on have no fourth column.
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(4)]
+    widths = [0] * 4
+    for row in rows:
+        for i, cell in enumerate(row):
+            widths[i] = max(widths[i], len(cell))
     lines = []
     for row in rows:
         cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
@@ -475,12 +476,11 @@ def _uneven_ranks(prediction: Prediction) -> str:
     more = []
     if any(stage.is_last for stage in ours):
         more.append("the head")
-    a, b = sum(stage.n_layers for stage in ours), sum(stage.n_layers for stage in theirs)
-    if a > b:
-        more.append(f"{a} layers to {b}")
-    a, b = sum(stage.n_sparse for stage in ours), sum(stage.n_sparse for stage in theirs)
-    if a > b:
-        more.append(f"{a} layers of experts to {b}")
+    for field_of_stage, kind in (("n_layers", "layers"), ("n_sparse", "layers of experts")):
+        a = sum(getattr(stage, field_of_stage) for stage in ours)
+        b = sum(getattr(stage, field_of_stage) for stage in theirs)
+        if a > b:
+            more.append(f"{a} {kind} to {b}")
     holding = f", with {_listed(more)}," if more else ""
     return (
         f"pipeline rank {most}{holding} is busy for {max(busy):.3g} s, rank {least} for"

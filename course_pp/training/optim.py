@@ -78,12 +78,16 @@ def parameter_groups(
     # By identity: one parameter may stand in several modules, and == compares values.
     ids = {id(parameter) for parameter in undecayed}
     parameters = {id(p): p for module in modules for p in module.parameters()}
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for key, parameter in parameters.items():
+        if key in ids:
+            others.append(parameter)
+        else:
+            decaying.append(parameter)
     groups = [
-        {
-            "params": [p for key, p in parameters.items() if key not in ids],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for key, p in parameters.items() if key in ids], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     # torch takes an empty group, but not an empty list of groups.
     return [group for group in groups if group["params"]] or groups[:1]

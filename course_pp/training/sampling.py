@@ -63,7 +63,8 @@ def sample(
     indices = [module.stage_id for module in modules]
     held = Ranks(group, alone=pp_mesh is None).gather((indices, can_cache))
     owner = rank_by_stage([theirs for theirs, _ in held])
-    keys_and_values = KVCache() if all(theirs for _, theirs in held) else None
+    all_can_cache = all(theirs for _, theirs in held)
+    keys_and_values = KVCache() if all_can_cache else None
 
     @cache
     def stages_for(length: int) -> list[ModelStage]:

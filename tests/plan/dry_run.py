@@ -78,11 +78,10 @@ def dry_run(
     with alone_as(rank, layout.n_ranks):
         mesh = mesh_for(layout)
         modules = [built(config, layout, mesh, stage) for stage in here]
-        held = [
-            p.to_local() if isinstance(p, DTensor) else p
-            for module in modules
-            for p in module.parameters()
-        ]
+        held = []
+        for module in modules:
+            for p in module.parameters():
+                held.append(p.to_local() if isinstance(p, DTensor) else p)
         entered = ()
         if global_batch is not None and seq_len is not None:
             entered = step(layout, mesh, modules, layout.n_microbatches(global_batch), seq_len)

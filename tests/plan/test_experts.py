@@ -121,9 +121,9 @@ def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
         ]
         # ranks of a stage, microbatches
         a_second = node.intra_bandwidth * Constants().link_efficiency * 8 * pp
-        waited.append(
-            [a_second * sum(getattr(t, part) for t in times) for part in ("exchange", "tensor")]
-        )
+        exchange = a_second * sum(t.exchange for t in times)
+        tensor = a_second * sum(t.tensor for t in times)
+        waited.append([exchange, tensor])
     # torch recomputes all but a layer's last sum, which a plan counts
     for i in range(2 if ac == "none" else 1):
         assert waited[1][i] - waited[0][i] == pytest.approx(sent[1][i] - sent[0][i])
@@ -131,10 +131,12 @@ def test_a_plan_waits_for_as_many_bytes_as_the_stack_sends(pp, ac):
 
 def test_only_ranks_with_the_same_experts_gather_and_reduce_them():
     cluster = replace(SIXTEEN, latency=0.0)
-    spread, grouped, alone = (
-        data_parallel_times(Run(MIXTRAL, layout, SEQ_LEN, cluster), layout.stages(MIXTRAL, 0))
-        for layout in (Layout(pp=2, dp_shard=8, ep=ep) for ep in (1, 4, 8))
-    )
+    found = []
+    for ep in (1, 4, 8):
+        layout = Layout(pp=2, dp_shard=8, ep=ep)
+        run = Run(MIXTRAL, layout, SEQ_LEN, cluster)
+        found.append(data_parallel_times(run, layout.stages(MIXTRAL, 0)))
+    spread, grouped, alone = found
     # Two bytes an element gathered, four reduced; of the experts of 16 layers a share that few
     # ranks have.
     experts = (

@@ -36,12 +36,12 @@ from tests.parallel.layouts import (
 
 
 def n_bytes(tensors):
-    local = [
-        t.to_local() if isinstance(t, DTensor) else t
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    ]
-    return sum(t.numel() * t.element_size() for t in local)
+    n = 0
+    for t in tensors:
+        if isinstance(t, torch.Tensor):
+            local = t.to_local() if isinstance(t, DTensor) else t
+            n += local.numel() * local.element_size()
+    return n
 
 
 class GradientWatcher(GatheredWatcher):
@@ -101,12 +101,11 @@ def held_after_steps(case, mesh, variant, config, data, kwargs, n_microbatches=N
     with GradientWatcher(modules) as watcher:
         step()
     parameters = [p for m in modules for p in m.parameters()]
+    slots = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "parameters": n_bytes(parameters),
         "gradients": n_bytes(p.grad for p in parameters),
-        "optimizer": n_bytes(
-            value for state in optimizer.state.values() for value in state.values()
-        ),
+        "optimizer": n_bytes(slots),
         "gathered": gathered,
         "unreduced": watcher.peak if runner is not None else 0,
     }
@@ -191,11 +190,10 @@ def test_what_every_rank_holds_is_what_the_formulas_say(case, variants):
 
 def kept_by_forward(module: nn.Module, inputs: torch.Tensor, target: torch.Tensor | None) -> int:
     """Bytes of storages that autograd keeps, without parameters and buffers, and of the output."""
-    held = (
-        t.to_local() if isinstance(t, DTensor) else t
-        for t in (*module.parameters(), *module.buffers())
-    )
-    own = {t.untyped_storage().data_ptr() for t in held}
+    own = set()
+    for t in (*module.parameters(), *module.buffers()):
+        local = t.to_local() if isinstance(t, DTensor) else t
+        own.add(local.untyped_storage().data_ptr())
     kept = {}
 
     def keep(tensor):

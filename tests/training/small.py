@@ -122,10 +122,10 @@ def in_one_process(
     """The reference: plain PyTorch, the whole batch at once."""
     torch.manual_seed(0)
     module, loss_fn, trained = Transformer(model).double(), CrossEntropy(), Trained()
-    others = [
-        p for name, p in module.named_parameters() if "norm" in name or name == "embed.weight"
-    ]
-    matrices = [p for p in module.parameters() if not any(p is other for other in others)]
+    matrices, others = [], []
+    for name, parameter in module.named_parameters():
+        decays = "norm" not in name and name != "embed.weight"
+        (matrices if decays else others).append(parameter)
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -161,10 +161,11 @@ _FACTORS = (1.0, 1.0, 0.55)
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """Sharded tensors put together."""
-    return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
-        for name, t in tensors.items()
-    }
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found[name] = whole.clone()
+    return found
 
 
 def assert_equals(ranks: list[Trained], reference: Trained, tolerance: float = 1e-11) -> None:

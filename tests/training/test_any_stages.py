@@ -97,7 +97,8 @@ def alone() -> tuple[list[Any], dict[str, Tensor], float]:
     stages = nn.Sequential(*halves())
     stages[1][2].weight = stages[0][0].weight
     matrices = [stages[0][1].linear.weight, stages[1][0].linear.weight]
-    others = [p for p in stages.parameters() if all(p is not m for m in matrices)]
+    decaying = {id(matrix) for matrix in matrices}
+    others = [p for p in stages.parameters() if id(p) not in decaying]
     groups = [
         {"params": matrices, "weight_decay": CONFIG.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -72,10 +72,10 @@ class Foreign(nn.Module):
 def test_only_matrices_of_a_foreign_model_decay_and_each_is_trained_once() -> None:
     model = Foreign()
     names = {id(p): name for name, p in model.named_parameters()}
-    decaying, others = (
-        [names[id(p)] for p in g["params"]]
-        for g in parameter_groups([model], 0.1, [{0: "g.weight"}])
-    )
+    found = []
+    for group in parameter_groups([model], 0.1, [{0: "g.weight"}]):
+        found.append([names[id(p)] for p in group["params"]])
+    decaying, others = found
     assert decaying == ["d.weight", "e.weight"]
     assert others == [
         "a.weight",

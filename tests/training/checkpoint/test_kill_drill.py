@@ -22,9 +22,10 @@ def test_nothing_is_lost(
         runpy.run_path(str(DRILL), run_name="__main__")
     out, err = capsys.readouterr()
     assert not ended.value.code, out + err
-    tally = {
-        what: int(number) for what, number in (line.rsplit(maxsplit=1) for line in out.splitlines())
-    }
+    tally = {}
+    for line in out.splitlines():
+        what, number = line.rsplit(maxsplit=1)
+        tally[what] = int(number)
     assert tally["kills"] == kills
     assert tally["during a save"] >= kills / 3
     assert tally["losses compared"] > 0

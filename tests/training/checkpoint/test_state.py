@@ -77,7 +77,10 @@ def _groups_after_loading(rank, root):
     load(root, stage, loaded, device_mesh=None)
     # which refuses a group without initial_lr
     LambdaLR(loaded, lambda step: 0.5**step, last_epoch=0)
-    return [{k: v for k, v in group.items() if k != "params"} for group in loaded.param_groups]
+    groups = [dict(group) for group in loaded.param_groups]
+    for group in groups:
+        del group["params"]
+    return groups
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
