@@ -395,6 +395,7 @@ class Trainer:
         """Go on where :meth:`state` was taken.
 
         Call it on every rank, after the checkpoint has filled the optimizer.
+
         Layout, engine, schedule, microbatches, accumulation and logging may differ from the saved
         run. But if stages update their own weights, the number of stages and of microbatches must
         be the same. With other ``steps`` the learning rate follows the new curve from here on.

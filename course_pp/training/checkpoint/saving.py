@@ -369,6 +369,7 @@ class AsyncSaver:
 @dataclass(frozen=True)
 class _RankModel:
     """The part of the model that a rank holds, as the other ranks get to know it.
+
     Attributes:
         names: names of the tensors that it saves; the next fields are as in :class:`RankState`.
         config: sizes of our own model; None for any other.
