@@ -159,13 +159,16 @@ def step_with(*changes: tuple[str, str]) -> Callable[..., Any]:
 
 
 WRONG_STEPS = [
-    (step_with((OUTPUT, f"{OUTPUT}.detach().requires_grad_()")), "on rank 0 has no gradient", "detached"),
-    (hangs(step_with(("    send_gradient(x, 0)\n", ""))), "rank 0 waits in recv for rank 1", "Rank 1 has returned"),
+    (step_with((OUTPUT, f"{OUTPUT}.detach().requires_grad_()")),
+     "on rank 0 has no gradient", "detached"),
+    (hangs(step_with(("    send_gradient(x, 0)\n", ""))),
+     "rank 0 waits in recv for rank 1", "Rank 1 has returned"),
     (step_with((BACK, "recv_gradient(output, 1); output.backward(torch.ones_like(output))")),
      "rank 0: ", "takes what came from rank 1", "one process"),
     (step_with((BACK, "[output.backward(dy, retain_graph=True) for dy in [recv_gradient(output, 1)] * 2]")),
      "rank 1: none", "are 2 times what they should be"),
-    (step_with((BACK, "output.backward()")), "grad can be implicitly created only for scalar outputs"),
+    (step_with((BACK, "output.backward()")),
+     "grad can be implicitly created only for scalar outputs"),
     (hangs(step_with((f"{SENT}        {BACK}\n", f"        {BACK}\n{SENT}"))), "none can move"),
     (step_with((X, "x = empty_activation(stage, tokens); dist.recv(x, 0)")),
      "raised", "in line", "`.grad` is None until a backward has run"),
@@ -176,7 +179,8 @@ WRONG_STEPS = [
     (step_with((LAST, "")), "is None", "Is a `return` missing?"),
     (step_with((LAST, f"{LAST} * tokens.numel()")), "All gradients are right", "loss.item()"),
     (step_with(("    if rank", "    stage.zero_grad()\n    if rank")), "up to whoever calls"),
-    (step_with((BACK, f"for p, p.grad in zip(stage.parameters(), {GRADS}): pass")), "up to whoever calls"),
+    (step_with((BACK, f"for p, p.grad in zip(stage.parameters(), {GRADS}): pass")),
+     "up to whoever calls"),
     (step_with((LAST, f"    torch.optim.SGD(stage.parameters(), lr=0.1).step()\n{LAST}")),
      "changed its argument `stage", "The optimizer is the caller's business"),
 ]  # fmt: skip

@@ -101,12 +101,14 @@ WRONG_SHIFTS = [
      "still running", "keep what it returns and call `wait()`"),
     # The handle dies with the call: what x becomes is sent, or nothing is. Each of the two is told.
     (hangs(keeps_the_handle_and_does_not_wait), "`isend`", "call `wait()` on"),
-    (shift_with(("return x.clone()", "return x")), "rank 0 of 1", "returned `x` itself", "`x.clone()`"),
+    (shift_with(("return x.clone()", "return x")),
+     "rank 0 of 1", "returned `x` itself", "`x.clone()`"),
     (shift_with((SENDING, SENDING.replace("(x,", "(x.clone(),") + "; received = x")),
      "changed its argument `x`", "a tensor of its own"),
     (shift_with(("return received", "return x")), "its own `x`"),
     (shift_with(("    return received", "")), "is None", "Is a `return` missing?"),
-    (shift_with(("torch.empty_like(x)", "torch.empty(3)")), "`x` is of torch.float64", "`torch.empty_like(x)`"),
+    (shift_with(("torch.empty_like(x)", "torch.empty(3)")),
+     "`x` is of torch.float64", "`torch.empty_like(x)`"),
 ]  # fmt: skip
 
 
@@ -211,17 +213,20 @@ WRONG_GATHERS = [
     (binds_a_name_to_what_came, "still unfinished", "`chunks[…].copy_(received)`"),
     (received_into("chunks[into]", "chunks[into] = received"),
      "item assignment", "is a tuple", "`chunks[…].copy_(received)`"),
-    (received_into("chunks[into]", "chunks[into].add_(received)"), "was added to", "nothing is added"),
+    (received_into("chunks[into]", "chunks[into].add_(received)"),
+     "was added to", "nothing is added"),
     (into_the_wrong_chunk, "holds numbers of another chunk", "same index"),
     (received_into("chunks[0]", "chunks[into].copy_(received)"),
      "on 3 ranks, raised RuntimeError: The size of tensor a"),
     (everything_at_every_step, "a rank sent 32 bytes where 16 are enough"),
     (by_the_library, "broadcast", "use `exchange` only"),
-    (returning("sent // 8"), "rank 0 returned 2; it sent 16 bytes", "counts numbers, and each has 8 bytes"),
+    (returning("sent // 8"),
+     "rank 0 returned 2; it sent 16 bytes", "counts numbers, and each has 8 bytes"),
     (returning("p - 1"), "rank 0 returned 1; it sent 16 bytes", "the number of steps"),
     (returning("sum(chunk.nbytes for chunk in chunks) - chunks[(rank + 1) % p].nbytes"),
      "with chunks of 3, 2, 2 numbers", "That is what it received"),
-    (returning("(p - 1) * chunks[rank].nbytes"), "with chunks of 3, 2, 2 numbers", "Chunks differ in length"),
+    (returning("(p - 1) * chunks[rank].nbytes"),
+     "with chunks of 3, 2, 2 numbers", "Chunks differ in length"),
     (returning("None"), "`all_gather(chunks, 0, 2)` is None", "Is a `return` missing?"),
 ]  # fmt: skip
 

@@ -66,14 +66,13 @@ _WRONG_BYTES = (
     (("rank == pp - 1", "False"), "The last stage holds the head, as large as the embedding."),
     (("rank == 0", "False"), "The first stage holds the embedding, as large as the head."),
     (("rank == pp - 1", "rank == 0"), "The head is on the last stage, not beside the embedding."),
-    ((
-        "if rank == pp -"
-        " 1", "elif rank == pp - 1"), "A pipeline of one stage holds both, embedding and head."),
+    (("if rank == pp - 1", "elif rank == pp - 1"),
+     "A pipeline of one stage holds both, embedding and head."),
     (("rank == 0", "True"), ("rank == pp - 1", "True"),
      "Only the first stage holds the embedding, and only the last one the head."),
     ((_FLIGHT, "m"), "1F1B has at most `pp - rank` microbatches in flight, not all of them (03)."),
-    ((_FLIGHT,
-        "min(pp, m)"), "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
+    ((_FLIGHT, "min(pp, m)"),
+     "Only rank 0 has `pp` microbatches in flight: later ranks have fewer."),
     ((_FLIGHT, "pp - rank"), "There are never more than `m` microbatches in flight."),
     ((_FLIGHT, "pp"), "Only rank 0 has `pp` microbatches in flight, and there are `m` at most."),
     ((_FLIGHT, "min(pp - 1 - rank, m)"),
@@ -81,25 +80,12 @@ _WRONG_BYTES = (
     ((_FLIGHT, "min(pp - rank + 1, m)"), "One too many: `pp - rank` are in flight (03)."),
     ((_FLIGHT, "1"), "Several microbatches are in flight at once, and each keeps its bytes (03)."),
     ((_FLIGHT, "min(rank + 1, m)"), "The first rank has most in flight, not the last."),
-    ((
-        "16"
-        " *",
-            "4"
-            " *"),
-                "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not"
-                " 4."),
-    ((
-        "16"
-        " *",
-            "2"
-            " *"),
-                "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
-    ((
-        "16"
-        " *",
-            "8"
-            " *"),
-                "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
+    (("16 *", "4 *"),
+     "Gradients and AdamW's two moments stand beside the parameters: 16 bytes each, not 4."),
+    (("16 *", "2 *"),
+     "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 2."),
+    (("16 *", "8 *"),
+     "Parameters, gradients and two moments are kept in float32: 16 bytes each, not 8."),
     (("16 *", "12 *"), "Parameters, gradients and *two* moments: 16 bytes each, not 12."),
     (("* kept", "* kept / shard"),
      "Shards cut parameters, not activations: each data-parallel rank has its own sequences."),
@@ -109,10 +95,10 @@ _WRONG_BYTES = (
     (("n_layers * kept", "kept"), "`kept` is of one layer: this rank has several."),
     (("* kept", "* 0"), "Activations are not in your answer: `kept` bytes a layer and microbatch."),
     ((_SHARE, "layers / pp"), "Layers are whole: earlier stages take the extras."),
-    ((_SHARE,
-        "layers // pp"), "Where `pp` does not divide the layers, earlier stages take one more."),
-    ((_SHARE,
-        "layers // pp + (rank >= pp - layers % pp)"), "The *earlier* stages take the extras."),
+    ((_SHARE, "layers // pp"),
+     "Where `pp` does not divide the layers, earlier stages take one more."),
+    ((_SHARE, "layers // pp + (rank >= pp - layers % pp)"),
+     "The *earlier* stages take the extras."),
     ((_SHARE, "layers // pp + (rank <= layers % pp)"),
      "One stage too many takes an extra: the first `layers % pp`, rank 0 among them."),
     ((_SHARE, "-(-layers // pp)"), "Only the first `layers % pp` stages take one more."),

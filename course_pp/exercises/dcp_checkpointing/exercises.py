@@ -60,17 +60,13 @@ _WRONG_RECTANGLES = (
     (("-(-rows // dp)", "rows // dp"), (_ROWS, "rows - first if dp_rank == dp - 1 else most"),
      "torch.chunk rounds up: all parts are equally large but the last ones, which may be empty."),
     ((_FIRST, "dp_rank * (rows // dp) + min(dp_rank, rows % dp)"),
-            (_ROWS, "rows // dp + (dp_rank < rows % dp)"),
+     (_ROWS, "rows // dp + (dp_rank < rows % dp)"),
      "torch.chunk rounds up: all parts but the last ones are equally large. Yours even them out."),
-    ((_ROWS,
-        "most"),
-            "The last parts end where the matrix ends: take the smaller of the part and what is"
-            " left."),
+    ((_ROWS, "most"),
+     "The last parts end where the matrix ends: take the smaller of the part and what is left."),
     (("tuple(sizes)", "tuple(map(sum, zip(offsets, sizes)))"), _NO_END),
-    ((
-        "tuple(offsets),"
-        " tuple(sizes)",
-            "tuple(sizes), tuple(offsets)"), "The offsets come first, then the sizes."),
+    (("tuple(offsets), tuple(sizes)", "tuple(sizes), tuple(offsets)"),
+     "The offsets come first, then the sizes."),
     (('0 if tp_cuts == "rows" else 1', '1 if tp_cuts == "rows" else 0'),
      'With `"rows"` each rank gets some of the rows, dimension 0, and all columns; with `"columns"`'
      ' the reverse.'),

@@ -256,13 +256,13 @@ _WRONG_SPLITS = (
     (("row[rank * each", "counts[rank][rank * each"),
      "What it gets comes from the rows of the other ranks, too."),
     (("sum(row[rank * each : (rank + 1) * each]) for row in counts",
-     "sum(row[other * each : (other + 1) * each]) for other, row in enumerate(counts)"),
-     "What it gets from rank s is what that rank has for *this* rank's experts, and not for its "
-     "own."),
+      "sum(row[other * each : (other + 1) * each]) for other, row in enumerate(counts)"),
+     "What it gets from rank s is what that rank has for *this* rank's experts, and not for its"
+     " own."),
     (("sum(counts[rank][other", "sum(counts[other][other"),
      "What it sends comes from its own row of `counts` alone."),
     (("sum(counts[rank][other * each : (other + 1) * each]) for",
-     "sum(sum(row[other * each : (other + 1) * each]) for row in counts) for"),
+      "sum(sum(row[other * each : (other + 1) * each]) for row in counts) for"),
      "What it sends comes from its own row of `counts` alone: that is what all ranks send."),
 )  # fmt: skip
 
@@ -395,16 +395,15 @@ _WRONG_BALANCES = (
     (("(n_tokens * k)", "1"),
      "f is a fraction, not a count: divide by the number of all choices, T · k."),
     (("(n_tokens * k)", "k"),
-     "A division by T is missing: f is a fraction of all T · k choices, and P is a mean over T "
-     "tokens."),
+     "A division by T is missing: f is a fraction of all T · k choices, and P is a mean over T"
+     " tokens."),
     ((_LOSS, "loss = sum"), (_GRADIENT, "f / n_tokens"),
      "The factor N is missing, which makes a balanced layer's loss 1."),
     ((_LOSS, "loss = sum"),
      "The gradient has the factor N, and so has the loss: it is no mean over the experts."),
     ((_LOSS, "loss = n_experts**2 * sum"), "The factor is N, once."),
     ((_LOSS, "loss = k * n_experts * sum"), "The factor is N; k is in f already."),
-    ((_GRADIENT, "n_experts * f"),
-     "P is a mean over the tokens, so each score enters with 1/T."),
+    ((_GRADIENT, "n_experts * f"), "P is a mean over the tokens, so each score enters with 1/T."),
     (("for row in scores) / n_tokens", "for row in scores)"),
      "P is a mean over the tokens: divide the sum by T."),
     ((_GRADIENT, "n_experts / n_tokens"),
@@ -415,8 +414,8 @@ _WRONG_BALANCES = (
     ((_GRADIENT, "k * n_experts * f / n_tokens"),
      "f is the fraction of all choices in the gradient, too: N · f / T."),
     ((_GRADIENT, "-n_experts * f / n_tokens"),
-     "The sign: a larger score makes the loss larger. It is the step of the optimizer that goes "
-     "the other way."),
+     "The sign: a larger score makes the loss larger. It is the step of the optimizer that goes the"
+     " other way."),
     ((_GRADIENT, "2 * n_experts * f / n_tokens"),
      "Twice too large: only P has a gradient; f counts as a constant."),
     (("for f in fractions]", "for f in means]"), _THROUGH_P),
@@ -444,8 +443,7 @@ _WRONG_BALANCES = (
      "That is the gradient for the logits. The scores' own is asked for, without the softmax."),
     (("sum(row[expert] for row in scores) / n_tokens", "_means_of_chosen(scores, k, expert, True)"),
      "P is the mean of the scores of all tokens, also of those that chose another expert."),
-    (("sum(row[expert] for row in scores) / n_tokens",
-     "_means_of_chosen(scores, k, expert, False)"),
+    (("sum(row[expert] for row in scores) / n_tokens", "_means_of_chosen(scores, k, expert, False)"),
      "P is the mean of the scores of all tokens, also of those that chose another expert."),
     (("key=lambda e: -row[e]", "key=lambda e: row[e]"),
      "Each token chooses the k *largest* scores."),
@@ -591,10 +589,8 @@ _WRONG_MOVES = (
     ((_SIGN, "(1 - n / mean)"), _ONLY_SIGN),
     ((_SIGN, "(mean - n) / sum(tokens)"), _ONLY_SIGN),
     ((_SIGN, "(mean - n) / max(1, max(abs(mean - each) for each in tokens))"), _ONLY_SIGN),
-    ((_SIGN, "(1 if n < mean else -1)"),
-     "An expert that has just the mean stays where it is."),
-    ((_SIGN, "(-1 if n > mean else 1)"),
-     "An expert that has just the mean stays where it is."),
+    ((_SIGN, "(1 if n < mean else -1)"), "An expert that has just the mean stays where it is."),
+    ((_SIGN, "(-1 if n > mean else 1)"), "An expert that has just the mean stays where it is."),
     ((_SIGN, "(n > 0) * ((n < mean) - (n > mean))"),
      "An expert that no token chose has fewer than the mean, too: it goes up."),
     ((_SIGN, "-(n > mean)"),
@@ -602,17 +598,14 @@ _WRONG_MOVES = (
     ((_SIGN, "(n < mean)"),
      "An expert with more tokens than the mean goes down; yours moves only the empty ones."),
     ((_SIGN, "-(n == max(tokens))"),
-     "Only the fullest one moves in your answer: every expert with more than the mean goes down, "
-     "with fewer up."),
-    ((_SIGN, "((n == min(tokens)) - (n == max(tokens)))"),
-     _NOT_ENDS_ALONE),
+     "Only the fullest one moves in your answer: every expert with more than the mean goes down,"
+     " with fewer up."),
+    ((_SIGN, "((n == min(tokens)) - (n == max(tokens)))"), _NOT_ENDS_ALONE),
     (_first_of_each_end, _NOT_ENDS_ALONE),
     ((_SIGN, "((n < mean) - (n >= max(tokens)))"),
      "Every expert with more than the mean goes down, not only the fullest."),
-    ((_MEAN, "sorted(tokens)[len(tokens) // 2]"),
-     "The mean is asked for, not the median."),
-    ((_MEAN,
-     "(sorted(tokens)[(len(tokens) - 1) // 2] + sorted(tokens)[len(tokens) // 2]) / 2"),
+    ((_MEAN, "sorted(tokens)[len(tokens) // 2]"), "The mean is asked for, not the median."),
+    ((_MEAN, "(sorted(tokens)[(len(tokens) - 1) // 2] + sorted(tokens)[len(tokens) // 2]) / 2"),
      "The mean is asked for, not the median."),
     ((_MEAN, "sum(tokens) // len(tokens)"), _NOT_ROUNDED),
     ((_MEAN, "round(sum(tokens) / len(tokens))"), _NOT_ROUNDED),
@@ -630,8 +623,7 @@ _WRONG_MOVES = (
      "The mean is over the experts, not over the rows: divide by the number of experts."),
     ((_MEAN, "sum(tokens) / max(1, sum(n > 0 for n in tokens))"),
      "The mean is over all experts, also those that no token chose: divide by the number of all."),
-    ((_MEAN, "max(tokens)"),
-     "Compare with the mean over the experts, not with the fullest one."),
+    ((_MEAN, "max(tokens)"), "Compare with the mean over the experts, not with the fullest one."),
     (("b + step * ", "step * "), "The bias is kept from step to step: add to it."),
     (("b + step * ", "b + "), "By `step`: multiply the sign by it."),
     (("b + step * ", "b + len(counts) * step * "), "By `step`, once, however many rows there are."),
@@ -816,8 +808,8 @@ def _why_no_gradient(name: str, crowd: _Crowd) -> str:
     if any(name.startswith(f"expert {i}'s") for i in crowd.idle):
         return (
             "It is called with no rows, and its result must be part of the output, as `cat` or "
-            "`index_add` make it: "
-            "then its gradient is zeros. If it is None, FSDP2 waits for it for ever."
+            "`index_add` make it: then its gradient is zeros. If it is None, FSDP2 waits for it for"
+            " ever."
         )
     return f"Something is detached from {name}."
 
@@ -844,9 +836,8 @@ def _judge_calls(crowd: _Crowd, found: _Mixed, right: _Mixed) -> None:
         if calls == wanted:
             continue
         idle = (
-            "An expert that no token chose must be called with no rows: then its gradient is "
-            "zeros. If it is "
-            "None, FSDP2 or an exchange on another rank waits for it for ever."
+            "An expert that no token chose must be called with no rows: then its gradient is zeros."
+            " If it is None, FSDP2 or an exchange on another rank waits for it for ever."
         )
         causes = (
             (not calls and wanted == [0], idle),
@@ -899,15 +890,14 @@ _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
      "Each choice has a weight of its own; yours has the first one's."),
     ((_WEIGHTED, _SORTED_WEIGHTS),
      "The rows are in the order of the tokens, and so are `weights`: do not sort them again."),
-    (("0, order, computed)", "0, order, computed * weights.flatten()[:, None])"),
-     (_WEIGHTED, ""),
-     "There the rows are in the order of the experts: the weights need `order`, too, "
-     "`weights.flatten()[order]`."),
+    (("0, order, computed)", "0, order, computed * weights.flatten()[:, None])"), (_WEIGHTED, ""),
+     "There the rows are in the order of the experts: the weights need `order`, too,"
+     " `weights.flatten()[order]`."),
     (("x[order // k]", "x[order % len(x)]"),
      "Pair i belongs to token `i // k`: each token has k pairs, one after another."),
     (("x[order // k]", "x.repeat(k, 1)[order]"),
-     "Pair i belongs to token `i // k`: each token has k pairs, one after another, "
-     "`repeat_interleave`."),
+     "Pair i belongs to token `i // k`: each token has k pairs, one after another,"
+     " `repeat_interleave`."),
     ((".sum(1)", ".mean(1)"), _NO_MEAN),
     ((".sum(1)", "[:, 0]"), "Only each token's first choice counts in your answer."),
     ((".sum(1)", "[:, -1]"), "Only each token's last choice counts in your answer."),
@@ -977,8 +967,7 @@ def _why_output(got: Tensor, right: Tensor, crowd: _Crowd) -> str:
         (_near(got.sum(0), right.sum(0)), _NOT_BACK),
         (not bool(wrong_rows.all()),
          f"{int(wrong_rows.sum())} of {_TOKENS} rows differ: are some dropped, as over a capacity, "
-         "or not put back at "
-         "their place?"),
+         "or not put back at their place?"),
         (OTHERWISE,
          "Sort (token, choice) pairs by expert, compute, put them back in the tokens' order, weigh,"
          " add up k rows each."),

@@ -89,18 +89,11 @@ _WRONG_BYTES = (
     (("if pipeline", "if False"),
      "`pipeline` makes no difference in your answer: there all layers are gathered at the peak, and"
      " gradients are whole until the last microbatch."),
-    ((
-        "min(2,"
-        " layers)",
-            "1"),
-                "With True *two* layers are there in backward: one computes while the next is"
-                " gathered."),
+    (("min(2, layers)", "1"),
+     "With True *two* layers are there in backward: one computes while the next is gathered."),
     (("min(2, layers)", "2"), "A model of one layer cannot have two of them gathered."),
-    ((
-        "gathered = root +"
-        " ",
-            "gathered ="
-            " "), "The root is gathered as well, and with it the embedding and the head."),
+    (("gathered = root + ", "gathered = "),
+     "The root is gathered as well, and with it the embedding and the head."),
     (("min(2, layers) if reshard else layers", "layers"),
      "`reshard` makes no difference in your answer; without a pipeline it does."),
     (lambda layers, layer, root, n, again, pp: 4 * (layers * layer + root) / n,
@@ -137,9 +130,8 @@ _NEITHER = (
 
 _WRONG_CHOICES = (
     (("False if fits else None", "not fits"), _NEITHER),
-    ((
-        "False if fits else"
-        " None", "False"), "Under a pipeline both policies keep all layers: do they fit?"),
+    (("False if fits else None", "False"),
+     "Under a pipeline both policies keep all layers: do they fit?"),
     (("False if fits else None", "not fits if 2 * layer <= room else None"), _NEITHER),
     (lambda *sizes: not sizes[-1],
      "That is what \"auto\" does, which knows neither your memory nor your network. Here both are"
@@ -157,12 +149,8 @@ _WRONG_CHOICES = (
     (("gather <= forward", "gather < forward"),
      "Where a gather takes exactly as long as a forward it is just hidden: equally fast, and True"
      " keeps less."),
-    ((
-        "min(2,"
-        " layers)",
-            "1"),
-                "With True two layers are there in backward: one computes while the next is"
-                " gathered."),
+    (("min(2, layers)", "1"),
+     "With True two layers are there in backward: one computes while the next is gathered."),
     (("min(2, layers)", "0"), "With True two layers have to fit; if they do not, answer None."),
 )  # fmt: skip
 
@@ -210,14 +198,14 @@ _REDUCED = (
 
 _WRONG_HSDP = (
     ((_ADDED_UP, "2 * model"), _REDUCED),
-    ((_ADDED_UP,
-        "model / shard"), "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
+    ((_ADDED_UP, "model / shard"),
+     "An all-reduce is a reduce-scatter and an all-gather: twice (n - 1)/n."),
     ((_ADDED_UP, "model"), _REDUCED),
     (("over_shard, over_replicate", "over_replicate, over_shard"),
      "The two have changed places: parameters are gathered over `dp_shard`, shards of gradients are"
      " added over `dp_replicate`."),
-    ((_ROUNDS,
-        "2 if reshard else 1"), "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
+    ((_ROUNDS, "2 if reshard else 1"),
+     "Over `dp_shard` the gradients pass, too: one reduce-scatter."),
     ((_ROUNDS, "3"), "`reshard` makes no difference in your answer; True gathers once more."),
     ((_ROUNDS, "2 if reshard else 3"), "The policies have changed places: True gathers once more."),
     ((" * (shard - 1) / shard", ""), (" * (replicate - 1) / replicate", ""),

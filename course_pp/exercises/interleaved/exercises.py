@@ -148,8 +148,7 @@ _WRONG_CHUNKS: tuple[tuple[Callable[..., int], str], ...] = (
     (lambda p, m, layers, *_: layers, _BOTH),
     (lambda *row: 1,
      f"{_NO_LATENCY} `forward` and `backward` are the times of all layers of a rank: a chunk takes"
-     " a v-th of them. "
-     "With the times of a whole rank, more chunks would mean more work."),
+     " a v-th of them. With the times of a whole rank, more chunks would mean more work."),
     (_nearest_to_root,
      "The divisor nearest to the root need not have the shortest step, which grows faster below the"
      " root than above it: compare the steps."),

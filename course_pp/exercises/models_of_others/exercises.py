@@ -221,14 +221,13 @@ _LAST = "range(writer, max(readers))"
 _OTHER_RANK = "rank_of[stage] != rank_of[stage + 1]"
 _REACHED = "len(ranks - {rank_of[writer]})"
 _WRONG_SENT = (
-    ((
-        "return handed,"
-        " straight", "return straight, handed"), "Handed on comes first, then straight."),
-    ((_OTHER_RANK,
-        "True"), f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
+    (("return handed, straight", "return straight, handed"),
+     "Handed on comes first, then straight."),
+    ((_OTHER_RANK, "True"),
+     f"{_HANDED}; but from a stage to the next on the same rank nothing is sent."),
     ((_LAST, "range(writer, min(readers))"), f"{_HANDED}, not the first."),
-    ((_LAST,
-        "range(writer, min(max(readers) + 1, len(rank_of) - 1))"), f"{_HANDED}, and no further."),
+    ((_LAST, "range(writer, min(max(readers) + 1, len(rank_of) - 1))"),
+     f"{_HANDED}, and no further."),
     ((_LAST, "range(1)"), (_OTHER_RANK, "True"), f"{_HANDED}."),
     ((_REACHED, "len(readers)"), _STRAIGHT),
     ((_REACHED, "len(ranks)"), _STRAIGHT),

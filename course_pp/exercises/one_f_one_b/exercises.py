@@ -397,8 +397,8 @@ _ACTIVATIONS = "min(m, p) * activations / (p * m)"
 _WRONG_CHOICES = (
     ((_ACTIVATIONS, "activations / p"),
      "You count m activations in flight, as GPipe has. 1F1B holds min(m, p) on rank 0."),
-    ((_ACTIVATIONS,
-        "activations / m"), "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
+    ((_ACTIVATIONS, "activations / m"),
+     "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
     (("state / p", "state"), "The state is divided among the ranks: rank 0 has `state / p` of it."),
     (("<= budget", "< budget"), "What needs exactly `budget` fits: `<=`."),
 )  # fmt: skip

@@ -335,12 +335,10 @@ def _why_wrong(
          " backward through a copy leaves its gradients on the copy; or was it cleared too early?"),
         (bool(still),
          f"The last stage's {' and '.join(still)} stay as they were. Each parameter needs the"
-         " gradient of the same "
-         "parameter of the copy, weights and biases."),
+         " gradient of the same parameter of the copy, weights and biases."),
         (0 < len(differ) < len(first),
          f"After the first update only {' and '.join(differ)} of the last stage are wrong: does"
-         " each parameter get its "
-         "own gradient?"),
+         " each parameter get its own gradient?"),
         (wrong[-1] == 0,
          "Already the first update differs: it takes the gradient of one microbatch's own mean"
          " loss, without 1/m."),
@@ -376,8 +374,8 @@ def version_used(rule: str, stage: int, i: int, p: int, group: int) -> int:
 
 _STASHED = "else p - 1 - stage"
 _WRONG_VERSIONS = (
-    ((_STASHED,
-        "else 0"), "That is the newest. With stashing a backward uses what its forward used."),
+    ((_STASHED, "else 0"),
+     "That is the newest. With stashing a backward uses what its forward used."),
     ((_STASHED, "else p - 1"),
      "That is stage 0's. A later stage has fewer microbatches in flight, so its newest is newer."),
     ((_STASHED, "else p - stage"),
@@ -587,17 +585,14 @@ _WRONG_PLANS = (
     ((" / replicas)", ")"),
      "Replicas share the microbatches, so a stage takes its time *divided by* them."),
     (("2 * outputs", "0 * outputs"), "A boundary takes time, too, and may be the slowest part."),
-    ((
-        "2 *"
-        " outputs",
-            "outputs"),
-                "A boundary is crossed twice: an activation goes down, its gradient comes back."),
+    (("2 * outputs", "outputs"),
+     "A boundary is crossed twice: an activation goes down, its gradient comes back."),
     (("end < len(times)", "True"), "Behind the last layer nothing is sent."),
     (("if end < len(times)", "for end in range(start + 1, min(end + 1, len(times)))"),
      "Only the output of a stage's *last* layer is sent; inside a stage nothing is."),
     ((_EXCHANGE, "0"), "Replicas exchange the gradients of their weights in every round."),
-    ((_EXCHANGE,
-        "(replicas - 1)"), "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
+    ((_EXCHANGE, "(replicas - 1)"),
+     "An exchange moves the weights' bytes 2 (r - 1) times: there and back."),
     ((_EXCHANGE, f"{_EXCHANGE} / replicas"),
      "The exchange is divided by the replicas once, together with the work, not twice."),
     (("max(work, exchange)", "(work + exchange)"),
