@@ -49,7 +49,10 @@ def verdict_of(name: str, fn: Callable[..., Any], here: bool = True) -> Verdict:
 
 
 def _calls_made_here(n: int, run: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
-    """Like ``on_ranks``, but for calls that need no rank starts no process: a thousand are judged."""
+    """Like ``on_ranks``, but start no process for calls that need no rank.
+
+    Tests judge a thousand of them.
+    """
     if run is not in_process.call_each:
         return on_ranks(n, run, *args, **settings)
     with mock.patch.object(in_process, "_bound_memory"):

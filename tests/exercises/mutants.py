@@ -79,7 +79,10 @@ def judged(name: str, mutant: Mutant, limit_s: float) -> Judged:
 
 
 def judged_all(exercises: Iterable[Exercise]) -> Iterator[Judged]:
-    """The verdicts on all mutants, on a few processes side by side; hanging ones end at the limit."""
+    """Yield the verdicts on all mutants, judged by a few processes side by side.
+
+    A mutant that hangs ends at the limit.
+    """
     known = survivors()
     jobs = [
         (

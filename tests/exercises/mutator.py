@@ -137,7 +137,7 @@ def _changed_trees(tree: ast.Module) -> Iterator[ast.Module]:
 
 
 class _Names:
-    """Names that somebody might take for one another: each parameter for every other, each local for the next."""
+    """Takes one name for another: a parameter for every other one, a local for the next."""
 
     def __init__(self, tree: ast.Module) -> None:
         nodes = list(ast.walk(tree))
@@ -186,7 +186,7 @@ def _putter(tree: ast.Module, node: ast.AST) -> Callable[[ast.AST], None] | None
 
 
 def _on_statements(node: ast.AST) -> Iterator[Callable[[], None]]:
-    """Drops each statement of a block, repeats it, swaps it with the next, and moves it out of a loop or into it."""
+    """Drops, repeats and swaps the statements of a block, and moves them out of a loop or into it."""
     for field in ("body", "orelse"):
         block = getattr(node, field, None)
         if not isinstance(block, list):

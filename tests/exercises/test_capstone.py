@@ -32,7 +32,7 @@ from course_pp.show.curves import crossing
 
 
 class Direct:
-    """An answer that is called here: graders are tried by many, and starting ranks for each takes long."""
+    """An answer that is called in this process: to start ranks for each takes long."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.name, self._fn = fn.__name__, fn

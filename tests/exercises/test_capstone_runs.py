@@ -1,4 +1,4 @@
-"""What notebook 12 trains: planned as it is saved, timed as it is logged, killed when it should be."""
+"""The run of notebook 13: planned as it is saved, timed as it is logged, killed at its step."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Whatever an answer does, a check says it in a sentence, soon, and leaves the caller and no process behind."""
+"""A check tells any fault of an answer in a sentence, soon, and leaves no process behind."""
 
 import builtins
 import functools

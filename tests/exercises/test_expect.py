@@ -1,4 +1,4 @@
-"""Which values graders take for a number or a list, and where their messages say that something is wrong."""
+"""Values that graders take for a number or a list, and the messages on all others."""
 
 from collections import deque
 from collections.abc import Callable

@@ -189,7 +189,7 @@ def test_wrong_splits_are_told_why(answer: Answer, words: str) -> None:
 
 
 def balance_of_means_alone(power: int) -> Answer:
-    """The mean scores in the place of f, as a constant (power 1) or with a gradient of their own (2)."""
+    """The mean scores in place of f, as a constant (power 1) or with a gradient of their own (2)."""
 
     def answer(scores: list[list[float]], k: int) -> tuple[float, list[list[float]]]:
         given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)

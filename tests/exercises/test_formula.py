@@ -1,4 +1,7 @@
-"""Every wrong formula that a grader knows is told its own cause, and not that of another."""
+"""Every wrong formula that a grader knows is told its own cause, and no other formula's.
+
+Tests of a topic hold only the answers that show an example, or another branch of the grader.
+"""
 
 from collections.abc import Callable
 from typing import Any

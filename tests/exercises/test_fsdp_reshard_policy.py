@@ -1,4 +1,4 @@
-"""The graders of notebook 08, by what learners hand in, and what it looks at: bytes kept, gathered and sent."""
+"""The graders and measurements of notebook 08: answers of learners, bytes kept and sent."""
 
 from collections.abc import Callable
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""What a kernel shows of ``check``, ``hint``, ``solution`` and ``progress``, wherever in a cell they stand."""
+"""``check``, ``hint``, ``solution`` and ``progress`` in a kernel, anywhere in a cell."""
 
 import os
 import time
@@ -34,7 +34,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def kernel(started: Any) -> Any:
-    """One for all tests, whose functions are defined anew for each, by somebody without progress."""
+    """Return one kernel for all tests; each test defines its functions anew and has no progress."""
     manager, client, progress_file = started
     progress_file.unlink(missing_ok=True)
     client.execute_interactive(BEGINNING, timeout=60)

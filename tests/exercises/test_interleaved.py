@@ -123,7 +123,7 @@ def by_search(rank: int, p: int, v: int, shape: str) -> tuple[int, ...]:
 def in_halves(
     chunks: Any, order: Any, microbatches: Any, targets: Any, loss_fn: Any, ring: Any
 ) -> None:
-    """Another way to write it: what is needed to begin a backward is kept at the forward; sends are waited for late."""
+    """A right step that keeps the arguments of a backward at its forward, and waits for sends late."""
     p, m, kept, sends = ring.n_ranks, len(microbatches), {}, []
 
     def forward(stage: int, i: int) -> None:
@@ -359,7 +359,7 @@ def test_a_right_answer_may_be_written_in_another_way(name: str, answer: Answer)
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 2)])
 def test_the_shortest_warm_up_has_the_step_and_on_rank_0_the_memory_of_1f1b(p: int, v: int) -> None:
-    """What the notebook says: rank 0 holds v p chunks, which are p ranks' worth, and no rank can do with fewer."""
+    """Rank 0 holds v p chunks, as the notebook says, and no rank can do with fewer."""
     m = 3 * p
     schedule = lean(p, m, v)
     short, roomy = simulate(schedule), simulate(build("interleaved_1f1b", p, m, v))

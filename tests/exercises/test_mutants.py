@@ -1,4 +1,4 @@
-"""Graders refuse mutants of the solutions: what they once accepted here, every one of them in ``make test-full``."""
+"""Graders refuse mutants of the solutions: those once accepted, and all in ``make test-full``."""
 
 import pytest
 

@@ -171,7 +171,7 @@ def sending(down: str, up: str) -> Answer:
 
 
 def runs_dry(stage: Any, microbatches: Any, targets: Any, loss_fn: Any, link: Any) -> None:
-    """As many forwards as 1F1B holds, then all their backwards, and again: a GPipe of short steps."""
+    """As many forwards as 1F1B holds, then all their backwards, and again: short GPipe steps."""
     m, in_flight, sends = len(microbatches), deque[Any](), []
     for i in range(m):
         x = recv_activation(microbatches[i], link)

@@ -1,4 +1,4 @@
-"""The quiz as plain text and with buttons: what is kept, and that nothing is told before the course."""
+"""The quiz as text and with buttons: answers are kept, and nothing is told before the course."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The graders of notebook 07, by what learners hand in, and what it shows of plans, a cut model and patients."""
+"""The graders of notebook 07, and its plans, cut model and patients."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What people write instead is refused, and told why; every exercise has something of the kind for its teacher."""
+"""Known wrong answers are refused with a cause; every exercise has some for its teacher."""
 
 import pytest
 

@@ -29,7 +29,7 @@ Answer = Callable[..., Any]
 def with_lag(
     lag: Callable[[int, int], int], warm_up: Answer | None = None, drain: str = "IW"
 ) -> Answer:
-    """F and I of 1F1B, or of another warm-up; a W after each I but the first ``lag``, or otherwise in the drain."""
+    """F and I of 1F1B or of another warm-up, with a W after each I but the first ``lag``."""
 
     def order_zb_h1(rank: int, p: int, m: int) -> list[Action]:
         ahead = min(m, warm_up(rank, p) if warm_up else p - 1 - rank)
@@ -70,7 +70,7 @@ def forwards_counted(rank: int, p: int, f: float, b: float) -> int:
 
 
 def put(short: int = 0, after_i: bool = False, drain: str = "IW") -> Answer:
-    """W's where all room but ``short`` is used up: before an F, or after an I; and around the I's of the drain."""
+    """W's before an F or after an I where all room but ``short`` is used, and in the drain."""
 
     def place_weights(order: list[Action], room: int) -> list[Action]:
         left, held, waiting, out = (

@@ -102,8 +102,8 @@ def _grade_order(answer: Answer) -> None:
             build("gpipe", p, m),
             impossible="",
             crowded="",
-            slow="The ranks take the microbatches in different orders, so one waits for what another"
-            " does late.",
+            slow="The ranks take the microbatches in different orders, so one waits for what"
+            " another does late.",
         )
 
 

@@ -355,6 +355,8 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
 
     n_real = mask[:, 1:].sum().item()
     n_all = mask[:, 1:].numel()
+    other_divisors = [n_all, n_real / m, n_real * m, 1, len(mask)]
+    other_divisors += [mask.sum().item(), mask[:, :-1].sum().item()]
     causes = (
         (close(loss, right, 1e-5),
          "It is right but for rounding: keep the sum a tensor of float64, without `.item()`."),
@@ -363,7 +365,7 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
          " 0."),
         (name != "no padding" and gives(torch.ones_like(mask), n_real, n_all),
          "Padding is guessed like everything else: as a target it has to be left out, with -100."),
-        (gives(mask, n_all, n_real / m, n_real * m, 1, len(mask), mask.sum().item(), mask[:, :-1].sum().item()),
+        (gives(mask, *other_divisors),
          "Add up the losses of all counted tokens, and divide by their number, `mask[:, 1:].sum()`,"
          " once."),
         (m > 1,

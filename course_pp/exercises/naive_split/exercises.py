@@ -390,7 +390,7 @@ _STAGES: tuple[
 
 
 def _named_on_rank(rank: int, answer: Callable[..., Any]) -> list[tuple[Any, list[str]]]:
-    """Return for each stage the result of the answer, and the parameters whose gradient it changed."""
+    """Return for each stage the answer, and the parameters whose gradient it changed."""
     found = []
     for what, replaced, gradient, *_ in _STAGES:
         torch.manual_seed(0)

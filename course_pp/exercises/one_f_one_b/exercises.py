@@ -360,7 +360,8 @@ def _shown_room(case: tuple[Any, ...], held: int, enough: int) -> str:
     every = forward + backward
     return (
         f"There and back, a microbatch is {2 * latency:g} on a link, and a new one comes every"
-        f" {every:g}: {2 * latency / every:.3g} at once. Behind rank {rank} lie {p - 1 - rank} links."
+        f" {every:g}: {2 * latency / every:.3g} at once. Behind rank {rank} lie {p - 1 - rank}"
+        " links."
     )
 
 

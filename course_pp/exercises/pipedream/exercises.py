@@ -504,12 +504,13 @@ def _read_row(
         )
 
     def lacking(action: Action) -> str:
+        left = [each.kind for each in wanted[wanted.index(action) :]]
         causes = (
             (action.kind == "U", "Each backward is followed by an update."),
             (action.kind == "F" and action.microbatch >= m // replicas[stage] * replicas[stage],
              "m need not be divided by the replicas: the last round has fewer microbatches, and"
              " some replica has one more than others."),
-            (action.kind == "B" and "F" not in [each.kind for each in wanted[wanted.index(action) :]],
+            (action.kind == "B" and "F" not in left,
              "As many backwards are left after the last forward as the warm-up had forwards."),
             (OTHERWISE,
              f"Every microbatch of replica {replica} has its F, its B and its U."),

@@ -600,7 +600,7 @@ def _grade_healed_step(answer: Answer) -> None:
         for where, m, ranks in BENCH.tried(answer, _SIZES):
             _judge_step(where, m, ranks)
     except Stopped as stopped:
-        # These are Python's words for an empty list or deque; an index that is too large has others.
+        # Python's words for an empty list or deque; an index that is too large has others.
         if stopped.error == "IndexError" and "pop from " in stopped.symptom:
             raise Mistake(stopped.symptom, _OUT_OF_SLOTS, stopped.example) from None
         raise
