@@ -150,7 +150,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
      "`None` was to be sent or received. A tensor's `.grad` is None until a backward has run, and"
      " stays None where that backward does not reach the tensor."),
     ("Expected parameter `tensor` of type torch.Tensor",
-     "What is sent or received has to be a tensor: are the arguments in their order?"),
+     "Only a tensor can be sent or received: are the arguments in their order?"),
     ("is not initialized in the world group map",
      '`group=` takes a process group: of a mesh, that of one dimension, `mesh.get_group("tp")`.'),
     ("input tensor has to be contiguous",

@@ -178,9 +178,9 @@ WRONG_STEPS = [
      "in line", "targets that do not belong to this output"),
     (step_with((LAST, "")), "is None", "Is a `return` missing?"),
     (step_with((LAST, f"{LAST} * tokens.numel()")), "All gradients are right", "loss.item()"),
-    (step_with(("    if rank", "    stage.zero_grad()\n    if rank")), "up to whoever calls"),
+    (step_with(("    if rank", "    stage.zero_grad()\n    if rank")), "up to the caller"),
     (step_with((BACK, f"for p, p.grad in zip(stage.parameters(), {GRADS}): pass")),
-     "up to whoever calls"),
+     "up to the caller"),
     (step_with((LAST, f"    torch.optim.SGD(stage.parameters(), lr=0.1).step()\n{LAST}")),
      "changed its argument `stage", "The optimizer is the caller's business"),
 ]  # fmt: skip

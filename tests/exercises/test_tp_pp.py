@@ -198,7 +198,7 @@ def sending(
         (sending(lambda n, a, m, tp: 8 * m * a * (tp - 1) / tp), "That is one layer"),
         (sending(lambda n, a, m, tp: 16 * n * m * a * (tp - 1) / tp), "One sum for two matrices"),
         (sending(messages=lambda n, a, m, tp: m * a), "down and a gradient up"),
-        (sending(messages=lambda n, a, m, tp: 4 * m * a), "What it receives"),
+        (sending(messages=lambda n, a, m, tp: 4 * m * a), "Other ranks send"),
         (sending(messages=lambda n, a, m, tp: 2 * a), "a step has m"),
         (sending(messages=lambda n, a, m, tp: 2 * m * a / tp), "sends it whole"),
         (sending(messages=lambda n, a, m, tp: 2 * n * m * a), "not after each layer"),

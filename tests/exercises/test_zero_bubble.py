@@ -261,7 +261,7 @@ WRONG = {
         ),
         (
             fitting_by(lambda held, s, a, budget: s + held * a <= budget - 1e-6),
-            "What needs exactly the budget fits",
+            "exactly the budget fits",
         ),
         (
             lambda points, s, a, budget: None,

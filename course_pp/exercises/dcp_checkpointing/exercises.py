@@ -147,11 +147,12 @@ _WRONG_OVERLAPS = (
     ((_IF, "True"), "A file that has nothing of what is wanted is not read: leave it out."),
     ((_ADD, "reads[file] = first, ends"), _NO_END),
     ((_ADD, "reads[file] = offsets, sizes"),
-     "Those are the whole pieces. Only the part of each that is wanted is read."),
+     "Those are the whole pieces. Read only the wanted part of each."),
     (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, offsets))"),
-     "Those offsets count from the corner of the piece; the whole tensor's is asked for."),
+     "Those offsets count from the corner of the piece. Count from the corner of the whole tensor."),
     (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, wanted[0]))"),
-     "Those offsets count from the corner of what is wanted; the whole tensor's is asked for."),
+     "Those offsets count from the corner of the wanted part. Count from the corner of the whole"
+     " tensor."),
 )  # fmt: skip
 
 # Two files each, so that a message can show both.
@@ -221,7 +222,7 @@ _LISTINGS: tuple[tuple[dict[str, Sizes], str | None, str], ...] = (
      "Each file that the manifest names counts, the first as well."),
     ({"step_4": _SIZES, ".step_8.tmp-3f2a": _SIZES, "step_8.bak": _SIZES}, "step_4", _NO_NAME),
     ({".step_8.tmp-3f2a": _SIZES, "step_4": _SIZES}, "step_4",
-     "What is no checkpoint is passed over, and the search goes on after it."),
+     "Pass over a file that is no checkpoint, and go on with the search."),
     ({"step_4": _SIZES, "copy_8": _SIZES}, "step_4", _NO_NAME),
     ({
         "step_9": _SIZES,
@@ -348,7 +349,7 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
             yield (
                 2,
                 told,
-                "Write once, before the barrier: whoever publishes takes it that all have written.",
+                "Write once, before the barrier: the rank that publishes relies on all pieces.",
             )
     for rank in {*range(_N_SAVERS)}.difference(writers):
         yield 0, f"Rank {rank} never wrote its piece.", "Every rank writes its own piece."
@@ -368,7 +369,7 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
         yield (
             3,
             told,
-            "Who publishes must know that all the others have written: a barrier after `write()`.",
+            "The rank that publishes must know that all others have written: a barrier after `write()`.",
         )
     if (back := when("returned")[0]) < published[0]:
         told = f"Rank {back[1]} returned before the checkpoint was published."
@@ -519,7 +520,7 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
                     " values"
                 )
                 cause = why(_TWO_MEANINGS, str(key), value)
-                raise Mistake(f"{symptom}: whoever writes last wins.", cause)
+                raise Mistake(f"{symptom}: the last one to write wins.", cause)
             merged[key], writer[key] = value, rank
     stage, optimizer = _trained(1, 0)
     needed = {
@@ -531,7 +532,7 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
         if not _keys_of(value, merged):
             raise Mistake(f"{where} no entry holds {name}.", _why_missing(value, merged))
     if not _keys_of(_STEP, merged):
-        cause = "Whoever resumes has to know how many steps are done, or the data begin again."
+        cause = "A run that resumes has to know how many steps are done, or its data begin again."
         raise Mistake(f"{where} no entry holds the step, {_STEP}.", cause)
     missing = [rank for rank, given in enumerate(ranks) if not _keys_of(given.generator, merged)]
     if len(missing) == len(ranks):

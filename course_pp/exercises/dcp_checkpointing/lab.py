@@ -346,7 +346,7 @@ def _resumed(save: _Save, rank: int, dropout: float) -> ResumeSymptoms:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, trainer.entries(save))
     right = trainer.losses(_LAST)
-    # Who writes last wins.
+    # The last rank to write a key wins.
     again.resume(save, {key: value for entries in everyone for key, value in entries.items()})
     after = again.probe()
     found = again.losses(again.step + _LAST - _SAVED_AT)

@@ -914,7 +914,7 @@ _WRONG_MIXTURES: tuple[tuple[Any, ...], ...] = (
      "Only the last expert of each token is in it: add, `+=` or `index_add`, where yours "
      "overwrites."),
     (lambda x, experts, chosen, weights: x + mixture(x, experts, chosen, weights),
-     "x itself is not in the sum: whoever calls adds the residual."),
+     "x itself is not in the sum: the caller adds the residual."),
     (lambda x, experts, chosen, weights: mixture(x, experts[::-1], chosen, weights),
      "The rows went to other experts: `experts[e]` has those that chose e."),
     (lambda x, experts, chosen, w: mixture(x, _as_they_come(experts, chosen), chosen, w),

@@ -57,7 +57,7 @@ _WRONG_BUBBLES = (
     (lambda p, m: (p - 1) / (m + p),
      "The step is m + p - 1 slots long: the last rank begins only p - 1 slots late."),
     (lambda p, m: 2 * (p - 1) / (m + p - 1),
-     "Of forwards and backwards, 2 (m + p - 1) slots, 2 (p - 1) are idle."),
+     "Forwards and backwards take 2 (m + p - 1) slots, and 2 (p - 1) of these are idle."),
     (lambda p, m: (p - 1) / (2 * (m + p - 1)),
      "Forwards and backwards each have a bubble: of 2 (m + p - 1), 2 (p - 1)."),
     (lambda p, m: 100 * (p - 1) / (m + p - 1), "Give a share from 0 to 1, not per cent."),

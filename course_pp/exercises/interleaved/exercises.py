@@ -318,8 +318,8 @@ def _read_order(value: Any, rank: int, p: int, m: int, v: int, n: int) -> tuple[
 _NOT_IN_ROUNDS: Cause = (
     (
         lambda mine, theirs: theirs[0].kind == "B" and mine[0].microbatch > theirs[0].microbatch,
-        "What went first through the last chunk comes back first: microbatches keep their order in"
-        " backward.",
+        "The microbatch that went first through the last chunk comes back first: microbatches keep"
+        " their order in backward.",
     ),
     (
         lambda mine, theirs: theirs[0].kind == "B" and mine[0].stage != theirs[0].stage,

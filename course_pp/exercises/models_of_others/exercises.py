@@ -375,7 +375,7 @@ def _why_loss(name: str, m: int, loss: float, right: float) -> str:
             "no padding"
         ), "Each position guesses the next token: `x[:, :-1]` against `rows[:, 1:]`."),
         (OTHERWISE,
-         "Every stage attends, so each has to know what is padding. What does `stage(x)` know?"),
+         "Every stage attends, so each has to know the padding. Does `stage(x)` know it?"),
     )  # fmt: skip
     return why(causes)
 

@@ -298,7 +298,7 @@ _NO_GRADIENT = (
 _WRONG_GRADIENTS: Cause = (
     (
         WrongGradients.replace_what_was_there,
-        "`backward` adds to `.grad` by itself; to clear it is up to whoever calls the step.",
+        "`backward` adds to `.grad` by itself; to clear it is up to the caller of the step.",
     ),
     (
         lambda found: found.are_times(found.factor),

@@ -401,7 +401,7 @@ _WRONG_CHOICES = (
     ((_ACTIVATIONS, "activations / m"),
      "A/m holds for m ≥ p; with fewer, rank 0 holds m: min(m, p)·A/(pm)."),
     (("state / p", "state"), "The state is divided among the ranks: rank 0 has `state / p` of it."),
-    (("<= budget", "< budget"), "What needs exactly `budget` fits: `<=`."),
+    (("<= budget", "< budget"), "A choice that needs exactly `budget` fits: `<=`."),
 )  # fmt: skip
 
 

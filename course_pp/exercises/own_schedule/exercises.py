@@ -457,10 +457,7 @@ def _judge_rank(what: str, rank: int, given: Program, got: list[Any]) -> None:
         if event[0] == "recv" and (
             late := [each for each in got[: got.index(event)] if each in after]
         ):
-            cause = (
-                "What comes after a receive in the order needs it: it may come earlier, never"
-                " later."
-            )
+            cause = "The events after a receive need it: it may come earlier, never later."
             raise Mistake(f"{what} has {event} on rank {rank} after {late[0]}.", cause)
 
 

@@ -125,10 +125,7 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
     where = f"rank {rank} of {p}"
     left = (rank - 1) % p
     if p > 1 and isinstance(got, Tensor) and _is_number(got, left):
-        cause = (
-            "What goes round is `x`: send that, and receive into memory like it,"
-            " `torch.empty_like(x)`."
-        )
+        cause = "`x` goes round: send it, and receive into memory like it, `torch.empty_like(x)`."
         raise Mistake(
             f"On {where}, `shift` returned {left}, the number of the left neighbour, not its `x`.",
             cause,
@@ -138,7 +135,7 @@ def _judge_shift(rank: int, p: int, dtype: torch.dtype, got: Any, is_x: bool) ->
         if is_x:
             raise Mistake(
                 f"On {where}, `shift` returned `x` itself.",
-                "Whoever overwrites `x` would change what came back, too: return `x.clone()`.",
+                "A caller that overwrites `x` would change the result, too: return `x.clone()`.",
             )
         return
     if torch.equal(value, torch.full_like(value, _OVERWRITTEN)):

@@ -271,7 +271,7 @@ _WRONG_TP = (
 _WRONG_PP = (
     (lambda n, a, m, tp: m * a, "A middle stage sends an activation down and a gradient up."),
     (lambda n, a, m, tp: 4 * m * a,
-     "What it receives, others send: count the two messages that it sends itself."),
+     "Other ranks send the messages that it receives: count the two that it sends itself."),
     (lambda n, a, m, tp: 2 * a, "That is one microbatch; a step has m."),
     (lambda n, a, m, tp: 2 * m * a / tp,
      "Each tensor-parallel rank holds the whole activation after the sum, and sends it whole."),

@@ -404,6 +404,7 @@ _BUDGETS: list[tuple[_Points, float, float, float]] = [
 _LESS_MEMORY = (
     "Less memory than the budget buys nothing: of what fits, the smallest bubble is wanted."
 )
+_EXACTLY = "A schedule that needs exactly the budget fits: `<=`."
 _NEEDS = "A rank needs its state, and `activation` bytes for each activation that it holds."
 _NEEDED = "state + held * activation"
 _FITS = " if state + held * activation <= budget"
@@ -411,7 +412,7 @@ _LEAST = "(bubble, held, name)"
 _WRONG_CHOICES = (
     (("name, (held, bubble)", "name, (bubble, held)"),
      "In each pair the activations come first, then the bubble. Here they are swapped."),
-    (("<= budget", "< budget"), "What needs exactly the budget fits: `<=`."),
+    (("<= budget", "< budget"), _EXACTLY),
     ((_NEEDED, "held * activation"), _NEEDS),
     ((_NEEDED, "state + held"), _NEEDS),
     ((_NEEDED, "held * (state + activation)"),
@@ -442,7 +443,7 @@ def _why_other_choice(case: tuple[Any, ...], got: Any, best: str | None) -> str:
         return f"It does not fit. {_NEEDS if best else 'Nothing fits there: return None.'}"
     best_held, least_bubble = points[best or ""]
     causes = (
-        (state + best_held * activation == budget, "What needs exactly the budget fits: `<=`."),
+        (state + best_held * activation == budget, _EXACTLY),
         (
             bubble == least_bubble,
             "Of equal bubbles take the one that holds less: on the picture, the point further to"
