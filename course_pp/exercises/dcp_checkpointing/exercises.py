@@ -149,7 +149,8 @@ _WRONG_OVERLAPS = (
     ((_ADD, "reads[file] = offsets, sizes"),
      "Those are the whole pieces. Read only the wanted part of each."),
     (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, offsets))"),
-     "Those offsets count from the corner of the piece. Count from the corner of the whole tensor."),
+     "Those offsets count from the corner of the piece. Count from the corner of the whole"
+     " tensor."),
     (("reads[file] = first", "reads[file] = tuple(a - b for a, b in zip(first, wanted[0]))"),
      "Those offsets count from the corner of the wanted part. Count from the corner of the whole"
      " tensor."),
@@ -369,15 +370,16 @@ def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]
         yield (
             3,
             told,
-            "The rank that publishes must know that all others have written: a barrier after `write()`.",
+            "The rank that publishes must know that all others have written: a barrier after"
+            " `write()`.",
         )
     if (back := when("returned")[0]) < published[0]:
         told = f"Rank {back[1]} returned before the checkpoint was published."
         cause = (
-            "Who returns takes the checkpoint for granted, and may load it or delete the one"
-            " before: a barrier "
+            "A rank that returns takes the checkpoint for granted, and may load it or delete the"
+            " one before: a barrier after `publish()`, on all ranks."
         )
-        yield 4, told, f"{cause}after `publish()`, on all ranks."
+        yield 4, told, cause
 
 
 def _grade_save_together(answer: Answer) -> None:
@@ -551,8 +553,8 @@ def _judge_run(where: str, ranks: Sequence[_Given]) -> dict[Any, Any]:
             key = " ".join(changed[0].split())
             raise Mistake(
                 f"After one more step, rank {rank} writes other keys, such as `{key:.60}`.",
-                "Who loads knows names and coordinates, and none of the values: make the keys of"
-                " those.",
+                "A rank that loads knows names and coordinates, and no values: make the keys of"
+                " names and coordinates.",
             )
     return merged
 

@@ -402,8 +402,8 @@ def _why_no_factor(step: _Step, m: int) -> str:
         )
     if step.reductions > _BENCH.n_blocks and m > 1:
         return (
-            "What is divided or cleared after one backward is lost for, or divided again with, the"
-            " next."
+            "Gradients that are divided or cleared after one backward are divided again with, or"
+            " lost for, the next."
         )
     return (
         "Every microbatch counts, with its own target and 1/m, and the gradients of all of them are"
