@@ -202,6 +202,7 @@ class Bench:
         """Run the step on this rank, which has one stage, once for each number of microbatches."""
         outcomes = []
         for m in sizes:
+            # A late rank shows faults that a fast one hides, such as memory written to too early.
             if stagger_s:
                 dist.barrier()
                 time.sleep(stagger_s * rank)
@@ -560,6 +561,7 @@ def _watch(stage: nn.Module, events: list[str], inputs: Memory) -> None:
 @contextmanager
 def _received_from(source: int, note: Callable[[Tensor], None]) -> Iterator[None]:
     """Call ``note`` with each tensor that receives a message of rank ``source`` in the block."""
+    # Every way to receive ends in this method, also those of `Link` and of the learner's own lines.
     recv = dist.ProcessGroup.recv
 
     def noted(self: Any, tensors: list[Tensor], peer: int, *args: Any, **kwargs: Any) -> Any:

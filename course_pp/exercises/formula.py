@@ -138,6 +138,7 @@ def flawed(solution: Callable[..., Any], *changes: tuple[str, str]) -> Callable[
     # The file has the name of a cell, so that a message about a hang can name the line.
     file = f"<ipython-input-flawed-{solution.__name__}-{abs(hash(source))}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    # A copy: the flawed function must not replace the right one in its module.
     names = dict(vars(sys.modules[solution.__module__]))
     exec(compile(source, file, "exec", flags=__future__.annotations.compiler_flag), names)
     found: Callable[..., Any] = names[solution.__name__]

@@ -116,6 +116,7 @@ def judge_orders(
     """
     if not isinstance(yours, Schedule):
         yours = Schedule("yours", reference.placement, tuple(yours))
+    # Causes look at single actions: two that overlap count as both, one after the other.
     rows: list[Row] = []
     for row in yours.actions:
         rows.append(tuple(part for action in row for part in action.parts))

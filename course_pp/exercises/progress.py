@@ -207,6 +207,7 @@ class Store:
         except FileNotFoundError:
             return Kept(), ""
         except ValueError as e:
+            # A learner may want to mend it by hand: never overwrite it.
             aside = _free_name(path)
             os.replace(path, aside)
             said = (

@@ -174,6 +174,7 @@ def _answered(when: When, about: tuple[str, ...], given: Mapping[str, str]) -> Q
 
 
 def _read(asked: Sequence[Question], letters: str) -> dict[str, str]:
+    # Learners group thirty letters by spaces.
     letters = "".join(letters.lower().split())
     if len(letters) != len(asked):
         raise NoQuiz(
