@@ -203,7 +203,7 @@ class Position:
         return self.why_not(action)
 
     def legal(self, rank: int, at: float | None = None) -> list[Action]:
-        """Return what can be placed on ``rank``, the earliest start first."""
+        """Return the actions that can be placed on ``rank``, the earliest start first."""
         found = []
         for stage, home in enumerate(self.game.placement):
             if home != rank:
@@ -219,7 +219,7 @@ class Position:
         return [action for _, action in sorted(found, key=lambda each: each[0])]
 
     def remove(self, action: Action) -> None:
-        """Remove ``action``, what came after it on its rank, and what depends on any of these."""
+        """Remove ``action``, later actions of its rank, and every action that depends on these."""
         before = sorted((span for row in self.rows for span in row), key=lambda span: span.start)
         if action not in [span.action for span in before]:
             raise Refused(f"{action} is not on the board")
@@ -359,7 +359,7 @@ def replay(game: Game, moves: Sequence[str]) -> Position:
 
 
 def fill(position: Position, policy: str, references: Mapping[str, Rows]) -> list[str]:
-    """Place what is left by a policy, or by a named order that the board has followed so far.
+    """Place the other actions by a policy, or by a named order that the board has followed so far.
 
     Returns the moves. Under a tight cap, the actions on the board can make the rest impossible;
     filling then stops, and :func:`standstill` says why.
@@ -398,7 +398,7 @@ def standstill(position: Position, policy: str, references: Mapping[str, Rows]) 
 def advice(
     position: Position, policy: str, references: Mapping[str, Rows], rank: int | None = None
 ) -> Action | None:
-    """Return what comes next, on ``rank`` or on any; None if there is nothing."""
+    """Return the next action, on ``rank`` or on any; None if there is none."""
     ranks = range(position.game.n_ranks) if rank is None else (rank,)
     options: list[tuple[tuple[float, ...], Action]] = []
     for each in ranks:
@@ -426,7 +426,7 @@ def _follows(position: Position, order: Rows) -> bool:
 def _options(
     position: Position, policy: str, references: Mapping[str, Rows], rank: int
 ) -> Iterator[tuple[tuple[float, ...], Action]]:
-    """Yield what a policy or an order could do next on a rank, with the key to sort by."""
+    """Yield the next actions of a policy or an order on a rank, each after its sort key."""
     if policy in references:
         placed = len(position.rows[rank])
         order = references[policy][rank]

@@ -80,7 +80,7 @@ class Board(AnyWidget):
         own = None if level is None else level.reference
         self._references = references(game.placement, game.n_microbatches, game.split, own=own)
 
-        # Boards of the same game share what is kept.
+        # Boards of the same game share one list of moves.
         told = json.dumps(game.as_json(), sort_keys=True)
         digest = sha256(told.encode()).hexdigest()[:12]
         self._name = f"level {level.number} {digest}" if level else f"board {digest}"
@@ -199,7 +199,7 @@ class Board(AnyWidget):
 
     @property
     def figure(self) -> ChartFigure:
-        """What is on the board, as a picture, for where no browser runs it."""
+        """The board as a picture, for places where no browser runs it."""
         title = f"{self.words['title']}. {self._standing()}"
         figure = timeline(self.timeline, title)
         if not self.timeline.spans:  # rows that wait for their first action, and no times yet
@@ -224,7 +224,7 @@ class Board(AnyWidget):
 
     @checked
     def remove(self, action: str) -> None:
-        """Remove an action, what came after it on its rank, and what depends on these."""
+        """Remove an action, later actions of its rank, and every action that depends on these."""
         replay(self._game, self.moves).remove(Action.parse(action))
         self._commit([*self.moves, f"-{action.strip()}"])
 
@@ -235,7 +235,7 @@ class Board(AnyWidget):
 
     @checked
     def legal(self, rank: int) -> tuple[str, ...]:
-        """Return what ``rank`` could do next, the earliest start first."""
+        """Return the actions that ``rank`` could do next, the earliest start first."""
         if not 0 <= rank < self._game.n_ranks:
             raise ValueError(f"rank is {rank}: give a rank from 0 to {self._game.n_ranks - 1}")
         return tuple(map(str, self._position.legal(rank)))
@@ -267,7 +267,7 @@ class Board(AnyWidget):
 
     @checked
     def fill(self, policy: str = "") -> None:
-        """Place what is left by ``policy``, or by a named order that the board has followed."""
+        """Place the other actions by ``policy``, or by a named order that the board follows."""
         policy = self._policy(policy)
         position = replay(self._game, self.moves)
         moves = fill(position, policy, self._references)

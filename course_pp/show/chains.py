@@ -1,4 +1,4 @@
-"""What an action waited for: the chain of actions that led to it, drawn on the timeline."""
+"""The chain of actions that an action waited for, drawn on the timeline."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
     def causes(of: Span) -> Iterator[_Cause]:
         for part in of.action.parts:
             for product in part.needs(tl.n_stages):
-                # A schedule may make a product on two ranks; the later one in time is what it got.
+                # A timeline may hold a product more than once; the last in time counts.
                 made = [each for each in makers[product] if each.end <= of.start]
                 if not made:
                     continue
@@ -122,7 +122,7 @@ def _chain(tl: Timeline, span: Span) -> tuple[list[_Cause], list[_Cause]]:
 
     chain = [_Cause(span, span.start)]
     while True:
-        # Of several that are ready together, what came from another rank tells most.
+        # Of several that are ready together, the message from another rank tells most.
         rank = chain[-1].span.rank
         found = list(causes(chain[-1].span))
         if not found:

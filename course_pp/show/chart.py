@@ -1,4 +1,4 @@
-"""A matplotlib figure that says in words what it shows."""
+"""A matplotlib figure with its finding in words."""
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence

@@ -20,7 +20,7 @@ from course_pp.show.wording import ScheduleReport, counted
 
 HELP = "draw a pipeline schedule as text, and save it as a figure, trace or table"
 _MOST_COLUMNS = 100
-# For terminals whose encoding lacks them.
+# Characters that the encoding of a terminal may lack, and plain ones in their place.
 _PLAIN = str.maketrans({"·": ".", "─": "-", "→": ">", "Σ": "sum ", "⌊": "floor(", "⌋": ")"})
 
 

@@ -1,4 +1,4 @@
-"""Two timelines on one axis, rank by rank: what was predicted above what happened."""
+"""Two timelines on one axis, rank by rank: the predicted one above the measured one."""
 
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ def compare(
     sides = (_Side(predicted, names[0], scale * rate), _Side(measured, names[1], scale))
     labels = []
     for name, end in zip(names, (float(predicted.makespan) * rate, measured.makespan), strict=True):
-        # Relative costs have four digits, seconds what their unit asks for.
+        # Relative costs have four digits; a number of seconds gets a suitable unit.
         told = end if measured.unit else float(amount(end))
         labels.append(f"{name} {format_time(told, measured.unit)}")
 

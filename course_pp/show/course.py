@@ -93,7 +93,7 @@ def _places() -> dict[str, tuple[int, int]]:
     Its column is the length of its longest way in; each branch has a row of its own.
     """
     columns: dict[str, int] = {}
-    for notebook in NOTEBOOKS:  # what comes before is listed before
+    for notebook in NOTEBOOKS:  # each is listed after the notebooks it builds on
         before = [columns[number] for number in notebook.after]
         columns[notebook.number] = 1 + max(before, default=-1)
 

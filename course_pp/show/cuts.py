@@ -50,7 +50,7 @@ def cut(
     refuse_unless(covered == list(range(config.n_layers)), "cut", "layers", layers, remedy)
     crossing = format_bytes(tokens * config.dim * itemsize)
 
-    # What each stage holds, in words and in bytes.
+    # The content of each stage, in words and in bytes.
     contents = []
     sizes = []
     for stage, (start, end) in enumerate(layers):
@@ -269,7 +269,7 @@ def _draw_value(
     ink = chart.VERMILION if skips else chart.BLUE
     for call in value.read:
         ends = [(call * each, height)]
-        # What comes after the last call is the model's result.
+        # A reader after the last call is the model's result.
         if call < len(cut.calls):
             end = (call + 0.38) * each
             ends = [(end, height), (end, top)]

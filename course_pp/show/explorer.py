@@ -73,7 +73,7 @@ def explore(**settings: Any) -> "Panel":
 
 
 def report_of(settings: Settings) -> ScheduleReport:
-    """Build and simulate what the settings ask for; ValueError for what the schedule refuses."""
+    """Build and simulate the schedule of the settings; ValueError for sizes that it refuses."""
     sizes = (settings.schedule, settings.n_ranks, settings.n_microbatches, settings.n_chunks)
     schedule = build(*sizes, round_size=settings.round_size)
     times: dict[str, Any] = {
@@ -95,8 +95,8 @@ def report_of(settings: Settings) -> ScheduleReport:
             times[name] = tuple(time * factor for factor in factors)
     costs = Costs(**times, latency=settings.latency)
     report = ScheduleReport(*sizes, costs, settings.round_size)
-    vars(report)["schedule"] = schedule  # where cached_property keeps what it has worked out
-    report.timeline  # noqa: B018 - what cannot be simulated is refused here
+    vars(report)["schedule"] = schedule  # the place where cached_property keeps its value
+    report.timeline  # noqa: B018 - refuses a schedule that cannot be simulated
     return report
 
 

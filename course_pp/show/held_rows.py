@@ -1,4 +1,4 @@
-"""What each rank holds over time, and which versions of its weights it uses."""
+"""The memory of each rank over time, and the versions of its weights."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -48,7 +48,7 @@ def memory(
     measured: Sequence[Any] | None = None,
     kind: str = "activation",
 ) -> ChartFigure:
-    """Draw what each rank holds over time, all to one scale, with the peak in the margin.
+    """Draw the memory of each rank over time, all to one scale, with the peak in the margin.
 
     Args:
         costs: the weight of activations, values of edges and versions of the weights. Without it

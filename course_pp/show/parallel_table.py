@@ -71,7 +71,7 @@ class ParallelismTable:
     """
 
     rows: tuple[Parallelism, ...]
-    break_even_tokens: float  # in a step; below it a pipeline sends less than data parallelism
+    break_even_tokens: float
     note: str
 
     def __getitem__(self, name: str) -> Parallelism:

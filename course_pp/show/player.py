@@ -1,4 +1,4 @@
-"""A timeline that moves: a time cursor, what each rank holds, messages under way.
+"""A timeline that moves: a time cursor, held activations, messages under way.
 
 Where scripts do not run there is a still picture.
 """
@@ -98,7 +98,7 @@ def asset(name: str) -> str:
 
 
 def _data(tl: Timeline, title: str, alt: str) -> dict[str, Any]:
-    """Return what the script needs to know, with times as numbers."""
+    """Return the data of the script, with times as numbers."""
     scale, unit = axis_unit(tl.makespan, tl.unit)
     with_stage = has_several_stages_a_rank(tl)
     events = {0.0}

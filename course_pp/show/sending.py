@@ -116,7 +116,7 @@ def _draw_process(
 
 
 Sums = tuple[tuple[frozenset[int], ...], ...]
-"""For each rank, for each chunk, the ranks whose parts are in the sum that it holds."""
+"""The ranks whose parts are in a sum: ``sums[rank][chunk]``."""
 
 
 class RingStep(NamedTuple):
@@ -135,7 +135,7 @@ class RingStep(NamedTuple):
 
 
 def ring_steps(n_ranks: int) -> tuple[Sums, tuple[RingStep, ...]]:
-    """Return what the ranks hold at first, and the 2 (n - 1) steps of a ring all-reduce.
+    """Return the sums before the first step, and the 2 (n - 1) steps of a ring all-reduce.
 
     Rank r sends chunk r - s in step s of the reduce-scatter, and chunk r + 1 - s in step s of the
     all-gather, always to rank r + 1 (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).

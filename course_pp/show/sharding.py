@@ -32,9 +32,7 @@ class Moment(NamedTuple):
 
     action: Action
     layer: int
-    # for each layer, the fraction of its weights that this rank holds meanwhile
     held: tuple[Fraction, ...]
-    # layers that are put together for this moment, or meanwhile for the next
     gathers: frozenset[int]
     reduces: frozenset[int] = frozenset()
 
@@ -303,7 +301,7 @@ def tensor_cut(
     if first == "row" or second == "column":
         refuse_unless(dim % n_ranks == 0, "tensor_cut", "dim", dim, remedy)
 
-    # The collective after each product; the result's width is what it moves.
+    # The collective after each product moves the product's whole width.
     after_first = ""
     if first == "row":
         after_first = "all-reduce"  # gelu of a sum is not the sum of the gelus

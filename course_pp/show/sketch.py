@@ -153,7 +153,7 @@ class Pen:
         on_white: bool = False,
         zorder: float = 5,
     ) -> None:
-        """Write words whose vertical middle, and left end, middle or right end, is ``place``."""
+        """Write words at ``place``: their vertical middle, and left end, middle or right end."""
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if on_white else None
         self._write(
             place, text, size=size, align=align, ink=ink, bold=bold, behind=behind, zorder=zorder
@@ -258,6 +258,6 @@ class Sketch(Pen):
         self.figure.text(left, note_bottom, small, va="bottom", **look)
 
     def finish(self, alt_text: str) -> ChartFigure:
-        """Return the figure, described for those who do not see it."""
+        """Return the figure, with a description for readers who do not see it."""
         self.figure.alt_text = alt_text
         return self.figure

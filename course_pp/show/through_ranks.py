@@ -85,7 +85,7 @@ def placement(schedule: Schedule, title: str | None = None) -> ChartFigure:
 
 
 def _draw_way(sketch: Sketch, start: Point, end: Point, width: float, gap: float) -> None:
-    """Draw an arrow from the stage whose upper left corner is ``start`` to the one at ``end``."""
+    """Draw an arrow from one stage to the next, given their upper left corners."""
     (x0, y0), (x1, y1) = start, end
     if x0 == x1:
         # The microbatch stays on its rank.
@@ -157,7 +157,6 @@ class Frame:
     time: Time
     at_work: tuple[Span | None, ...]
     waiting: tuple[int, ...]
-    # for each rank those whose activations it holds, once for each of its stages
     kept: tuple[tuple[int, ...], ...]
     done: tuple[int, ...]
 
@@ -297,7 +296,7 @@ def _draw_rank(
     width: float,
     with_stage: bool,
 ) -> None:
-    """Draw the action of a rank, or that it idles, above the cards of what it keeps."""
+    """Draw the action of a rank, or that it idles, above the cards of its microbatches."""
     x, y = corner
     half = _HIGH * 0.52
     high = half - 0.04

@@ -1,4 +1,4 @@
-"""Who waits for whom: the picture of a deadlock."""
+"""The picture of a deadlock: an arrow from each waiting rank to its peers."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence

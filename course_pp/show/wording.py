@@ -49,7 +49,7 @@ def name_of_part(part: Action, with_stage: bool) -> str:
 
 
 def named(name: str, text: str) -> str:
-    """Return ``1f1b: what follows``; ``What follows`` without a name."""
+    """Return ``1f1b: timeline``; ``Timeline`` without a name."""
     return f"{name}: {text[0].lower()}{text[1:]}" if name else text
 
 
