@@ -1,4 +1,7 @@
-"""The actions of one rank, one after another: receive, compute, send; or the same failure on every rank."""
+"""The actions of one rank, one after another: receive, compute, send.
+
+If an action fails, the step fails on every rank with the same account.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,10 +33,16 @@ T = TypeVar("T")
 
 
 def failure(origin: Origin, told: str = "") -> StepFailed:
-    """Return the exception of a failure that began at ``origin``; ``told`` says how another rank told this one."""
+    """Return the exception of a failure that began at ``origin``.
+
+    Args:
+        told: a line about how this rank learned of a failure elsewhere; "" if it began here.
+    """
     message = f"{origin}\n{told}" if told else str(origin)
     action = None if isinstance(origin.at, str) else origin.at
-    return StepFailed(message, origin.rank, origin.what, action, bool(told))
+    return StepFailed(
+        message, origin.rank, what=origin.what, action=action, began_elsewhere=bool(told)
+    )
 
 
 @dataclass(slots=True)
@@ -68,17 +77,18 @@ _Call = Callable[[StepState], None]
 
 
 class Executor:
-    """Carries out one rank's part of ``plans``, worked out once as a flat list of calls for each
-    action.
+    """Carries out one rank's part of ``plans``.
+
+    Each action is worked out once, as a list of calls, so that a step costs Python little time.
 
     Args:
-        schedule: that of the agreement, or its forwards alone.
-        weights: of the stages that update their own.
+        schedule: the agreement's schedule, or its forwards alone.
+        weights: the versions of each stage that updates its own weights.
 
     Attributes:
         current: the action in progress; None before the first; ``"the end of the step"`` after the
             last.
-        failed: how the last step failed; None while all is well. An executor that failed cannot go
+        failed: the origin of the last step's failure, or None. An executor that failed cannot go
             on.
     """
 
@@ -91,37 +101,44 @@ class Executor:
         stages: Mapping[int, Stage],
         weights: Mapping[int, VersionedStage],
     ) -> None:
-        options, rank, device = agreement.options, agreement.rank, agreement.device
-        self.plan = plan = plans[rank]
+        options = agreement.options
+        self.plan = plan = plans[agreement.rank]
         self.current: Action | Overlap | str | None = None
         self.failed: Origin | None = None
-        self._schedule, self._stages, self._weights, self._device = (
-            schedule,
-            stages,
-            weights,
-            device,
-        )
-        self._recorder, self._meter = options.recorder, options.meter
+        self._schedule = schedule
+        self._stages = stages
+        self._weights = weights
+        self._device = device = agreement.device
+        self._meter = options.meter
+        self._recorder = options.recorder
         if self._recorder is not None:
             self._recorder.run_on(device)
-            self._recorder.edges, self._recorder.feedback = schedule.edges, schedule.feedback
+            self._recorder.edges = schedule.edges
+            self._recorder.feedback = schedule.feedback
         self.mailbox = Mailbox(plan, wire, device, options.timeout, self._meter)
         self._emulator = None
         if options.cluster is not None:
-            self._emulator = Emulator(options.cluster, schedule, rank, partial(wait_for, device))
+            wait = partial(wait_for, device)
+            self._emulator = Emulator(options.cluster, schedule, agreement.rank, wait)
+
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
-        here = [part for step in plan.steps for part in step.action.parts if part.kind == "F"]
-        written = (
-            write for part in here for write in writes_of(schedule, part.stage, part.microbatch)
-        )
-        self._read_here = {write.value for write in written if write.is_read_here}
+        self._read_here: set[Content] = set()
+        for step in plan.steps:
+            for part in step.action.parts:
+                if part.kind == "F":
+                    for write in writes_of(schedule, part.stage, part.microbatch):
+                        if write.is_read_here:
+                            self._read_here.add(write.value)
         self._turns = [(step.action, self._calls_of(step)) for step in plan.steps]
 
     def perform(self, step: Callable[[], T]) -> T:
-        """Return what ``step`` returns; raise StepFailed on every rank for whatever it raises on one."""
+        """Return what ``step`` returns; if it raises on one rank, raise StepFailed on every rank.
+
+        A rank that refuses its arguments, before its first action, raises its own exception.
+        """
         self.current = None
         try:
             self.mailbox.begin()
@@ -133,6 +150,7 @@ class Executor:
             raise failure(error.origin, told) from None
         except Exception as error:
             lost = isinstance(error, MessageLost)
+            # A lost message is described by the mailbox, whose class would tell a reader nothing.
             origin = self._origin(str(error) if lost else f"{type(error).__name__}: {error}")
             self._fail(origin, lost)
             if self.current is None:
@@ -148,9 +166,8 @@ class Executor:
         if self._emulator is not None:
             self._emulator.begin()
         if state.weights is not None:
-            self.mailbox.weights.update(
-                enumerate(state.weights.view(torch.uint8).view(len(state.weights), -1))
-            )
+            in_bytes = state.weights.view(torch.uint8).view(len(state.weights), -1)
+            self.mailbox.weights.update(enumerate(in_bytes))
         for action, calls in self._turns:
             self.current = action
             for call in calls:
@@ -160,14 +177,24 @@ class Executor:
             self._recorder.add_emulated(self._emulator.done, self._emulator.received)
 
     def exchange(self, content: str, mine: Callable[[int], Any]) -> dict[int, Any]:
-        """Send ``mine(rank)`` to every rank that the plan has for ``content``, and return what these send, by rank."""
+        """Exchange ``content`` with every rank with which the plan does.
+
+        Args:
+            mine: a function from a rank to the value for it.
+
+        Returns:
+            The values that came, by rank.
+        """
         for target, message in _named(content, self.plan.outgoing).items():
             self.mailbox.send(message, mine(target))
         incoming = _named(content, self.plan.incoming)
         return {source: self.mailbox.take(message) for source, message in incoming.items()}
 
     def tell_everyone(self, mine: Any, combine: Callable[[Any, Any], Any]) -> Any:
-        """Combine what all ranks have, two by two, and return it; when one rank returns, all ranks are through."""
+        """Combine the values ``mine`` of all ranks, two by two, and return the result.
+
+        When one rank returns, all ranks have finished their actions.
+        """
         for message in _named("report", self.plan.incoming).values():
             mine = combine(mine, self.mailbox.take(message))
         for content in ("report", "answer"):
@@ -184,25 +211,23 @@ class Executor:
             stage.clear()
 
     def _origin(self, what: str) -> Origin:
-        return Origin(
-            self.plan.rank,
-            "before the first action" if self.current is None else self.current,
-            what,
-        )
+        at = "before the first action" if self.current is None else self.current
+        return Origin(self.plan.rank, at, what)
 
     def _calls_of(self, step: Step) -> tuple[_Call, ...]:
-        """Return all that an action takes, in order: receive, free what has arrived elsewhere, compute, send."""
+        """Return the calls of an action: receive, free buffers of arrived sends, compute, send."""
         calls = [self._receive(message) for message in step.receives]
         if step.arrived:
             calls.append(lambda _: self.mailbox.arrived(step.arrived))
-        write = {
+        call_of = {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_input,
             "W": self._backward_weight,
             "U": self._update,
         }
-        calls += self._timed(step.action, [write[part.kind](part) for part in step.action.parts])
+        work = [call_of[part.kind](part) for part in step.action.parts]
+        calls += self._timed(step.action, work)
         for number, message in enumerate(step.sends, 1):
             again = any(other.content == message.content for other in step.sends[number:])
             calls.append(self._send(message, again or message.content in self._read_here))
@@ -226,12 +251,9 @@ class Executor:
         return [timed]
 
     def _receive(self, message: Message) -> _Call:
-        content, take, emulator, recorder = (
-            message.content,
-            self.mailbox.take,
-            self._emulator,
-            self._recorder,
-        )
+        content = message.content
+        take = self.mailbox.take
+        emulator, recorder = self._emulator, self._recorder
         if emulator is not None:
 
             def receive_stamped(state: StepState) -> None:
@@ -252,78 +274,81 @@ class Executor:
         return receive_recorded
 
     def _send(self, message: Message, is_needed_again: bool) -> _Call:
-        content, mailbox, emulator = message.content, self.mailbox, self._emulator
+        content = message.content
+        mailbox, emulator = self.mailbox, self._emulator
 
         def send(state: StepState) -> None:
-            # Bound to no name here, which would keep an output alive until the next is sent.
+            # The value is bound to no name here, which would keep an output alive too long.
             take = state.products.__getitem__ if is_needed_again else state.products.pop
-            mailbox.send(
-                message, take(content) if emulator is None else emulator.stamped(take(content))
-            )
+            if emulator is None:
+                mailbox.send(message, take(content))
+            else:
+                mailbox.send(message, emulator.stamped(take(content)))
 
         return send
 
     def _forward(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        worker, trains, split = self._stages[stage], self.trains, (stage, microbatch) in self._split
-        before, product = (
-            Product("activation", stage - 1, microbatch),
-            Product("activation", stage, microbatch),
-        )
-        is_last, leaves = stage == self._last, product in self._leaving
-        reads, writes = (
-            reads_of(self._schedule, stage, microbatch),
-            writes_of(self._schedule, stage, microbatch),
-        )
-        read_again, done = (
-            [each.value for each in reads if not each.is_last],
-            [r.value for r in reads if r.is_last],
-        )
+        worker, trains = self._stages[stage], self.trains
+        split = (stage, microbatch) in self._split
+        is_last = stage == self._last
+        before = Product("activation", stage - 1, microbatch)
+        product = Product("activation", stage, microbatch)
+        leaves = product in self._leaving
+
+        reads = reads_of(self._schedule, stage, microbatch)
+        read_again = [read.value for read in reads if not read.is_last]
+        read_for_the_last_time = [read.value for read in reads if read.is_last]
+        writes = writes_of(self._schedule, stage, microbatch)
         read_later = [write.value for write in writes if write.is_read_here]
-        # Another value may be the output itself, which the next stage may change in place.
-        kept = {
-            write.value: _as_if_copied if write.is_read_here or not leaves else _as_if_received
-            for write in writes
-        }
+        keep: dict[Product, Callable[[Tensor], Tensor]] = {}
+        for write in writes:
+            # A value may be the output itself, which the next stage may change in place.
+            is_safe = leaves and not write.is_read_here
+            keep[write.value] = _as_if_received if is_safe else _as_if_copied
 
         def forward(state: StepState) -> None:
             value = state.products.pop(before) if stage else state.given.inputs[microbatch]
-            loss = partial(state.loss, microbatch) if is_last and state.loss is not None else None
+            loss = None
+            if is_last and state.loss is not None:
+                loss = partial(state.loss, microbatch)
             self._count(state, read_again)
             read = {each.name: _taken(state.products, each) for each in reads}
             given = state.given.kwargs[microbatch] if state.given.kwargs else {}
             if trains:
-                output, values = worker.forward(microbatch, value, loss, split, read, given)
+                output, values = worker.forward(
+                    microbatch, value, loss=loss, split=split, read=read, given=given
+                )
             else:
-                output, values = worker.evaluate(value, loss, read, given)
+                output, values = worker.evaluate(value, loss=loss, read=read, given=given)
+
             for write in writes:
-                state.products[write.value] = map_plain(kept[write.value], values[write.name])
+                state.products[write.value] = map_plain(keep[write.value], values[write.name])
             self._count(state, read_later)
-            for value in done:
+            for value in read_for_the_last_time:
                 for hold in state.held.pop(value, ()):
                     hold.release()
+
             if is_last and loss is None:
                 state.outputs[microbatch] = map_plain(Tensor.detach, output)
-                return
-            if is_last:
+            elif is_last:
                 state.shares[microbatch] = output.product()
-                return
-            if not leaves:
-                output = map_plain(_as_if_received, output)
-            state.products[product] = output
+            elif leaves:
+                state.products[product] = output
+            else:
+                state.products[product] = map_plain(_as_if_received, output)
 
         return forward
 
     def _count(self, state: StepState, values: Sequence[Product]) -> None:
-        """Count values that wait for a stage of this rank; the stages themselves count what they keep."""
+        """Count values that wait for a stage of this rank; a stage counts its own values itself."""
         meter = self._meter
         if meter is None:
             return
         for value in values:
             if value not in state.held:
-                state.held[value] = [
-                    meter.hold(tensor) for tensor in plain_tensors(state.products[value])
-                ]
+                tensors = plain_tensors(state.products[value])
+                state.held[value] = [meter.hold(tensor) for tensor in tensors]
 
     def _backward(self, action: Action) -> _Call:
         of_input, of_weights = self._backward_input(action), self._backward_weight(action)
@@ -336,15 +361,12 @@ class Executor:
 
     def _backward_input(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        worker, is_last, mailbox = self._stages[stage], stage == self._last, self.mailbox
-        after, product = (
-            Product("gradient", stage + 1, microbatch),
-            Product("gradient", stage, microbatch),
-        )
-        reads, writes = (
-            reads_of(self._schedule, stage, microbatch),
-            writes_of(self._schedule, stage, microbatch),
-        )
+        worker, mailbox = self._stages[stage], self.mailbox
+        is_last = stage == self._last
+        after = Product("gradient", stage + 1, microbatch)
+        product = Product("gradient", stage, microbatch)
+        reads = reads_of(self._schedule, stage, microbatch)
+        writes = writes_of(self._schedule, stage, microbatch)
 
         def weight() -> Tensor:
             return mailbox.weights[microbatch].clone().view(torch.float64)[0]
@@ -352,26 +374,26 @@ class Executor:
         def backward_input(state: StepState) -> None:
             products = state.products
             of_output = None if is_last else products.pop(after)
-            of_values = [
-                _added_up([products.pop(each) for each in write.gradients]) for write in writes
-            ]
+            of_values = []
+            for write in writes:
+                from_readers = [products.pop(gradient) for gradient in write.gradients]
+                of_values.append(_added_up(from_readers))
             of_input, *of_read = worker.backward_input(microbatch, of_output, of_values, weight)
             if stage:
                 products[product] = of_input
             for read, gradients in zip(reads, of_read, strict=True):
+                # Several readers of this rank send one sum.
                 earlier = products.get(read.gradient)
-                products[read.gradient] = (
-                    gradients if earlier is None else _added_up([earlier, gradients])
-                )
+                if earlier is not None:
+                    gradients = _added_up([earlier, gradients])
+                products[read.gradient] = gradients
 
         return backward_input
 
     def _backward_weight(self, action: Action) -> _Call:
-        microbatch, worker, weights = (
-            action.microbatch,
-            self._stages[action.stage],
-            self._weights.get(action.stage),
-        )
+        microbatch = action.microbatch
+        worker = self._stages[action.stage]
+        weights = self._weights.get(action.stage)
         product = Product("weight gradient", action.stage, microbatch)
         leaves = product in self._leaving
 
@@ -383,26 +405,31 @@ class Executor:
         return backward_weight
 
     def _update(self, action: Action) -> _Call:
-        """Update with what waits here, and what the other replicas have sent, in the order of microbatches."""
-        weights, replicas = (
-            self._weights.get(action.stage),
-            len(self._schedule.placement[action.stage]),
-        )
+        """Update with the gradients of this rank and of the other replicas.
+
+        The gradients are added up in the order of microbatches, so that replicas stay equal.
+        """
+        weights = self._weights.get(action.stage)
+        replicas = len(self._schedule.placement[action.stage])
         mates = round_of(action.microbatch, replicas, self._schedule.n_microbatches)
         products = [Product("weight gradient", action.stage, mate) for mate in mates]
 
         def update(state: StepState) -> None:
             parts = [state.products.pop(product, None) for product in products]
             if weights is not None:
-                own = weights.gradients
-                terms = zip(*(own if part is None else part for part in parts), strict=True)
+                own = weights.gradients  # not sent, and therefore in no product
+                rows = [own if part is None else part for part in parts]
+                terms = zip(*rows, strict=True)
                 weights.update([add_up(each) for each in terms])
 
         return update
 
 
 def _taken(products: dict[Content, Any], read: Read) -> Any:
-    """Return a value for one of its readers: leaves of its own, as each goes backward by itself."""
+    """Return a value for one of its readers.
+
+    Each reader gets leaves of its own, as each goes backward by itself.
+    """
     if read.is_last:
         return map_plain(_as_if_received, products.pop(read.value))
     return map_plain(_as_if_copied, products[read.value])
@@ -410,28 +437,28 @@ def _taken(products: dict[Content, Any], read: Read) -> Any:
 
 def _added_up(several: Sequence[Gradients]) -> Gradients:
     """Return the sum of the gradients of one value from several readers, in their order."""
-    return (
-        several[0]
-        if len(several) == 1
-        else tuple(add_up(terms) for terms in zip(*several, strict=True))
-    )
+    if len(several) == 1:
+        return several[0]
+    return tuple(add_up(terms) for terms in zip(*several, strict=True))
 
 
 def _as_if_received(tensor: Tensor) -> Tensor:
-    """Return a leaf, so that a later stage's graph ends there although it is on the same rank."""
+    """Return a leaf, at which the graph of a later stage on the same rank ends."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _as_if_copied(tensor: Tensor) -> Tensor:
-    """Return the same where others still need the value: a copy, unless autograd refuses changes in place."""
-    return _as_if_received(tensor) if tensor.requires_grad else tensor.detach().clone()
+    """Return a leaf that a stage may change although others still need the value."""
+    if tensor.requires_grad:  # autograd refuses changes in place of a leaf
+        return _as_if_received(tensor)
+    return tensor.detach().clone()
 
 
 def _named(content: str, channels: Mapping[int, Sequence[Message]]) -> dict[int, Message]:
     """Return the messages of that content, by the rank at the other end."""
-    return {
-        peer: message
-        for peer, row in channels.items()
-        for message in row
-        if message.content == content
-    }
+    found = {}
+    for peer, row in channels.items():
+        for message in row:
+            if message.content == content:
+                found[peer] = message
+    return found

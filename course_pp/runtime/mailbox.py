@@ -4,22 +4,18 @@
 Every message has the size that the receiver expects, and a trailer. The first byte of the trailer
 says how to read it:
 
-========
-==============================================================================================
-SAME      the value, with the shapes and dtypes of the last step
-CHANGED   nothing yet: the value follows in a second message with its spec, whose sizes are in the trailer
-FAILED    no value: the sender's step has failed, and the text says how it began
-========
-==============================================================================================
+    SAME      the value, with the shapes and dtypes of the last step
+    CHANGED   nothing yet: the value follows in a second message with its spec, whose sizes are in
+              the trailer
+    FAILED    no value: the sender's step has failed, and the text says how it began
 
 With a gradient, the last bytes of the trailer are the weight of its microbatch in the batch, which
 the last stage knows and :func:`course_pp.step.loss.attach_loss` needs.
 
-So shapes are agreed on when they change and cost nothing when they do not, and a rank that fails
-tells everyone who waits for it in the very message they wait for. Receives are posted ahead, so
-that messages arrive while the rank
-computes: two on each channel, and more as long as they are small, however many microbatches there
-    are.
+So shapes are agreed on when they change, and cost nothing when they do not. A rank that fails puts
+the news into the very messages for which other ranks wait. Receives are posted ahead, so that
+messages arrive while the rank computes: two on each channel, and more as long as they are small,
+however many microbatches there are.
 """
 
 import pickle
@@ -62,9 +58,8 @@ class Origin:
     def __str__(self) -> str:
         at = self.at
         if not isinstance(at, str):
-            at = " and ".join(
-                f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts
-            )
+            parts = [f"stage {p.stage}, microbatch {p.microbatch}, action {p}" for p in at.parts]
+            at = " and ".join(parts)
         return f"rank {self.rank}, {at}: {self.what}"
 
     def encode(self) -> str:
@@ -82,7 +77,7 @@ class Origin:
 
 
 class MessageLost(RuntimeError):
-    """A message did not come or could not be sent: its peer is gone, or late beyond the time limit."""
+    """A message did not come or could not be sent: its peer is gone, or missed the time limit."""
 
 
 class PeerFailed(RuntimeError):
@@ -107,13 +102,21 @@ class _Packet:
 
 @dataclass(slots=True)
 class _Format:
-    """How a value is sent, and the packets that have arrived and can carry the next one."""
+    """The spec by which a value is sent, and the packets that are free to carry the next one."""
 
     spec: Spec
     free: list[_Packet] = field(default_factory=list)
 
 
 class _Outgoing:
+    """The channel to one other rank.
+
+    Attributes:
+        next: the number of the next message to dispatch.
+        ready: values that came before their turn, by message number.
+        in_flight: buffers that are being sent, by message number.
+    """
+
     def __init__(self, row: tuple[Message, ...]) -> None:
         self.row = row
         self.expected = [_Format(NOTHING)] * len(row)
@@ -126,6 +129,14 @@ class _Outgoing:
 
 
 class _Incoming:
+    """The channel from one other rank.
+
+    Attributes:
+        next: the number of the next message to take.
+        posted: receives that wait for a message, in order.
+        full: the number of receives after the last posting.
+    """
+
     def __init__(self, row: tuple[Message, ...]) -> None:
         self.row = row
         self.expected = [NOTHING] * len(row)
@@ -139,7 +150,7 @@ class _Incoming:
 
 @dataclass(slots=True)
 class _Sent:
-    """A buffer that the backend is reading or writing, and what is to be done when it has."""
+    """A buffer that the backend reads or writes, and the call to make when it has."""
 
     buffer: Tensor
     work: dist.Work
@@ -151,8 +162,8 @@ class Mailbox:
     """Sends and takes the messages of this rank's plan, step after step; values lie on ``device``.
 
     Attributes:
-        weights: of microbatches in the batch, as the bytes of a float64: from the last stage, or
-            with gradients.
+        weights: the weight of each microbatch in the batch, as the bytes of a float64. The last
+            stage's rank knows them; the other ranks receive them with gradients.
     """
 
     def __init__(
@@ -163,8 +174,11 @@ class Mailbox:
         timeout: timedelta,
         meter: Meter | None,
     ) -> None:
-        self._rank, self._device, self._timeout, self._meter = plan.rank, device, timeout, meter
+        self._rank = plan.rank
         self._wire = wire
+        self._device = device
+        self._timeout = timeout
+        self._meter = meter
         self.weights: dict[int, Tensor] = {}
         self._incoming = {source: _Incoming(row) for source, row in plan.incoming.items()}
         self._outgoing = {target: _Outgoing(row) for target, row in plan.outgoing.items()}
@@ -178,7 +192,7 @@ class Mailbox:
             incoming.begin()
 
     def send(self, message: Message, value: Any) -> None:
-        """Hand over a value; it goes on its way as soon as those before it in the channel have.
+        """Hand over a value. It is sent as soon as the messages before it in the channel are.
 
         The bytes are copied, so the tensors may be changed or freed at once.
         """
@@ -190,8 +204,9 @@ class Mailbox:
             channel.next += 1
 
     def take(self, message: Message) -> Any:
-        """Wait for a value. Its floating-point tensors are leaves that require grad if they did
-        where they were made.
+        """Wait for a value and return it.
+
+        Its tensors are leaves, which require grad if they did where they were made.
 
         Raises:
             PeerFailed: if the sender's step has failed.
@@ -199,8 +214,8 @@ class Mailbox:
         """
         source, number = message.source, message.number
         channel = self._incoming[source]
-        # Posting takes about as long as a small message: when there is time for it is before a
-        # wait, and not every one.
+        # Posting takes about as long as a small message. There is time for it before a wait, but
+        # not before every one.
         if 2 * len(channel.posted) <= channel.full:
             self._post(source, channel)
         buffer = notice = self._wait(channel.posted.popleft(), message)
@@ -212,9 +227,8 @@ class Mailbox:
             raise PeerFailed(Origin.decode(_read_text(buffer)))
         if kind == _CHANGED:
             value_bytes, spec_bytes = map(int, _read_text(buffer).split())
-            buffer = self._wait(
-                self._receive(source, 2 * number + 1, value_bytes + spec_bytes), message
-            )
+            second = self._receive(source, 2 * number + 1, value_bytes + spec_bytes)
+            buffer = self._wait(second, message)
             spec = channel.expected[number] = pickle.loads(bytes(buffer[value_bytes:].tolist()))
         channel.next += 1
         if not channel.posted:
@@ -232,17 +246,16 @@ class Mailbox:
                     sent.then()
 
     def end(self) -> None:
-        """Wait until everything that was sent has gone."""
+        """Wait until every message is sent."""
         for channel in self._outgoing.values():
             self.arrived([channel.row[number] for number in sorted(channel.in_flight)])
 
     def fail(self, origin: Origin, lost: bool) -> None:
-        """Tell every rank that still expects something from here how the failure began, and hear
-        them out.
+        """Tell every rank that still expects a message how the failure began, and hear all others.
 
-        They will fail too and say so. Then nothing is left on its way, and the process group can
-        serve others: gloo closes the connections of a process that gives up waiting. If a message
-        was lost, not everyone will be heard.
+        The other ranks will fail too and say so. Then no message is left on its way, and the
+        process group stays usable: gloo closes the connections of a process that gives up waiting.
+        If a message was ``lost``, a rank is gone, and nobody waits for the others' news.
         """
         news = []
         for target, channel in self._outgoing.items():
@@ -262,11 +275,17 @@ class Mailbox:
                 work.wait(patience)
 
     def _dispatch(self, channel: _Outgoing, message: Message, value: Any) -> None:
-        number, microbatch = message.number, _weighed(message)
+        number = message.number
+        microbatch = _weighed(message)
         weight = None if microbatch is None else self.weights.get(microbatch)
         style = channel.expected[number]
+
+        # Most values are one tensor like that of the last step, and need no description.
         tensor = only_tensor(style.spec, value)
-        spec, tensors = (style.spec, [tensor]) if tensor is not None else describe(value)
+        if tensor is not None:
+            spec, tensors = style.spec, [tensor]
+        else:
+            spec, tensors = describe(value)
         if tensor is None and not spec.is_same(style.spec):
             notice, whole = self._changed(style.spec, spec, tensors)
             if weight is not None:
@@ -297,7 +316,7 @@ class Mailbox:
         return _Sent(buffer, work, self._hold(buffer))
 
     def _changed(self, expected: Spec, spec: Spec, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return a message that says what follows, and the value with its spec."""
+        """Return a message that announces the value, and the value with its spec."""
         described = pickle.dumps(spec)
         notice = self._buffer(expected.nbytes + _TRAILER)
         notice[expected.nbytes] = _CHANGED
@@ -308,7 +327,10 @@ class Mailbox:
         return notice, whole
 
     def _post(self, source: int, channel: _Incoming) -> None:
-        """Post receives for the next messages: for as many as are small, at least for two, if the wire allows it."""
+        """Post receives for the next messages: two, or more as long as they are small.
+
+        The wire may allow fewer.
+        """
         posted = channel.posted
         ahead = sum(sent.buffer.nbytes for sent in posted)
         while (number := channel.next + len(posted)) < len(channel.row):
@@ -332,11 +354,9 @@ class Mailbox:
         try:
             sent.work.wait(self._timeout)
         except RuntimeError as error:
-            what = (
-                f"{message} from rank {message.source}"
-                if message.target == self._rank
-                else f"sending {message}"
-            )
+            what = f"sending {message}"
+            if message.target == self._rank:
+                what = f"{message} from rank {message.source}"
             raise MessageLost(
                 f"waited for {what}, at most {self._timeout.total_seconds():g} s:"
                 f" {_first_line(error)} (does every rank call step as often?)"
@@ -354,15 +374,15 @@ class Mailbox:
 
 
 def _weighed(message: Message) -> int | None:
-    """Return the microbatch whose weight a message carries."""
+    """Return the microbatch whose weight a message carries, or None."""
     content = message.content
-    return (
-        content.microbatch if isinstance(content, Product) and content.what == "gradient" else None
-    )
+    if isinstance(content, Product) and content.what == "gradient":
+        return content.microbatch
+    return None
 
 
 def _write_text(buffer: Tensor, text: str) -> None:
-    """Put into the trailer between its first byte and the weight as much as there is room for."""
+    """Put ``text`` into the trailer between its first byte and the weight, as far as it fits."""
     room = _TRAILER - 1 - _WEIGHT
     line = text.encode()[:room].ljust(room, b"\0")
     buffer[-room - _WEIGHT : -_WEIGHT] = torch.frombuffer(bytearray(line), dtype=torch.uint8)

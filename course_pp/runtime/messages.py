@@ -1,17 +1,17 @@
-"""Where a rank sends and receives: the messages between the actions of a schedule.
+"""The messages between the actions of a schedule: where each rank sends and receives.
 
 All messages from one rank to another form a *channel*. The receiver takes them in the order in
-which its own actions need them; the sender sends them in that same order, holding back one that is
-ready before its turn. So both ends agree on the order without a message, and need no tags (NCCL has
-none). That adds no deadlock: a message waits only for others that the receiver needs first anyway,
-for actions that the schedule itself puts earlier.
+which its own actions need them. The sender sends them in the same order, and holds back a message
+that is ready before its turn. So both ends know the order without a message, and need no tags (NCCL
+has none). That adds no deadlock: a message waits only for messages that the receiver needs first
+anyway, for actions that the schedule itself puts earlier.
 
 A step ends with every rank reporting to one of them, the root, and the root answering: a rank that
 returns knows that all the others are through.
 
 A value that stages beyond the neighbour read travels once to each rank that reads it. The rank's
-first reader receives it, goes backward last, and sends the sum of their gradients. The writer adds
-up what it gets from each rank.
+first reader receives it, goes backward last, and sends the sum of the readers' gradients. The
+writer adds up the sums of all ranks.
 """
 
 from collections import defaultdict
@@ -22,12 +22,16 @@ from course_pp.schedule import Action, Edge, Overlap, Product, Schedule
 from course_pp.schedule.precedence import Dependencies
 
 Content = Product | str
-"""A product of an action, or what else is sent: ``"shared gradients"``, ``"report"``, ``"answer"``."""
+"""A product of an action, or one of ``"shared gradients"``, ``"report"``, ``"answer"``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Message ``number`` of the channel from rank ``source`` to rank ``target``, counted from 0 in each step."""
+    """One message of the channel from rank ``source`` to rank ``target``.
+
+    Attributes:
+        number: the place in the channel, counted from 0 in each step.
+    """
 
     source: int
     target: int
@@ -35,11 +39,9 @@ class Message:
     content: Content
 
     def __str__(self) -> str:
-        return (
-            str(self.content)
-            if isinstance(self.content, Product)
-            else f"the {self.content} of rank {self.source}"
-        )
+        if isinstance(self.content, Product):
+            return str(self.content)
+        return f"the {self.content} of rank {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,10 @@ class Step:
     """One action of a rank and the messages around it.
 
     Attributes:
-        receives: what must be there before the action starts.
-        sends: what can be sent once it is done.
-        arrived: earlier sends whose buffers can be freed: what this action receives was made after
-            they were taken.
+        receives: messages that must be there before the action starts.
+        sends: messages that can be sent once it is done.
+        arrived: earlier sends whose buffers can be freed, because a message that this action
+            receives was made after they were taken.
     """
 
     action: Action | Overlap
@@ -61,7 +63,12 @@ class Step:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does in a step: its actions in order, and its channels by the rank at the other end."""
+    """One rank's part of a step.
+
+    Attributes:
+        steps: its actions in order.
+        incoming, outgoing: its channels by the rank at the other end.
+    """
 
     rank: int
     steps: tuple[Step, ...]
@@ -72,7 +79,11 @@ class RankPlan:
 def plan_messages(
     schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()
 ) -> tuple[RankPlan, ...]:
-    """Return the plan of each rank; ``pairs`` exchange the gradients of shared weights after their last action."""
+    """Return the plan of each rank.
+
+    Args:
+        pairs: ranks that share weights, and exchange their gradients after the last action.
+    """
     channels: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
     def add(source: int, target: int, content: Content) -> Message:
@@ -81,11 +92,11 @@ def plan_messages(
         return row[-1]
 
     dependencies = Dependencies.of(schedule)
-    makers = {
-        dependencies.describe(product): (rank, index)
-        for rank, index, part in _walk(schedule)
-        for product in dependencies.made_by(part)
-    }
+    makers: dict[Product, tuple[int, int]] = {}
+    for rank, index, part in _walk(schedule):
+        for number in dependencies.made_by(part):
+            makers[dependencies.describe(number)] = rank, index
+
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, index, part in _walk(schedule):
@@ -97,43 +108,48 @@ def plan_messages(
                 receives[rank, index].append(message)
                 sends[maker].append(message)
     arrived = _arrived(schedule, makers, receives)
-    for source, target in sorted(
-        {(a, b) for pair in pairs for a, b in (pair, pair[::-1]) if a != b}
-    ):
-        add(source, target, "shared gradients")
+
+    both_ways = {*pairs, *((b, a) for a, b in pairs)}
+    for source, target in sorted(both_ways):
+        if source != target:
+            add(source, target, "shared gradients")
     root = schedule.rank_of(0, 0)
     others = [rank for rank in range(schedule.n_ranks) if rank != root]
     for rank in others:
         add(rank, root, "report")
     for rank in others:
         add(root, rank, "answer")
-    return tuple(
-        RankPlan(
-            rank,
-            tuple(
+
+    plans = []
+    for rank, actions in enumerate(schedule.actions):
+        steps = []
+        for i, action in enumerate(actions):
+            here = rank, i
+            steps.append(
                 Step(
-                    action, tuple(receives[rank, i]), tuple(sends[rank, i]), tuple(arrived[rank, i])
+                    action,
+                    receives=tuple(receives[here]),
+                    sends=tuple(sends[here]),
+                    arrived=tuple(arrived[here]),
                 )
-                for i, action in enumerate(row)
-            ),
-            {source: tuple(row) for (source, target), row in channels.items() if target == rank},
-            {target: tuple(row) for (source, target), row in channels.items() if source == rank},
-        )
-        for rank, row in enumerate(schedule.actions)
-    )
+            )
+        incoming = {a: tuple(row) for (a, b), row in channels.items() if b == rank}
+        outgoing = {b: tuple(row) for (a, b), row in channels.items() if a == rank}
+        plans.append(RankPlan(rank, tuple(steps), incoming=incoming, outgoing=outgoing))
+    return tuple(plans)
 
 
 def _comes_with_another(schedule: Schedule, dependencies: Dependencies, number: int) -> bool:
-    """Return whether it crosses an edge to or from a rank with an earlier reader: that one's message serves both."""
+    """Return whether a product comes with the message for an earlier reader on the same rank."""
     lane = dependencies.lane_of(number)
     if lane is None:
         return False
     microbatch = dependencies.describe(number).microbatch
     rank = schedule.rank_of(lane.reader, microbatch)
-    readers = schedule.edges[lane.edge].readers
-    return any(
-        reader < lane.reader and schedule.rank_of(reader, microbatch) == rank for reader in readers
-    )
+    for reader in schedule.edges[lane.edge].readers:
+        if reader < lane.reader and schedule.rank_of(reader, microbatch) == rank:
+            return True
+    return False
 
 
 def _walk(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
@@ -148,15 +164,16 @@ def _arrived(
     makers: Mapping[Product, tuple[int, int]],
     receives: Mapping[tuple[int, int], list[Message]],
 ) -> Mapping[tuple[int, int], list[Message]]:
-    """Return for each action the messages that its rank has sent and that it now knows to be taken.
+    """Return the sent messages that each action, by rank and index, shows to be taken.
 
-    By vector clocks (Fidge 1988, Mattern 1989): ``begun[rank][other]`` is how many actions of
-    ``other`` had begun, and so had their inputs, before what ``rank`` has seen so far was made.
+    A rank learns it from vector clocks (Fidge 1988, Mattern 1989). ``begun[rank][other]`` counts
+    the actions of ``other`` that began, with their inputs, before the latest message that reached
+    ``rank`` was made.
     """
     n_ranks = schedule.n_ranks
     begun = [[0] * n_ranks for _ in range(n_ranks)]
     seen: dict[tuple[int, int], list[int]] = {}
-    # Sent and not yet known to be taken, by sender: (receiver, index of the action there, message).
+    # Messages not yet known to be taken, by sender: (receiver, index of the action there, message).
     open_sends: list[list[tuple[int, int, Message]]] = [[] for _ in range(n_ranks)]
     for (rank, index), messages in receives.items():
         for message in messages:
@@ -169,27 +186,20 @@ def _arrived(
         for rank, row in enumerate(schedule.actions):
             while place[rank] < len(row):
                 here = (rank, place[rank])
-                sources = [
-                    makers[m.content]
-                    for m in receives.get(here, ())
-                    if isinstance(m.content, Product)
-                ]
+                contents = [message.content for message in receives.get(here, ())]
+                sources = [makers[each] for each in contents if isinstance(each, Product)]
                 if any(source not in seen for source in sources):
                     break
-                clock = [
-                    max(times)
-                    for times in zip(
-                        begun[rank], *(seen[source] for source in sources), strict=True
-                    )
-                ]
+                clocks = [begun[rank], *(seen[source] for source in sources)]
+                clock = [max(times) for times in zip(*clocks, strict=True)]
                 clock[rank] = place[rank] + 1
                 begun[rank] = seen[here] = clock
                 still = []
-                for entry in open_sends[rank]:
-                    if clock[entry[0]] > entry[1]:
-                        arrived[here].append(entry[2])
+                for receiver, needed_at, message in open_sends[rank]:
+                    if clock[receiver] > needed_at:
+                        arrived[here].append(message)
                     else:
-                        still.append(entry)
+                        still.append((receiver, needed_at, message))
                 open_sends[rank] = still
                 place[rank] += 1
                 moved = True
@@ -198,7 +208,12 @@ def _arrived(
 
 @dataclass(frozen=True)
 class Read:
-    """A value as a stage reads it: the last reader on its rank or not, and where its readers' gradients add up."""
+    """A value as a stage reads it.
+
+    Attributes:
+        is_last: whether the stage is the last reader on its rank.
+        gradient: the product in which the gradients of the rank's readers add up.
+    """
 
     name: str
     value: Product
@@ -208,7 +223,12 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """A value as a stage makes it: read by a later stage of its rank or not, and a gradient from each reading rank."""
+    """A value as a stage makes it.
+
+    Attributes:
+        is_read_here: whether a later stage of the same rank reads it.
+        gradients: the gradients of the value, one from each reading rank.
+    """
 
     name: str
     value: Product
@@ -217,6 +237,7 @@ class Write:
 
 
 def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...]:
+    """Return the values that a stage reads beyond its neighbour's."""
     found = []
     for edge in schedule.edges:
         if stage in edge.readers:
@@ -228,22 +249,22 @@ def reads_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Read, ...
 
 
 def writes_of(schedule: Schedule, stage: int, microbatch: int) -> tuple[Write, ...]:
+    """Return the values that a stage makes for stages beyond its neighbour."""
     found = []
     for edge in schedule.edges:
         if stage == edge.writer:
             ranks = _readers(schedule, edge, microbatch)
             value = Product("value", stage, microbatch, edge.name)
-            gradients = tuple(
-                Product("value gradient", here[0], microbatch, edge.name) for here in ranks.values()
-            )
-            found.append(
-                Write(edge.name, value, schedule.rank_of(stage, microbatch) in ranks, gradients)
-            )
+            gradients = []
+            for first, *_ in ranks.values():
+                gradients.append(Product("value gradient", first, microbatch, edge.name))
+            is_read_here = schedule.rank_of(stage, microbatch) in ranks
+            found.append(Write(edge.name, value, is_read_here, tuple(gradients)))
     return tuple(found)
 
 
 def _readers(schedule: Schedule, edge: Edge, microbatch: int) -> Mapping[int, Sequence[int]]:
-    """Return the readers of an edge by the rank on which they work on ``microbatch``, each in order."""
+    """Return the readers of an edge by the rank that works on ``microbatch`` for them."""
     ranks: dict[int, list[int]] = {}
     for reader in edge.readers:
         ranks.setdefault(schedule.rank_of(reader, microbatch), []).append(reader)

@@ -1,4 +1,4 @@
-"""One stage at work: its forwards and backwards, what it keeps between them, and what a layer costs as a stage."""
+"""One stage at work: its forwards and backwards; and the cost of a layer as a stage."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,14 +38,14 @@ _NONE: Mapping[str, Any] = {}
 
 @dataclass(slots=True)
 class _InFlight:
-    """What a stage keeps of one microbatch from its forward to its backward.
+    """One microbatch in one stage, between its forward and its backward.
 
     Attributes:
-        leaves: of the input first, then of each value that it read.
-        roots: the edges of the graph that lead to the output, whose memory is free as soon as it is
-            sent.
-        weight: of the loss, in the last stage.
-        again: what there is to compute the forward again from.
+        leaves: the leaves of the input, then those of each value that the stage read.
+        roots: the edges of the graph that lead to the output. The output itself is not kept: its
+            memory is free as soon as it is sent.
+        weight: the weight of the loss, in the last stage.
+        again: the arguments and the random state of the forward, if it is computed again.
     """
 
     leaves: list[list[Tensor]] = field(default_factory=list)
@@ -60,20 +60,20 @@ class Stage:
     """A module as a stage of a pipeline.
 
     Args:
-        module: called with what the stage before returned: a tuple or list gives its positional
-            arguments, a dict its keyword arguments, anything else is the only one. None passes on
-            what it gets.
+        module: a module called with the output of the stage before: a tuple or list gives its
+            positional arguments, a dict its keyword arguments, any other value is its only
+            argument. None passes its input on.
         recompute: keep only the input of a microbatch, and compute its forward again when its
             backward comes (activation checkpointing, Chen et al. 2016).
-        weights: which version of its weights each microbatch uses, if it updates them itself.
+        weights: the versions of its weights, if it updates them itself.
         writes: the names of the values that it returns beside its output, as ``(output, {name:
             value})``.
-        wanted: those that another stage reads, in order.
+        wanted: the names of the values that another stage reads, in order.
 
     Attributes:
         attached: the losses that microbatches of this step attach
             (:func:`course_pp.step.loss.attach_loss`).
-        scale: by what the gradients of losses are multiplied.
+        scale: a factor of the gradients of losses.
         streams: the random numbers of its forwards in training; None leaves them to torch's default
             generator.
     """
@@ -89,9 +89,15 @@ class Stage:
         writes: Sequence[str] = (),
         wanted: Sequence[str] = (),
     ) -> None:
-        self.index, self.module, self._device = index, module, device
-        self._recompute, self._meter, self._weights = recompute, meter, weights
-        self._writes, self._wanted = writes, wanted
+        self.index = index
+        self.module = module
+        self._device = device
+        self._recompute = recompute
+        self._meter = meter
+        self._weights = weights
+        self._writes = writes
+        self._wanted = wanted
+        # Versions of weights take gradients apart from ``.grad``, to which fused layers add.
         self._fusing = Fusing() if weights is None and is_worth_fusing(module) else None
         self._kept: dict[int, _InFlight] = {}
         self.attached: dict[int, Attached] = {}
@@ -99,7 +105,7 @@ class Stage:
         self.streams: RandomStreams | None = None
 
     def clear(self) -> None:
-        """Forget what a step that failed has left."""
+        """Forget the microbatches of a step that failed."""
         self._kept.clear()
 
     def evaluate(
@@ -111,7 +117,7 @@ class Stage:
     ) -> tuple[Any, dict[str, Any]]:
         """Run the forward of a microbatch when no backward follows."""
         with torch.no_grad():
-            return self._compute(value, read, given, loss, self.module)
+            return self._compute(value, read, given=given, loss=loss, module=self.module)
 
     def forward(
         self,
@@ -122,37 +128,38 @@ class Stage:
         read: Mapping[str, Any] = _NONE,
         given: Mapping[str, Any] = _NONE,
     ) -> tuple[Any, dict[str, Any]]:
-        """Run ``F``; return the output, or the share of the loss, and the values that other stages
-        read.
+        """Run ``F``; return the output, or the share of the loss, and the values that others read.
 
         Args:
-            loss: of this microbatch; None except in the last stage.
-            split: whether its backward will come in two halves.
-            read: the values that it reads itself, by name.
-            given: further keyword arguments, the caller's: passed as they are, and no gradient is
-                looked for in them.
+            loss: a function from the output to the share of the loss, in the last stage of a
+                pipeline with a loss.
+            split: whether the backward will come in two halves.
+            read: the values that this stage reads, by name.
+            given: the caller's keyword arguments, passed as they are and without gradients.
         """
         if self.streams is not None:
             self.streams.begin(self.index, microbatch)
         kept = self._kept[microbatch] = _InFlight()
-        kept.leaves = [
-            [t for t in plain_tensors(each) if t.requires_grad] for each in (value, *read.values())
-        ]
+        for each in (value, *read.values()):
+            kept.leaves.append([leaf for leaf in plain_tensors(each) if leaf.requires_grad])
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
             kept.holds = [self._meter.hold(leaf) for leaves in kept.leaves for leaf in leaves]
         if self._recompute:
             kept.again = value, read, given, loss, get_random_state(self._device)
-            # On a copy, as the stage may change its input in place. With a graph, though of no use,
-            # so that the output says what of it can be differentiated.
+            # On a copy, as the stage may change its input in place. The graph saves no tensors, but
+            # it shows which tensors of the output require a gradient.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
-                copies = map_plain(_copy, value), map_plain(_copy, read)
-                return self._compute(*copies, given, loss, self._module_for(microbatch))
-        return self._compute_and_keep(microbatch, value, read, given, loss, kept)
+                copy, copies = map_plain(_copy, value), map_plain(_copy, read)
+                module = self._module_for(microbatch)
+                return self._compute(copy, copies, given=given, loss=loss, module=module)
+        return self._compute_and_keep(
+            microbatch, value, read=read, given=given, loss=loss, kept=kept
+        )
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """Run ``B`` of a stage without values beyond its neighbours'; return the gradients of the input."""
+        """Run ``B`` of a stage that reads and writes no values; return the input's gradients."""
         input_gradients = self.backward_input(microbatch, gradients)[0]
         self.backward_weight(microbatch)
         return input_gradients
@@ -164,15 +171,15 @@ class Stage:
         of_values: Sequence[Gradients] = (),
         weight: Callable[[], Tensor | float] = lambda: 1.0,
     ) -> tuple[Gradients, ...]:
-        """Run ``I``; return the gradients of the input, and of each value that this stage has read,
-        in order.
+        """Run ``I``; return the gradients of the input, and of each value that this stage has read.
 
-        Those of linear layers' weights wait for ``W``.
+        The gradients of linear layers' weights wait for ``W``.
 
         Args:
-            gradients: those of the output; None in the last stage.
-            of_values: those of each value that another stage has read, in order.
-            weight: of the microbatch in its batch; asked for if there are attached losses.
+            gradients: the gradients of the output; None in the last stage.
+            of_values: the gradients of each value that another stage has read, in order.
+            weight: a function that returns the microbatch's weight in its batch; called if losses
+                are attached.
         """
         kept = self._kept[microbatch]
         if self._weights is not None:
@@ -182,44 +189,44 @@ class Stage:
             kept.again = None
             with random_state_kept(self._device):
                 set_random_state(state, self._device)
-                self._compute_and_keep(microbatch, value, read, given, loss, kept)
+                self._compute_and_keep(
+                    microbatch, value, read=read, given=given, loss=loss, kept=kept
+                )
         if microbatch in self.attached:
             self.attached[microbatch].weight = weight() * self.scale
         if gradients is None:
-            start = (
-                kept.weight
-                if kept.weight is None or self.scale == 1.0
-                else kept.weight * self.scale
-            )
+            start = kept.weight
+            if start is not None and self.scale != 1.0:
+                start = start * self.scale
             gradients = tuple(start for _ in kept.roots)
+
         gradients = sum(of_values, start=gradients)
-        pairs = [
-            (root, grad)
-            for root, grad in zip(kept.roots, gradients, strict=True)
-            if grad is not None
-        ]
+        roots: list[GradientEdge] = []
+        grads: list[Tensor] = []
+        for root, grad in zip(kept.roots, gradients, strict=True):
+            if grad is not None:
+                roots.append(root)
+                grads.append(grad)
         kept.roots = []
-        if pairs:
+        if roots:
             queue = kept.weight_gradients
-            backward = partial(
-                torch.autograd.backward, [root for root, _ in pairs], [grad for _, grad in pairs]
-            )
+            backward = partial(torch.autograd.backward, roots, grads)
             with nullcontext() if queue is None else queue.collecting():
-                (
+                if self._weights is None:
                     backward()
-                    if self._weights is None
-                    else self._weights.go_backward(microbatch, backward)
-                )
-        # Those of the batch may be parts of a larger tensor, which has the gradient.
-        input_gradients = tuple(
-            tuple(leaf.grad if leaf.is_leaf else None for leaf in row) for row in kept.leaves
-        )
+                else:
+                    self._weights.go_backward(microbatch, backward)
+
+        input_gradients = []
+        for row in kept.leaves:
+            # A tensor of the batch may be a part of a larger tensor, which has the gradient.
+            input_gradients.append(tuple(leaf.grad if leaf.is_leaf else None for leaf in row))
         kept.leaves = []
         for hold in kept.holds:
             hold.release()
         if self._weights is not None:
             self._weights.take(microbatch)
-        return input_gradients
+        return tuple(input_gradients)
 
     def backward_weight(self, microbatch: int) -> None:
         """Run ``W``: add the gradients that ``I`` has left out."""
@@ -248,15 +255,19 @@ class Stage:
             saving = self._meter.saving(self.index, microbatch)
         linears = self._fusing if queue is None else Deferring(queue)
         attached = Attached()
+        module = self._module_for(microbatch)
         with saving, linears or nullcontext(), attached:
-            output, values = self._compute(value, read, given, loss, self._module_for(microbatch))
+            output, values = self._compute(value, read, given=given, loss=loss, module=module)
         if attached.values:
             self.attached[microbatch] = attached
-        made, kept.weight = (output, None) if loss is None else output
-        differentiable = [
-            t for each in (made, *values.values()) for t in plain_tensors(each) if t.requires_grad
-        ]
-        kept.roots = [get_gradient_edge(tensor) for tensor in differentiable]
+
+        made = output
+        if loss is not None:  # the output is a Share then
+            made, kept.weight = output
+        for each in (made, *values.values()):
+            for tensor in plain_tensors(each):
+                if tensor.requires_grad:
+                    kept.roots.append(get_gradient_edge(tensor))
         return output, values
 
     def _compute(
@@ -269,7 +280,8 @@ class Stage:
     ) -> tuple[Any, dict[str, Any]]:
         output = value
         if module is not None:
-            output = call(module, value, dict(**read, **given))  # a TypeError for a name in both
+            # dict raises TypeError for a name that is in both.
+            output = call(module, value, dict(**read, **given))
         values: dict[str, Any] = {}
         if self._writes:
             output, written = taken_apart(self.index, self._writes, output)
@@ -289,9 +301,11 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def device_of(modules: Iterable[nn.Module | None]) -> torch.device:
-    """Return where the parameters are; the CPU if there are none."""
-    parameters = (p for module in modules if module is not None for p in module.parameters())
-    return next((p.device for p in parameters), torch.device("cpu"))
+    """Return the device of the first parameter; the CPU if there are none."""
+    for module in modules:
+        for parameter in () if module is None else module.parameters():
+            return parameter.device
+    return torch.device("cpu")
 
 
 @checked
@@ -302,23 +316,22 @@ def profile_layers(
     repeats: int = 5,
     device: torch.device | str | None = None,
 ) -> tuple[LayerCost, ...]:
-    """Measure each layer alone, as a stage of a pipeline would run it, for
-    :func:`course_pp.schedule.partition`.
+    """Measure each layer alone, run as a stage, for :func:`course_pp.schedule.partition`.
 
-    Each layer takes what the one before returned, forward and backward. The shortest time counts,
+    Each layer takes the output of the layer before, forward and backward. The shortest time counts,
     as other work of the machine can only add to it (Narayanan et al. 2019, "PipeDream", section
     3.1, profile 1000 minibatches on a GPU).
 
     Args:
-        layers: first to last. Their gradients, buffers and the random number generators are left as
-            they were.
-        inputs: of the first layer, one microbatch: tensors, alone or in a tuple or dict.
-        repeats: how often each is timed, after a first time that does not count.
-        device: where the layers compute; None is where their parameters are.
+        layers: the layers, first to last. Their gradients and buffers, and the random number
+            generators, are restored afterwards.
+        inputs: one microbatch of the first layer: tensors, alone or in a tuple or dict.
+        repeats: number of timed runs of each layer, after a first run that does not count.
+        device: device of the computation; None is the device of the parameters.
 
     Returns:
-        For each layer the seconds of its forward and backward, the bytes of its output, and of its
-        trained weights.
+        For each layer the seconds of its forward and backward, the bytes of its output, and the
+        bytes of its trained weights.
 
     Raises:
         RuntimeError: under ``no_grad``, where there is no backward to time.
@@ -327,7 +340,8 @@ def profile_layers(
     if not torch.is_grad_enabled():
         raise RuntimeError("profile_layers under no_grad has no backward to time: call it outside")
     computes_on = device_of(layers) if device is None else torch.device(device)
-    costs, value = [], inputs
+    costs = []
+    value = inputs
     with _left_as_they_were(layers), random_state_kept(computes_on):
         for number, layer in enumerate(layers):
             try:
@@ -336,31 +350,30 @@ def profile_layers(
                 error.add_note(f"in layer {number} of {len(layers)}, a {type(layer).__name__}")
                 raise
             weights = sum(p.nbytes for p in layer.parameters() if p.requires_grad)
-            costs.append(
-                LayerCost(seconds, sum(tensor.nbytes for tensor in plain_tensors(value)), weights)
-            )
+            made = sum(tensor.nbytes for tensor in plain_tensors(value))
+            costs.append(LayerCost(seconds, made, weights))
     return tuple(costs)
 
 
 def _timed(layer: nn.Module, value: Any, repeats: int, device: torch.device) -> tuple[float, Any]:
-    stage, shortest, output = Stage(0, layer, device, False, None), float("inf"), None
+    stage = Stage(0, layer, device=device, recompute=False, meter=None)
+    shortest = float("inf")
+    output = None
     for repeat in range(1 + repeats):
         received = map_plain(_received, value)
         wait_for(device)
         begun = time.perf_counter()
-        output, _ = stage.forward(0, received, None, False)
-        gradients = tuple(
-            torch.ones_like(tensor) for tensor in plain_tensors(output) if tensor.requires_grad
-        )
-        stage.backward(0, gradients)
+        output, _ = stage.forward(0, received, loss=None, split=False)
+        trained = [tensor for tensor in plain_tensors(output) if tensor.requires_grad]
+        stage.backward(0, tuple(map(torch.ones_like, trained)))
         wait_for(device)
-        if repeat:
+        if repeat:  # the first run warms up
             shortest = min(shortest, time.perf_counter() - begun)
     return shortest, map_plain(_received, output)
 
 
 def _received(tensor: Tensor) -> Tensor:
-    """With memory of its own, and no leaf if it requires grad: the layer may change its input in place."""
+    """Return a copy that the layer may change in place, which autograd forbids for a leaf."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
