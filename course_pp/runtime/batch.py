@@ -1,4 +1,4 @@
-"""A batch as microbatches: cut, and its loss as shares of their losses."""
+"""A batch as microbatches: the batch is cut, and its loss is the sum of their shares."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from course_pp.step.loss import LossFn, Share, TokenLoss, counted, divisor_of, s
 from course_pp.step.values import as_value
 
 Form = tuple[str, int]
-"""``"whole"`` or ``"ready"``, or empty on a rank that was given nothing; and the number of rows that
-were cut, 0 if unknown."""
+"""``"whole"`` or ``"ready"``, or "" on a rank that was given nothing; and the number of rows before
+the cut, 0 if unknown."""
 
 
 def joined(one: Form, other: Form) -> Form:
-    """Return what two ranks know together of the batch; raise ValueError if it is not the same batch."""
+    """Return the form of the batch from two ranks; raise ValueError if their batches differ."""
     (kind, rows), (other_kind, other_rows) = one, other
     if kind and other_kind and kind != other_kind:
         raise ValueError(
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 def cut(given: Given, n: int, *, is_first: bool, is_last: bool) -> Cut:
-    """Return the ``n`` microbatches of a rank that needs inputs if ``is_first``, targets if ``is_last``."""
+    """Return a rank's ``n`` microbatches: inputs if ``is_first``, targets if ``is_last``."""
     if given.is_ready(n):
         for name, is_needed in {"arg_mbs": is_first, "target_mbs": is_last}.items():
             if is_needed and name not in given.lists:
@@ -85,14 +85,17 @@ def cut(given: Given, n: int, *, is_first: bool, is_last: bool) -> Cut:
 
 
 def split(name: str, batch: Any, n: int) -> Sequence[Any]:
-    """Cut the tensors of ``batch``, alone or in tuples and dicts, along their first dimension, as evenly as can be."""
+    """Cut the tensors of ``batch``, alone or in tuples and dicts, by rows into equal parts.
+
+    Earlier microbatches get one row more if the rows do not divide.
+    """
     if name == "target" and batch is None:
         raise ValueError(
             "target is missing where the last stage is: give target=, a batch (arguments by"
             f" position are all the first stage's), or {n} microbatches as arg_mbs=[(x,), …] and"
             " target_mbs=[y, …]"
         )
-    # Both, as one alone would not go with a whole batch.
+    # The remedy names both lists, as one of them would not go with a whole batch.
     ready = "arg_mbs=[(x,), …] and, in a step, target_mbs=[y, …]"
     if isinstance(batch, list):
         raise ValueError(
@@ -104,31 +107,29 @@ def split(name: str, batch: Any, n: int) -> Sequence[Any]:
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     if not tensors:
-        given = (
-            repr(batch)
-            if batch is None or isinstance(batch, tuple | dict)
-            else f"a {type(batch).__name__}"
-        )
+        given = f"a {type(batch).__name__}"
+        if batch is None or isinstance(batch, tuple | dict):
+            given = repr(batch)
         raise ValueError(
             f"{name} is {given} on a rank that needs it: give a batch, or {n} microbatches as"
             f" {ready}"
         )
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < n:
+        spelled = ", ".join(map(str, sorted(sizes)))
         raise ValueError(
-            f"{name} has tensors of {', '.join(map(str, sorted(sizes)))} samples, to be cut into"
-            f" {n} microbatches: give tensors of the same first dimension, at least {n}, or {n}"
-            f" microbatches as {ready}"
+            f"{name} has tensors of {spelled} samples, to be cut into {n} microbatches: give"
+            f" tensors of the same first dimension, at least {n}, or {n} microbatches as {ready}"
         )
     return cut_rows(batch, tensors, n, map_plain)
 
 
 class Counted(NamedTuple):
-    """The targets of a step, and over how many tokens or samples the loss of each microbatch is a
-    mean.
+    """The targets of a step with their counts.
 
     Attributes:
-        loss: the caller's, or the same mean as a loss that counts samples.
+        loss: the caller's loss, or the same mean as a loss that counts samples.
+        counts: the number of tokens or samples of each target.
     """
 
     loss: TokenLoss
@@ -137,7 +138,11 @@ class Counted(NamedTuple):
 
 
 def count_targets(loss_fn: LossFn | TokenLoss, targets: Sequence[Any]) -> Counted:
-    """Count the tokens of ``targets``, or samples if ``loss_fn`` does not count; a ValueError for a mean over none."""
+    """Count the tokens of ``targets``, or samples if ``loss_fn`` does not count tokens.
+
+    Raises:
+        ValueError: if a microbatch without samples would need a mean.
+    """
     loss = counted(loss_fn, _samples)
     counts: list[Any] = [loss.count(target) for target in targets]
     if loss is not loss_fn and 0 in counts:
@@ -155,35 +160,36 @@ def loss_shares(
     groups: Sequence[dist.ProcessGroup] = (),
     device: torch.device | None = None,
 ) -> tuple[Callable[[int, Any], Share], Tensor]:
-    """Return a function of i and the output, microbatch i's share of the batch's loss; and the
-    microbatches' weights.
+    """Return the shares of the batch's loss, and the microbatches' weights.
 
-    The shares add up to the loss. A collective of ``groups`` unless ``divisor`` is given.
+    The shares are a function of a microbatch's number and its output. They add up to the loss. A
+    collective of ``groups`` unless ``divisor`` is given.
 
     Args:
-        divisor: how many tokens (or samples) to average over; None counts those of all targets on
-            all ranks of ``groups``, over which gradients are averaged.
+        divisor: number of tokens (or samples) of the mean; None counts those of all targets on all
+            ranks of ``groups``, over which gradients are averaged.
     """
     loss, targets, counts = given
     over = divisor_of(counts, divisor, groups, device)
-    return lambda i, output: share_of(loss, output, targets[i], over), weights_of(
-        counts, over, device
-    )
+
+    def share(i: int, output: Any) -> Share:
+        return share_of(loss, output, targets[i], over)
+
+    return share, weights_of(counts, over, device)
 
 
 def weights_of_means(given: Counted) -> Tensor:
-    """Return what each microbatch's own mean loss weighs in the mean loss of the batch, (n,) float64."""
+    """Return the weight of each microbatch's own mean in the mean of the batch, (n,) float64."""
     return weights_of(given.counts, max(1.0, float(sum(given.counts))))
 
 
 def own_means(
     given: Counted, divisor: float | None, groups: Sequence[Sequence[int]]
 ) -> Callable[[int, Any], Share]:
-    """Return a function of i and the output: microbatch i's own mean loss, whose gradient an update
-    takes.
+    """Return a function from a microbatch's number and output to its own mean loss.
 
-    Microbatches of a group enter one update as the mean of their means, so they must be of equal
-    size.
+    An update takes the gradient of this mean. The microbatches of a group enter one update as the
+    mean of their means, so they must be of equal size.
     """
     if divisor is not None:
         raise ValueError(
@@ -193,15 +199,19 @@ def own_means(
     loss, targets, _ = given
     counts = [max(float(count), 1.0) for count in given.counts]
     for group in groups:
-        unequal = next((i for i in group if counts[i] != counts[group[0]]), None)
-        if unequal is not None:
-            raise ValueError(
-                f"one update takes microbatches {group[0]} and {unequal}, of {counts[group[0]]:g}"
-                f" and {counts[unequal]:g} samples or tokens: give microbatches of equal size"
-            )
+        first = group[0]
+        for other in group:
+            if counts[other] != counts[first]:
+                raise ValueError(
+                    f"one update takes microbatches {first} and {other}, of {counts[first]:g} and"
+                    f" {counts[other]:g} samples or tokens: give microbatches of equal size"
+                )
     return lambda i, output: share_of(loss, output, targets[i], counts[i])
 
 
 def _samples(target: Any) -> int:
+    """Return the rows of the first tensor of a target; 1 if it has none."""
     tensors = plain_tensors(target)
-    return len(tensors[0]) if tensors and tensors[0].dim() else 1
+    if not tensors or not tensors[0].dim():
+        return 1
+    return len(tensors[0])

@@ -1,15 +1,16 @@
 """Run any legal schedule on real ranks.
 
-    pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)     # on each rank, with its own stages
-    loss = pipeline.step(inputs, target=target)                          # gradients are in .grad
+    # on each rank, with its own stages
+    pipeline = Pipeline(build("1f1b", 4, 8), {rank: stage}, loss_fn)
+    loss = pipeline.step(inputs, target=target)  # gradients are in .grad
 
-What is received and sent between the actions is settled beforehand, in
-:mod:`course_pp.runtime.messages`.
+The messages between the actions are planned beforehand, in :mod:`course_pp.runtime.messages`.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from course_pp.runtime.agreement import PipelineOptions, Stages, agree
 from course_pp.runtime.batch import (
     Counted,
     Cut,
+    Form,
     count_targets,
     cut,
     joined,
@@ -60,42 +62,43 @@ class Pipeline(AnyPipeline):
     """One schedule over the ranks of a process group, for as many steps as you like.
 
     Args:
-        schedule: any legal one. Forward only is evaluation. With ``U`` stages update their own
-            weights within the step.
+        schedule: any legal schedule. A schedule without backwards only evaluates. With ``U`` stages
+            update their own weights within the step.
         stages: this rank's modules by stage; a module alone where the rank has one stage. None is
-            an empty stage, which passes on what it gets. A module whose attribute ``writes`` has
-            names returns ``(output, {name: value})``; one whose ``reads`` has names gets these
-            values as keyword arguments, from whichever earlier stage writes them.
+            an empty stage, which passes its input on. A module whose attribute ``writes`` has names
+            returns ``(output, {name: value})``. A module whose ``reads`` has names gets these
+            values as keyword arguments, from the earlier stage that writes them.
             ``pipeline.schedule`` then has the edges.
-        loss_fn: ``loss_fn(output, target)``, the mean loss of a microbatch, or a
-            :class:`TokenLoss`. Only :meth:`step` and :meth:`eval` need it. The loss is divided
-            before the backward: divide a gradient that your own autograd function adds, too, or use
-            :func:`attach_loss`.
+        loss_fn: a function ``loss_fn(output, target)`` that returns the mean loss of a microbatch,
+            or a :class:`TokenLoss`. Only :meth:`step` and :meth:`eval` need it. The loss is divided
+            before the backward. If your own autograd function adds a gradient, divide it too, or
+            use :func:`attach_loss`.
         group: the ranks of the pipeline; None is all of them, or this process alone if there is no
             process group.
-        device: where the stages compute; None is where their parameters are.
-        recompute: keep each microbatch's input only, and compute forwards again in the backward.
-            What a forward does to its buffers (BatchNorm's statistics) it then does twice.
-        tied: tied weights: for each the parameter's name by stage, as in ``[{0: "embed.weight", 3:
+        device: device of the stages' computation; None is the device of their parameters.
+        recompute: keep each microbatch's input only, and compute forwards again in the backward. A
+            forward then changes its buffers twice, such as the statistics of BatchNorm.
+        tied: tied weights, each as the parameter's name by stage: ``[{0: "embed.weight", 3:
             "head.weight"}]``. Their gradients are summed; give them equal values. None refuses
             stages that look tied, with a list of all such weights. Layers that are copied or seeded
             alike pass if a stage holds two of them, or if both stages begin with them. ``[]`` says
             that nothing is tied. Two further weights that look like one, or like a declared tie,
             are refused too.
-        recorder: records every action and every wait.
-        cluster: emulate this cluster: compute and send as fast as it would. All ranks must be on
-            one host.
+        recorder: recorder of every action and every wait.
+        cluster: cluster to emulate: ranks compute and send as fast as it would. All ranks must be
+            on one host.
         transport: ``"nccl"``, ``"gloo"``, or None to choose by group and device
             (:func:`course_pp.runtime.wire.open_wire`).
         timeout_s: the longest that a rank waits for one message.
-        optimizers: for a schedule with ``U``: one for each of this rank's stages, over all that it
-            trains. An update takes the gradient of one microbatch's mean loss, or the mean of these
-            over a group and all replicas. Parameters must have no hooks: gradients go to versions
-            of them.
-        versions: for a schedule with ``U``: which weights a microbatch uses, ``"stash"``,
-            ``"vertical"``, ``"2bw"`` or ``"none"``; see :func:`course_pp.schedule.ledger`. Buffers
-            have no versions, and each replica has its own.
-        scaler: scales the loss and attached losses in the backward, for float16; the losses
+        optimizers: an optimizer for each of this rank's stages, over all its trained parameters,
+            if the schedule has ``U``. An update takes the gradient of one microbatch's mean loss,
+            or the mean of these over a group and all replicas. Parameters must have no hooks:
+            gradients go to versions of them.
+        versions: the rule by which a microbatch chooses its weights, if the schedule has ``U``:
+            ``"stash"``, ``"vertical"``, ``"2bw"`` or ``"none"``; see
+            :func:`course_pp.schedule.ledger`. Buffers have no versions, and each replica has its
+            own.
+        scaler: scaler of the loss and attached losses in the backward, for float16; the losses
             returned are not scaled.
 
     Make it on every rank at once: the ranks compare what they were given.
@@ -105,12 +108,12 @@ class Pipeline(AnyPipeline):
             :func:`attach_loss`.
         shares: each microbatch's share of the last step's loss, on every rank: they add up to the
             loss. With ``versions=`` each microbatch's own mean loss.
-        ties: for each declared tie the parameter's name by stage.
+        ties: the declared ties, each as the parameter's name by stage.
 
     Raises:
-        ValueError: on every rank, for a schedule that cannot run here, stages that are not those it
-            places here, ranks that were given different pipelines, weights that look tied without
-            ``tied``, or versions without what they need.
+        ValueError: on every rank, if the schedule cannot run here or places other stages here, if
+            ranks were given different pipelines, if weights look tied without ``tied``, or if
+            ``versions`` lacks a part it needs.
     """
 
     def __init__(
@@ -148,29 +151,30 @@ class Pipeline(AnyPipeline):
             scaler=scaler,
         )
         self._agreement = agreed = agree(self._options)
-        self.schedule, modules, meter = agreed.schedule, agreed.modules, self._options.meter
-        if meter is not None:  # what the stages hold anyway is not counted
-            meter.ignore(
-                t
-                for m in modules.values()
-                if m is not None
-                for t in (*m.parameters(), *m.buffers())
-            )
+        self.schedule = agreed.schedule
+        modules = agreed.modules
+        meter = self._options.meter
+        if meter is not None:
+            # The stages hold their parameters anyway; the meter counts what a step adds.
+            for module in modules.values():
+                if module is not None:
+                    meter.ignore([*module.parameters(), *module.buffers()])
+
         self._shared = SharedWeights(agreed.rank, agreed.weights, modules)
         self._sharded = ShardedStages(modules.values())
         self._weights: dict[int, VersionedStage] = {}
         for stage, module in modules.items():
             if agreed.planned is not None and optimizers is not None and module is not None:
-                here = [
-                    i
-                    for i in range(schedule.n_microbatches)
-                    if schedule.rank_of(stage, i) == agreed.rank
-                ]
+                every = range(schedule.n_microbatches)
+                here = [i for i in every if schedule.rank_of(stage, i) == agreed.rank]
+                optimizer = optimizers.get(stage)
                 self._weights[stage] = VersionedStage(
-                    stage, module, optimizers.get(stage), agreed.planned, here, meter
+                    stage, module, optimizer, agreed.planned, here, meter
                 )
-        self._stages = {
-            stage: Stage(
+        self._streams = RandomStreams(agreed.device, _data_rank(agreed.data_groups))
+        self._stages: dict[int, Stage] = {}
+        for stage, module in modules.items():
+            self._stages[stage] = Stage(
                 stage,
                 module,
                 device=agreed.device,
@@ -180,17 +184,21 @@ class Pipeline(AnyPipeline):
                 writes=agreed.declared[stage].writes,
                 wanted=[edge.name for edge in agreed.schedule.edges if edge.writer == stage],
             )
-            for stage, module in modules.items()
-        }
-        self._streams = RandomStreams(agreed.device, _data_rank(agreed.data_groups))
-        for worker in self._stages.values():
-            worker.streams = self._streams
-        plans = plan_messages(
-            agreed.schedule, [(a.rank, b.rank) for w in agreed.weights for a in w for b in w]
-        )
+            self._stages[stage].streams = self._streams
+
+        pairs: list[tuple[int, int]] = []
+        for weight in agreed.weights:
+            ranks = [place.rank for place in weight]
+            pairs += product(ranks, ranks)
+        plans = plan_messages(agreed.schedule, pairs)
         self._wire = open_wire(agreed, plans)
         self._executor = Executor(
-            agreed, agreed.schedule, plans, self._wire, self._stages, self._weights
+            agreed,
+            agreed.schedule,
+            plans,
+            wire=self._wire,
+            stages=self._stages,
+            weights=self._weights,
         )
         self._evaluator: Executor | None = None
         self.attached: dict[str, float] = {}
@@ -210,21 +218,21 @@ class Pipeline(AnyPipeline):
         kwargs_chunk_spec: ChunkSpec | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the schedule once; :meth:`AnyPipeline.step` says what each argument is.
+        """Run the schedule once; :meth:`AnyPipeline.step` describes each argument.
 
-        A whole batch of any size is cut as evenly as can be. With ``versions=`` updates take the
-        gradients, and leave none. A hook that raises does so on its own rank; no hook is called if
-        the step fails. :attr:`shares` then has what each microbatch adds to the loss.
+        A whole batch of any size is cut as evenly as possible. With ``versions=`` updates take the
+        gradients, and leave none. A hook that raises does so on its own rank. If the step fails, no
+        hook is called. After the step :attr:`shares` has each microbatch's share of the loss.
 
         Raises:
-            StepFailed: on every rank, if a stage raises, or a rank is lost or late; says which
-                rank, stage, microbatch and action it was. With ``versions=`` also if a loss is not
-                finite, because stages update their weights within the step.
+            StepFailed: on every rank, if a stage raises, or a rank is lost or late; it names rank,
+                stage, microbatch and action. With ``versions=`` also if a loss is not finite,
+                because stages update their weights within the step.
             ValueError: on a rank whose arguments cannot be used, and on FSDP2's other data ranks of
                 its stages; the others get a StepFailed. A loss that counts samples needs at least
                 one in each microbatch.
-            RuntimeError: after a step that failed; in the same way as ValueError, under
-                ``no_grad``.
+            RuntimeError: after a step that failed; and under ``no_grad``, on the same ranks as a
+                ValueError.
         """
         given = Given(
             inputs=inputs,
@@ -314,9 +322,9 @@ class Pipeline(AnyPipeline):
     ) -> Any:
         """Return the outputs of a batch, by the schedule's forwards alone.
 
-            outputs = Pipeline(schedule, stages).evaluate(inputs)         # None but where the last stage is
+            outputs = Pipeline(schedule, stages).evaluate(inputs)  # None without the last stage
 
-        The pipeline needs no ``loss_fn`` for it. Raises what :meth:`step` does.
+        The pipeline needs no ``loss_fn`` for it. The exceptions are those of :meth:`step`.
         """
         given = Given(
             inputs=inputs,
@@ -369,7 +377,10 @@ class Pipeline(AnyPipeline):
         return self._evaluator
 
     def _losses_here(self, state: StepState) -> torch.Tensor:
-        """Return the shares of this rank's microbatches, 0 for others; if these are means, also what each adds."""
+        """Return the shares of this rank's microbatches, with 0 for others, (n,) float64.
+
+        If shares are means, a second row has each microbatch's part of the loss, (2, n).
+        """
         elsewhere = torch.zeros((), device=self._agreement.device)
         every = range(self.schedule.n_microbatches)
         shares = torch.stack([state.shares.get(i, elsewhere) for i in every]).double()
@@ -398,12 +409,13 @@ class Pipeline(AnyPipeline):
         return self.schedule.n_stages - 1 in self._stages
 
     def _begun(self, given: Given, trains: bool) -> StepState:
-        """Return the values with which a step begins: the microbatches, and their weights in the loss."""
+        """Return the values with which a step begins: microbatches and their weights."""
         microbatches, counts = self._with_data_ranks(partial(self._cut, given, trains))
         self._ignore(microbatches)
         state = StepState(microbatches)
         if counts is None:
             return state
+        # Weights that update within the step take gradients of microbatches' own means.
         planned = self._agreement.planned if trains else None
         if planned is None:
             groups, device = self._agreement.data_groups, self._agreement.device
@@ -417,7 +429,10 @@ class Pipeline(AnyPipeline):
         return state
 
     def _cut(self, given: Given, trains: bool) -> tuple[Cut, Counted | None]:
-        """Return this rank's microbatches, and its targets where the last stage is; refuse what cannot be used."""
+        """Return this rank's microbatches, and its counted targets where the last stage is.
+
+        Raises an exception for arguments that cannot be used.
+        """
         if trains and not torch.is_grad_enabled():
             raise RuntimeError("a training step under no_grad: step outside it, or call eval")
         if "targets" in given.kwargs and given.target is None and given.target_mbs is None:
@@ -436,60 +451,54 @@ class Pipeline(AnyPipeline):
         return microbatches, count_targets(loss_fn, microbatches.targets)
 
     def _with_data_ranks(self, look: Callable[[], T]) -> T:
-        """Return what ``look`` returns; if it fails here or on another data rank of this stage,
-        raise on all of them.
+        """Return the result of ``look``; if it fails on one data rank of this stage, raise on all.
 
         FSDP2's data ranks wait for one another in each forward. They are in different pipelines,
-        and a rank that fails tells its own pipeline alone. Mates that refuse together tell both of
-        theirs, before the first gather.
+        and a rank that fails tells its own pipeline alone. Data ranks that refuse together tell all
+        their pipelines, before the first gather.
         """
         for group in self._agreement.data_groups:
             look = partial(Ranks(group).collectively, look)
         return look()
 
     def _attached_here(self) -> Sums:
-        """Return this rank's sums of attached losses; over FSDP2's data ranks their mean."""
-        sums = attached_sums(
-            {index: stage.attached.values() for index, stage in self._stages.items()}
-        )
+        """Return this rank's sums of attached losses, or their mean over FSDP2's data ranks."""
+        attached = {index: stage.attached.values() for index, stage in self._stages.items()}
+        sums = attached_sums(attached)
         for group in self._agreement.data_groups if sums else ():
             mine = {name: value.item() for name, (_, value) in sums.items()}
             everyone = Ranks(group, limit_s=self._options.timeout_s).gather(mine)
-            if any({*theirs} != {*sums} for theirs in everyone):
-                raise ValueError(
-                    "attach_loss: data ranks use the names"
-                    f" {[sorted(theirs) for theirs in everyone]}"
-                )
+            names = [sorted(theirs) for theirs in everyone]
+            if any(theirs != sorted(sums) for theirs in names):
+                raise ValueError(f"attach_loss: data ranks use the names {names}")
             for name, (stage, _) in sums.items():
                 mean = sum(theirs[name] for theirs in everyone) / len(everyone)
                 sums[name] = stage, torch.tensor(mean, dtype=torch.float64)
         return sums
 
     def _data_ranks_drew(self) -> bool:
-        """Return whether a stage of this rank, or of its data ranks in other pipelines, drew a random number."""
+        """Return whether a stage of this rank, or of its data ranks, drew a random number."""
         drew = int(self._streams.drew)
         for group in self._agreement.data_groups:
             drew = Ranks(group, limit_s=self._options.timeout_s).largest(drew)
         return bool(drew)
 
     def _ignore(self, given: Cut) -> None:
-        """Do not count the batch, which its owner keeps."""
+        """Do not count the batch as memory of the step: its owner keeps it anyway."""
         if self._options.meter is not None:
             self._options.meter.ignore(tensors_of([given.inputs, given.targets, given.kwargs]))
 
     @property
     def ledger(self) -> Ledger:
-        """Which version each action of this rank used in the last step, and which update each gradient entered."""
+        """The version that each action of this rank used in the last step, and its update."""
         planned = self._agreement.planned
         if planned is None:
             raise ValueError(
                 f"{self.schedule!r} flushes, so there is one version of the weights: there is no"
                 " ledger"
             )
-        return Ledger(
-            planned.versions,
-            tuple(use for weights in self._weights.values() for use in weights.uses),
-        )
+        uses = tuple(use for weights in self._weights.values() for use in weights.uses)
+        return Ledger(planned.versions, uses)
 
 
 def run_step(
@@ -503,21 +512,19 @@ def run_step(
     group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, Timeline]:
-    """Run one recorded step: build a :class:`Pipeline`, run :meth:`Pipeline.step`, gather the
-    timeline.
+    """Build a :class:`Pipeline`, run one recorded :meth:`Pipeline.step`, gather the timeline.
 
-    Takes what these take, of keyword arguments for stages those by microbatch. For more steps keep
-    a pipeline: its first step settles shapes, the others find them settled.
+    The arguments are those of both, except that keyword arguments of stages must come by
+    microbatch. For more steps keep a pipeline: its first step settles shapes for the others.
 
     Returns:
-        The mean loss, and when each rank did what, in seconds; the same on every rank.
+        The mean loss, and the timeline in seconds; both are the same on every rank.
     """
     recorder = Recorder() if recorder is None else recorder
-    of_step = {
-        name: options.pop(name)
-        for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs")
-        if name in options
-    }
+    of_step = {}
+    for name in ("divisor", "arg_mbs", "kwarg_mbs", "target_mbs"):
+        if name in options:
+            of_step[name] = options.pop(name)
     pipeline = Pipeline(schedule, stages, loss_fn, group=group, recorder=recorder, **options)
     arguments = inputs if isinstance(inputs, tuple) else (inputs,)
     loss = pipeline.step(*arguments, target=target, **of_step)
@@ -532,42 +539,59 @@ def _data_rank(groups: Sequence[dist.ProcessGroup]) -> int:
     return number
 
 
-_Report = tuple[torch.Tensor, Sums, tuple[str, int], bool]
-_Evaluated = tuple[str, Mapping[int, Any], tuple[str, int]]
+_Report = tuple[torch.Tensor, Sums, Form, bool]
+"""A rank's losses, its attached losses, the form of its batch, and whether it drew numbers."""
+
+_Evaluated = tuple[str, Mapping[int, Any], Form]
+"""A rank's argument ``on``, its outputs by microbatch, and the form of its batch."""
 
 
 def _total(one: _Report, other: _Report) -> _Report:
-    drew = one[3] or other[3]
-    return one[0] + other[0], added_sums(one[1], other[1]), joined(one[2], other[2]), drew
+    losses, sums, form, drew = one
+    other_losses, other_sums, other_form, other_drew = other
+    return (
+        losses + other_losses,
+        added_sums(sums, other_sums),
+        joined(form, other_form),
+        drew or other_drew,
+    )
 
 
 def _both(one: _Evaluated, other: _Evaluated) -> _Evaluated:
-    if one[0] != other[0]:
+    on, outputs, form = one
+    other_on, other_outputs, other_form = other
+    if on != other_on:
         raise ValueError(
-            f"evaluate: on is {one[0]!r} on a rank and {other[0]!r} on another: give every rank the"
+            f"evaluate: on is {on!r} on a rank and {other_on!r} on another: give every rank the"
             " same"
         )
-    return one[0], {**one[1], **other[1]}, joined(one[2], other[2])
+    return on, {**outputs, **other_outputs}, joined(form, other_form)
 
 
 def _loss_and_shares(losses: torch.Tensor) -> tuple[torch.Tensor, tuple[float, ...]]:
-    """Return the mean loss and the shares: (n,), or with versions (2, n), whose second row adds up to the loss."""
-    shares, parts = (losses, losses) if losses.dim() == 1 else losses
-    return parts.sum(), tuple(shares.tolist())
+    """Return the mean loss and the shares, given the losses of :meth:`Pipeline._losses_here`."""
+    if losses.dim() == 1:
+        return losses.sum(), tuple(losses.tolist())
+    means, parts = losses
+    return parts.sum(), tuple(means.tolist())
 
 
 def _finite(
     loss: Callable[[int, Any], Share], planned: Ledger, last: int, microbatch: int, output: Any
 ) -> Share:
-    """Return the loss of a microbatch; raise where weights that have diverged first show."""
+    """Return the loss of a microbatch; raise ArithmeticError if it is not finite.
+
+    Weights that an update has made diverge show here first.
+    """
     share = loss(microbatch, output)
     value = float(share.product())
     if not math.isfinite(value):
         version = planned.of(last, microbatch).forward
-        after = f"update {version - 1} of stage {last}" if version else "the first update"
-        when = "after" if version else "before"
+        when = "before the first update"
+        if version:
+            when = f"after update {version - 1} of stage {last}"
         raise ArithmeticError(
-            f"the loss of microbatch {microbatch} is {value}, {when} {after}: "
-            "lower the learning rate, or look at the data"
+            f"the loss of microbatch {microbatch} is {value}, {when}: lower the learning rate, or"
+            " look at the data"
         )
     return share
