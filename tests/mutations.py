@@ -162,7 +162,7 @@ FAULTS = [
         "runtime/test_sharded.py",
     ),
     Fault("step/ties.py", "sum(there[1:], start=there[0])", "there[0]", FEATURES),
-    Fault("runtime/agreement.py", "if len(ranks) > 1\n", "if len(ranks) > 2\n", FEATURES),
+    Fault("runtime/agreement.py", "if len(ranks) > 1:", "if len(ranks) > 2:", FEATURES),
     Fault(GRADIENTS, "gradients.append(rows.sum(0)", "gradients.append(rows.mean(0)", DEFERRED),
     Fault("runtime/stage.py", "kept.weight_gradients.compute()", "pass", FEATURES),
     Fault(GRADIENTS, "self._entries.clear()", "", DEFERRED),

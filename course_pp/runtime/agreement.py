@@ -1,4 +1,4 @@
-"""Before the first message: every rank checks what it was given, and all agree on it or all refuse it together."""
+"""Before the first message: ranks check their options, and agree or refuse together."""
 
 import hashlib
 import math
@@ -45,7 +45,7 @@ Modules = Mapping[int, nn.Module | None]
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a rank is given; :class:`~course_pp.runtime.Pipeline` says what each means."""
+    """The arguments of a :class:`~course_pp.runtime.Pipeline`, which describes each of them."""
 
     schedule: Schedule
     stages: Stages
@@ -64,12 +64,12 @@ class PipelineOptions:
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything but forwards."""
+        """Whether the schedule has backwards."""
         return any(part.kind != "F" for part in self.schedule.parts)
 
     @property
     def meter(self) -> Meter | None:
-        """What counts the bytes that are kept, if anybody wants to know."""
+        """The meter of the bytes kept for backward, if a recorder has one."""
         return None if self.recorder is None else self.recorder.meter
 
     @property
@@ -82,13 +82,15 @@ class Agreement:
     """PipelineOptions that this rank has checked and all ranks have agreed on.
 
     Attributes:
-        rank: in the pipeline's group.
-        schedule: that of the options, with the edges between the stages.
+        rank: this rank's number in the pipeline's group.
+        modules: this rank's modules by stage.
+        device: device on which this rank computes.
+        schedule: the options' schedule, with the edges between the stages.
         declared: the values that this rank's stages read and write beyond their neighbours'.
-        weights: weights that lie in several places, on all ranks.
-        planned: which versions the actions use, if stages update their own weights.
-        data_groups: over whose ranks FSDP2 averages the pipeline's gradients, also where it shards
-            nothing itself.
+        weights: all weights that lie in several places, on any rank.
+        planned: the versions that the actions use, if stages update their own weights.
+        data_groups: the groups over whose ranks FSDP2 averages the pipeline's gradients, also on a
+            rank of which FSDP2 shards nothing.
         series: a number below 2**15 that keeps this pipeline's messages apart from others'.
     """
 
@@ -105,13 +107,20 @@ class Agreement:
 
 
 class Fact(NamedTuple):
-    """Of a parameter what its other places must have too; of copies, which must start equal, also a fingerprint."""
+    """The properties that all places of a parameter must share.
+
+    Attributes:
+        kind: shape, dtype, and whether it is trained.
+        value: a fingerprint of the values, if the stage has replicas, which must start equal.
+    """
 
     kind: str
     value: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} of value {self.value}" if self.value else self.kind
+        if not self.value:
+            return self.kind
+        return f"{self.kind} of value {self.value}"
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,11 @@ class _RankStages:
 
 
 def agree(options: PipelineOptions, feeds_tokens_back: bool = False) -> Agreement:
-    """Check this rank's options and compare them with the others'; refuse on every rank what is
-    wrong on any.
+    """Check this rank's options and agree on them with all ranks, or refuse on all ranks.
 
-    ``feeds_tokens_back`` says whether a schedule's feedback is carried out, which a pipeline does
-    not do.
+    Args:
+        feeds_tokens_back: whether the caller carries out a schedule's feedback, as ``generate``
+            does and a pipeline does not.
     """
     ranks = ranks_of(options.group)
 
@@ -213,37 +222,42 @@ def _checked_modules(options: PipelineOptions, ranks: Ranks, feeds_tokens_back: 
 def _data_groups(
     ranks: Ranks, modules: Modules, sizes: Sequence[int]
 ) -> Sequence[dist.ProcessGroup]:
-    """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline, given each
-    rank's number.
+    """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline.
 
-    A rank of which it shards nothing knows none, and may have the loss. One that does finds the
-    other pipelines' ranks in the same place, and these make a group.
+    A rank of which FSDP2 shards nothing has no such group, but needs one if it has the loss. A rank
+    that has groups asks the other pipelines which rank is in the same place there; these ranks make
+    a new group.
+
+    Args:
+        sizes: the number of data ranks that each rank of the pipeline knows.
     """
     groups = ShardedStages(modules.values()).data_groups
     knows = sizes.index(max(sizes))
     lacking = [rank for rank, size in enumerate(sizes) if size < sizes[knows]]
     if not lacking:
         return groups
+
     group = ranks.group or dist.group.WORLD
     assert group is not None  # FSDP2 has one
     mates = {rank: [dist.get_global_rank(group, rank)] for rank in lacking}
     for data_group in groups if ranks.rank == knows else ():
         found = Ranks(data_group, limit_s=ranks.limit_s).gather(mates)
-        mates = {rank: [mate for theirs in found for mate in theirs[rank]] for rank in lacking}
+        for rank in lacking:
+            mates[rank] = [mate for theirs in found for mate in theirs[rank]]
     mates = ranks.gather(mates)[knows]
     made = _group_of(mates, ranks)
     return [made] if ranks.rank in mates else groups
 
 
-# until the process group is destroyed
+# Groups stay until the process group is destroyed, so pipelines share them.
 _MADE: WeakValueDictionary[Any, dist.ProcessGroup] = WeakValueDictionary()
 
 
 def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup:
-    """Return the group of this rank's mates, made once for all pipelines that have the same.
+    """Return the group of this rank's mates, made once for all pipelines with the same mates.
 
-    Torch names a group after the number of those there, so whoever has no mates makes one too, for
-    itself.
+    torch names a group after the number of groups so far. To keep this number equal on all ranks, a
+    rank without mates makes a group too, of itself.
     """
     mine = mates.get(ranks.rank, [dist.get_rank()])
     key = dist.group.WORLD, ranks.group, ranks.rank, str(mates)
@@ -255,9 +269,9 @@ def _group_of(mates: Mapping[int, list[int]], ranks: Ranks) -> dist.ProcessGroup
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
-    """Return those that agree; raise ValueError on a rank that is none of them."""
+    """Return the ranks of the pipeline; raise ValueError on any other rank."""
     check_arguments(PipelineOptions, {"group": group}, "Pipeline")
-    # one may take minutes longer than another to build its stages
+    # One rank may take minutes longer than another to build its stages.
     ranks = Ranks(group, limit_s=300.0)
     if ranks.rank < 0:
         raise ValueError(
@@ -268,10 +282,15 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def _by_stage(stages: Stages, here: Sequence[int]) -> Modules:
-    """Return the modules by stage, in order; a module alone is that of the only stage in ``here``."""
+    """Return the modules by stage, in order; a module alone belongs to the only stage in ``here``.
+
+    The key -1 stands for a module alone if it is unclear to which stage it belongs.
+    """
     if isinstance(stages, Mapping):
         return dict(sorted(stages.items()))
-    return {here[0]: stages} if len(here) == 1 else {} if stages is None else {-1: stages}
+    if len(here) == 1:
+        return {here[0]: stages}
+    return {} if stages is None else {-1: stages}
 
 
 def _problem_of_schedule(
@@ -298,11 +317,9 @@ def _problem_of_stages(
     modules: Modules, here: Sequence[int], options: PipelineOptions
 ) -> str | None:
     if list(modules) != list(here):
-        given = (
-            f"one {type(modules[-1]).__name__}"
-            if list(modules) == [-1]
-            else f"stages {list(modules)}"
-        )
+        given = f"stages {list(modules)}"
+        if list(modules) == [-1]:
+            given = f"one {type(modules[-1]).__name__}"
         return (
             f"given {given}, but the schedule places stages {list(here)} here: pass {{stage:"
             " module} for each of them"
@@ -316,7 +333,7 @@ def _problem_of_stages(
         for name, parameter in module.named_parameters():
             if not is_dtensor(parameter):
                 continue
-            # Its gradient is summed once, over its own mesh.
+            # Its gradient is summed once, over its own mesh, and must not be summed again here.
             what = f"{name!r} of stage {stage} is a DTensor (fully_shard, parallelize_module)"
             if len(options.schedule.placement[stage]) > 1:
                 return (
@@ -337,7 +354,8 @@ def _problem_of_stages(
 
 
 def _problem_of_versions(modules: Modules, options: PipelineOptions) -> str | None:
-    schedule, optimizers, versions = options.schedule, options.optimizers, options.versions
+    schedule = options.schedule
+    optimizers, versions = options.optimizers, options.versions
     if not any(part.kind == "U" for part in schedule.parts):
         if versions is None and optimizers is None:
             return None
@@ -373,45 +391,45 @@ def _problem_of_versions(modules: Modules, options: PipelineOptions) -> str | No
             f"optimizers for stages {sorted(optimizers)}, but stages {trained} are trained here:"
             " give one for each"
         )
-    return next(
-        filter(
-            None, (_problem_of_optimizer(stage, optimizers[stage], modules) for stage in trained)
-        ),
-        None,
-    )
+    for stage in trained:
+        if problem := _problem_of_optimizer(stage, optimizers[stage], modules):
+            return problem
+    return None
 
 
 def _problem_of_optimizer(
     stage: int, optimizer: torch.optim.Optimizer, modules: Modules
 ) -> str | None:
-    own, module = trained_parameters(modules[stage]), modules[stage]
+    module = modules[stage]
     assert module is not None  # it is trained
-    sharded = next((name for name, parameter in own.items() if is_dtensor(parameter)), None)
-    if sharded is not None:
-        return (
-            f"{sharded!r} of stage {stage} is a DTensor, of which no versions can be kept: leave it"
-            " whole"
-        )
+    own = trained_parameters(module)
+    for name, parameter in own.items():
+        if is_dtensor(parameter):
+            return (
+                f"{name!r} of stage {stage} is a DTensor, of which no versions can be kept: leave"
+                " it whole"
+            )
     if problem := problem_of_hooks(stage, own):
         return problem
-    elsewhere = {
-        id(p): s for s, m in modules.items() if m is not None and s != stage for p in m.parameters()
-    }
+    elsewhere: dict[nn.Parameter, int] = {}
+    for other, another in modules.items():
+        if another is not None and other != stage:
+            elsewhere |= dict.fromkeys(another.parameters(), other)
     for name, parameter in own.items():
-        if id(parameter) in elsewhere:
-            other = elsewhere[id(parameter)]
+        if parameter in elsewhere:
+            other = elsewhere[parameter]
             return (
                 f"{name!r} of stage {stage} is in stage {other} too: each would update by itself;"
                 " untie them"
             )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    lost = next((name for name, parameter in own.items() if id(parameter) not in held), None)
-    if lost is not None:
-        return (
-            f"parameter {lost!r} of stage {stage} is in no optimizer: give optimizers[{stage}] all"
-            " that it trains"
-        )
-    if held - set(map(id, module.parameters())):
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in own.items():
+        if parameter not in held:
+            return (
+                f"parameter {name!r} of stage {stage} is in no optimizer: give optimizers[{stage}]"
+                " all that it trains"
+            )
+    if held - {*module.parameters()}:
         return (
             f"optimizers[{stage}] holds a parameter that is not stage {stage}'s: give each stage"
             " its own"
@@ -420,7 +438,7 @@ def _problem_of_optimizer(
 
 
 def _facts(options: PipelineOptions, device: torch.device) -> dict[str, Any]:
-    """Return what must be the same on every rank."""
+    """Return the options that must be the same on every rank, by name."""
     return {
         "schedule": f"{options.schedule!r} {options.schedule.fingerprint}",
         "loss_fn": "None" if options.loss_fn is None else "a loss",
@@ -431,13 +449,16 @@ def _facts(options: PipelineOptions, device: torch.device) -> dict[str, Any]:
         "transport": options.transport,
         "device": device.type,
         "cluster": repr(options.cluster),
-        # an emulated rank trusts the others' clocks
+        # An emulated rank trusts the others' clocks.
         "host": "" if options.cluster is None else host_identity(),
     }
 
 
 def _look_into(modules: Modules, options: PipelineOptions, device: torch.device) -> _RankStages:
-    """Return what the others get to know of the modules; raise ValueError for one weight that became two."""
+    """Return what the other ranks get to know of the modules.
+
+    Raises ValueError if one weight of a stage became two.
+    """
     parameters: dict[int, Mapping[str, Fact]] = {}
     for stage, module in modules.items():
         is_copied = len(options.schedule.placement[stage]) > 1
@@ -473,7 +494,10 @@ def _fingerprint(tensor: torch.Tensor) -> str:
 def _compared(
     everyone: Sequence[_RankStages], tied: Sequence[Mapping[int, str]] | None
 ) -> tuple[Mapping[int, Declared], Mapping[int, Mapping[str, Fact]]]:
-    """Return what each stage declares and its parameters; raise ValueError where ranks differ."""
+    """Return the declared values and the parameters of each stage.
+
+    Raises ValueError if ranks differ, or if weights look tied and nobody said so.
+    """
     problem = difference([told.facts for told in everyone])
     if problem is None and tied is None:
         problem = problem_of_forgotten_ties(_looks(everyone), _of_cut(everyone))
@@ -484,15 +508,13 @@ def _compared(
     for rank, told in enumerate(everyone):
         for stage, ours in told.parameters.items():
             theirs = parameters.setdefault(stage, ours)
-            name = next(
-                (name for name in (*ours, *theirs) if ours.get(name) != theirs.get(name)), None
-            )
-            if name is not None:
-                raise ValueError(
-                    f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another"
-                    f" replica as {theirs.get(name)}: give all replicas of a stage the same"
-                    " parameters, with equal values"
-                )
+            for name in (*ours, *theirs):
+                if ours.get(name) != theirs.get(name):
+                    raise ValueError(
+                        f"rank {rank} has {name!r} of stage {stage} as {ours.get(name)}, another"
+                        f" replica as {theirs.get(name)}: give all replicas of a stage the same"
+                        " parameters, with equal values"
+                    )
         for stage, values in told.declared.items():
             if declared.setdefault(stage, values) != values:
                 raise ValueError(
@@ -515,7 +537,7 @@ def _shared_weights(
     parameters: Mapping[int, Mapping[str, Fact]],
     tied: Sequence[Mapping[int, str]],
 ) -> tuple[Weight, ...]:
-    """Return every weight that is in more than one place: tied between stages, or in the replicas of one stage."""
+    """Return every weight that is in several places: tied stages, or the replicas of one stage."""
     seen: set[tuple[int, str]] = set()
     for tie in tied:
         _refuse_bad_tie(tie, parameters)
@@ -526,24 +548,17 @@ def _shared_weights(
                 " share it"
             )
         seen |= tie.items()
-    keys: list[Mapping[int, str]] = list(tied)
-    keys += [
-        {stage: name}
-        for stage, ranks in enumerate(schedule.placement)
-        if len(ranks) > 1
-        for name in parameters[stage]
-        if (stage, name) not in seen
-    ]
-    return tuple(
-        tuple(
-            sorted(
-                WeightPlace(rank, stage, name)
-                for stage, name in key.items()
-                for rank in schedule.placement[stage]
-            )
-        )
-        for key in keys
-    )
+    shared: list[Mapping[int, str]] = list(tied)
+    for stage, ranks in enumerate(schedule.placement):
+        if len(ranks) > 1:
+            shared += [{stage: name} for name in parameters[stage] if (stage, name) not in seen]
+    weights = []
+    for names in shared:
+        places = []
+        for stage, name in names.items():
+            places += [WeightPlace(rank, stage, name) for rank in schedule.placement[stage]]
+        weights.append(tuple(sorted(places)))
+    return tuple(weights)
 
 
 def _refuse_bad_tie(tie: Mapping[int, str], parameters: Mapping[int, Mapping[str, Fact]]) -> None:
@@ -554,14 +569,14 @@ def _refuse_bad_tie(tie: Mapping[int, str], parameters: Mapping[int, Mapping[str
         )
     for stage, name in tie.items():
         if name not in parameters.get(stage, ()):
+            held = ", ".join(parameters.get(stage, ())) or "none"
             raise ValueError(
-                f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has "
-                f"{', '.join(parameters.get(stage, ())) or 'none'}"
+                f"tied weight {dict(tie)}: stage {stage} has no parameter {name!r}; it has {held}"
             )
-    (first, kind), *others = (
-        (stage, parameters[stage][name].kind) for stage, name in sorted(tie.items())
-    )
-    for stage, other in others:
+    first = min(tie)
+    kind = parameters[first][tie[first]].kind
+    for stage, name in sorted(tie.items()):
+        other = parameters[stage][name].kind
         if other != kind:
             raise ValueError(
                 f"tied weight {dict(tie)} is {kind} in stage {first}, but {other} in stage {stage}:"
