@@ -53,9 +53,9 @@ def generate(
             returns logits (1, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a
             dict.
         prompts: token ids, the same on every rank; their lengths may differ.
-        choose: from logits (1, vocabulary) to a token id (1,), on the last stage's rank; the most
-            likely unless given.
-        end: after this token a prompt is done.
+        choose: a function from logits (1, vocabulary) to a token id (1,), called on the last
+            stage's rank; the most likely token unless given.
+        end: the token after which a prompt is done.
         cache: keep keys and values in each stage, so that a token costs one position. Every stage
             then needs a method ``new_cache()`` and takes its result as ``cache=``, like those of
             :mod:`course_pp.model`. If False, the whole text goes through all stages for each token,
@@ -88,9 +88,8 @@ def generate(
     prompts, here = ranks.collectively(look)
     ranks.require_equal({"n_tokens": n_tokens, "end": end, "cache": cache, "prompts": prompts})
     placed = rank_by_stage(ranks.gather(here))
-    order = generation(
-        ranks.size, len(prompts), n_tokens, placement=[placed[stage] for stage in sorted(placed)]
-    )
+    placement = [placed[stage] for stage in sorted(placed)]
+    order = generation(ranks.size, len(prompts), n_tokens, placement=placement)
     text = _Text(prompts, n_tokens, choose or partial(torch.argmax, dim=-1), end)
     options = PipelineOptions(
         order,
@@ -116,16 +115,21 @@ def generate(
 
 
 class _Text:
-    """The text that is generated: each prompt's new tokens plus one, where this rank has chosen them; else 0."""
+    """The text that is generated.
+
+    Attributes:
+        written: each prompt's new tokens plus 1, (prompts, tokens); 0 where this rank chose none.
+    """
 
     def __init__(
         self, prompts: Sequence[Sequence[int]], n_tokens: int, choose: Any, end: int | None
     ) -> None:
         self.written = torch.zeros(len(prompts), n_tokens, dtype=torch.int64)
-        self._choose, self._end = choose, end
+        self._choose = choose
+        self._end = end
 
     def write(self, prompt: int, at: int, logits: Tensor) -> Tensor | None:
-        """Choose the next token of a prompt; return it, (1, 1), or None when the prompt is done."""
+        """Choose token ``at`` of a prompt; return it, (1, 1), or None if the prompt is done."""
         token = self._choose(logits)
         if not isinstance(token, Tensor) or token.shape != (1,) or token.is_floating_point():
             raise ValueError(
@@ -135,11 +139,13 @@ class _Text:
         return None if int(token) == self._end else token[:, None].to(torch.int64)
 
     def up_to_the_end(self, written: Tensor) -> list[list[int]]:
-        """Return the new tokens of each prompt, given what all ranks have written."""
+        """Return the new tokens of each prompt, given the sum of all ranks' ``written``."""
         found = []
         for row in written.tolist():
             tokens = [token - 1 for token in row if token]
-            found.append(tokens[: tokens.index(self._end) + 1] if self._end in tokens else tokens)
+            if self._end in tokens:
+                tokens = tokens[: tokens.index(self._end) + 1]
+            found.append(tokens)
         return found
 
 
@@ -161,31 +167,30 @@ def _problem_of_stages(stages: Stages, cache: bool) -> str | None:
 
 
 class _Generating(Executor):
-    """Forwards that keep keys and values; the last stage's token is what the first one goes on with."""
+    """Forwards that keep keys and values; the last stage's token goes to the first stage."""
 
     def __init__(self, agreement: Agreement, text: _Text, has_caches: bool) -> None:
-        self._text, self._has_caches = text, has_caches
-        # Of the stages here, by stage and prompt, until the prompt is done.
+        self._text = text
+        self._has_caches = has_caches
+        # The caches of this rank's stages by stage and prompt, until the prompt is done.
         self._caches: dict[tuple[int, int], Any] = {}
-        stages = {
-            s: Stage(s, module, agreement.device, False, None)
-            for s, module in agreement.modules.items()
-        }
+        stages = {}
+        for index, module in agreement.modules.items():
+            stages[index] = Stage(
+                index, module, device=agreement.device, recompute=False, meter=None
+            )
         plans = plan_messages(agreement.schedule)
-        super().__init__(
-            agreement, agreement.schedule, plans, open_wire(agreement, plans), stages, {}
-        )
+        wire = open_wire(agreement, plans)
+        super().__init__(agreement, agreement.schedule, plans, wire=wire, stages=stages, weights={})
 
     def _forward(self, action: Action) -> _Call:
-        stage, microbatch, n_prompts = action.stage, action.microbatch, self._schedule.feedback
+        stage, microbatch = action.stage, action.microbatch
+        n_prompts = self._schedule.feedback
         at, prompt = divmod(microbatch, n_prompts)
-        before, product = (
-            Product("activation", stage - 1, microbatch),
-            Product("activation", stage, microbatch),
-        )
-        token_before, token = (
-            Product("token", self._last, i) for i in (microbatch - n_prompts, microbatch)
-        )
+        before = Product("activation", stage - 1, microbatch)
+        product = Product("activation", stage, microbatch)
+        token_before = Product("token", self._last, microbatch - n_prompts)
+        token = Product("token", self._last, microbatch)
         goes_on = microbatch + n_prompts < self._schedule.n_microbatches
 
         def forward(state: StepState) -> None:
@@ -193,11 +198,10 @@ class _Generating(Executor):
                 value = state.products.pop(before)
             else:
                 value = state.given.inputs[prompt] if at == 0 else state.products.pop(token_before)
-                # all tokens so far, not the new one alone
                 if at and value is not None and not self._has_caches:
-                    value = torch.cat(
-                        (state.outputs.get(prompt, state.given.inputs[prompt]), value), dim=1
-                    )
+                    # Without a cache the stage needs all tokens so far, not the new one alone.
+                    earlier = state.outputs.get(prompt, state.given.inputs[prompt])
+                    value = torch.cat((earlier, value), dim=1)
                     state.outputs[prompt] = value
             made = None if value is None else self._called(stage, prompt, value)
             if stage == self._last and made is not None:
@@ -212,7 +216,8 @@ class _Generating(Executor):
         return forward
 
     def _called(self, stage: int, prompt: int, value: Any) -> Any:
-        worker, kept = self._stages[stage], {}
+        worker = self._stages[stage]
+        kept = {}
         if worker.module is not None and self._has_caches:
             if (stage, prompt) not in self._caches:
                 self._caches[stage, prompt] = cast(Any, worker.module).new_cache()
@@ -228,13 +233,11 @@ def _last_logits(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) and output:
         logits = output[0]
     if not isinstance(logits, Tensor) or logits.dim() != 3:
-        made = (
-            f"shape {tuple(logits.shape)}"
-            if isinstance(logits, Tensor)
-            else f"a {type(output).__name__}"
-        )
+        made = f"a {type(output).__name__}"
         if isinstance(output, Mapping):
             made = f"{[*output]}"
+        elif isinstance(logits, Tensor):
+            made = f"shape {tuple(logits.shape)}"
         raise ValueError(
             f"the last stage returned {made}, no logits (batch, seq, vocabulary): give it the head"
         )

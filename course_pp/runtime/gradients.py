@@ -29,20 +29,26 @@ if TYPE_CHECKING:
 
 
 class ShardedStages:
-    """What FSDP2 has wrapped in this rank's stages, some of which may be None; there need not be any."""
+    """The parts of this rank's stages that FSDP2 shards, if there are any."""
 
     def __init__(self, modules: Iterable[nn.Module | None]) -> None:
-        self._roots = [
-            root for module in modules if module is not None for root in _outermost(module)
-        ]
+        self._roots: list[FSDPModule] = []
+        for module in modules:
+            if module is not None:
+                self._roots += _outermost(module)
 
     @cached_property
     def data_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Those over whose ranks gradients are averaged; the widest, if parts of a stage have others."""
-        found = (data_groups(part) for root in self._roots for part in _sharded_parts(root))
-        return max(
-            found, key=lambda groups: math.prod(group.size() for group in groups), default=[]
-        )
+        """The groups over whose ranks gradients are averaged; if parts differ, the widest."""
+        widest: Sequence[dist.ProcessGroup] = []
+        size = 0
+        for root in self._roots:
+            for part in _sharded_parts(root):
+                groups = data_groups(part)
+                ranks = math.prod(group.size() for group in groups)
+                if ranks > size:
+                    widest, size = groups, ranks
+        return widest
 
     @contextmanager
     def reduced_once(self, trains: bool) -> Iterator[None]:
@@ -51,9 +57,9 @@ class ShardedStages:
         Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step
         stay so.
         """
-        as_set = [
-            (part, all_reduces(part)) for root in self._roots for part in _sharded_parts(root)
-        ]
+        as_set = []
+        for root in self._roots:
+            as_set += [(part, all_reduces(part)) for part in _sharded_parts(root)]
         for root in self._roots:
             _sync(root, False)
             finalize_by_hand(root, True)
@@ -74,8 +80,8 @@ class ShardedStages:
                 if trains:
                     reduce_gradients(root)
                     continue
-                # Free what a forward has gathered and no backward will: the next step would compute
-                # with it, old or not.
+                # Free the parameters that a forward gathered and no backward frees: the next step
+                # would compute with them even if they are old.
                 for part in _sharded_parts(root):
                     part.reshard()
         finally:
@@ -92,7 +98,7 @@ def _outermost(module: nn.Module) -> "Iterator[FSDPModule]":
 
 
 def _is_sharded(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    # Importing it takes a second, and whoever has applied it has done so.
+    # Importing it takes a second, and a module can only be sharded if it is imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 

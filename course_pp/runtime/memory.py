@@ -21,16 +21,16 @@ TOTAL = "total"
 _NANOSECONDS = 10**9
 
 _Entry = tuple[str, int, int]  # kind, identity of a storage, its bytes
-_Event = tuple[int, int, tuple[_Entry, ...]]  # nanoseconds, +1 or -1, of what
+_Event = tuple[int, int, tuple[_Entry, ...]]  # nanoseconds, +1 or -1, the storages
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What rank ``rank`` kept for backward.
+    """The memory that rank ``rank`` kept for backward.
 
     Attributes:
-        curves: for each kind (``activation``, ``buffer``, ``queued``, ``version``) and for
-            ``total`` the (seconds, bytes) at each change, first at 0. A storage that is kept as two
+        curves: the (seconds, bytes) at each change, first at 0, for each kind (``activation``,
+            ``buffer``, ``queued``, ``version``) and for ``total``. A storage that is kept as two
             kinds at once counts once in the total.
     """
 
@@ -45,13 +45,18 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class MeterLog:
-    """What a meter counted: bytes of each kind at ``first``, then (nanoseconds, kind, change in bytes)."""
+    """The record of a meter.
+
+    Attributes:
+        first: bytes of each kind at the beginning.
+        changes: (nanoseconds, kind, change in bytes) of each change.
+    """
 
     first: Mapping[str, int]
     changes: Sequence[tuple[int, str, int]]
 
     def seen_from(self, rank: int, zero: int) -> RankMemory:
-        """Return the log in seconds from ``zero``, given in nanoseconds; earlier changes count at ``zero``."""
+        """Return the log in seconds from ``zero``, in nanoseconds; earlier changes count there."""
         amounts = dict(self.first)
         curves = {kind: [(0.0, amount)] for kind, amount in amounts.items()}
         for when, kind, change in self.changes:
@@ -68,14 +73,15 @@ class Hold:
     def __init__(
         self, meter: "Meter", kind: Kind, storages: Sequence[torch.UntypedStorage]
     ) -> None:
-        self._meter, self._storages = meter, storages
+        self._meter = meter
+        self._storages = storages
         # A storage keeps its Python object, and so its id, for as long as it lives.
         self._entries = tuple((kind, id(storage), storage.nbytes()) for storage in storages)
         if self._entries:
             meter._events.append((meter._clock(), 1, self._entries))
 
     def release(self) -> None:
-        """Let go; a second time does nothing."""
+        """Stop counting and keeping the storages; a second call does nothing."""
         entries, self._entries = self._entries, ()
         if entries:
             self._meter._events.append((self._meter._clock(), -1, entries))
@@ -86,7 +92,10 @@ class Hold:
 
 
 class _SavedTensor:
-    """What autograd keeps in place of a tensor: the tensor, and its version, to find changes in place."""
+    """The object that autograd keeps in place of a tensor.
+
+    It has the tensor and its version, by which a change in place is found.
+    """
 
     __slots__ = ("hold", "stage_and_microbatch", "tensor", "version")
 
@@ -102,19 +111,19 @@ class _SavedTensor:
 
 
 class Meter:
-    """Counts the bytes that this rank keeps for backward. A storage counts once, however many
-    tensors share it.
+    """Counts the bytes that this rank keeps for backward.
 
-    It sees tensors that autograd saves within :meth:`saving`, and those given to :meth:`hold`; not
-    what lives only during an action, nor what a checkpointed part of a stage saves while backward
-    runs it again. Sparse tensors have no single storage and count nothing. Times are the host's, in
+    A storage counts once, however many tensors share it. The meter sees tensors that autograd saves
+    within :meth:`saving`, and tensors given to :meth:`hold`. It does not see tensors that live only
+    during an action, nor tensors that a checkpointed part of a stage saves while backward runs it
+    again. Sparse tensors have no single storage and count nothing. Times are the host's, in
     nanoseconds, on a GPU too: memory is taken when the host asks for it.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
-        # Autograd lets go in threads of its own and garbage collection anywhere, so events are only
-        # appended (a deque is safe for that) and counted later.
+        # Autograd's threads and garbage collection release storages at any moment, so events are
+        # only appended (a deque is safe for that) and counted later.
         self._events: deque[_Event] = deque()
         self._ignored: WeakSet[torch.UntypedStorage] = WeakSet()
         self._holders: Counter[tuple[str, int]] = Counter()
@@ -124,28 +133,29 @@ class Meter:
         self._first = dict(self._amounts)
 
     def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Count what autograd saves in the body, a forward, until it lets go.
+        """Count the tensors that autograd saves in the body, a forward, until it frees them.
 
         With hooks autograd no longer checks that saved tensors were not changed in place since; the
         meter does.
         """
-        return saved_tensors_hooks(
-            lambda tensor: _SavedTensor(tensor, self.hold(tensor), (stage, microbatch)), _unpack
-        )
+
+        def pack(tensor: torch.Tensor) -> _SavedTensor:
+            return _SavedTensor(tensor, self.hold(tensor), (stage, microbatch))
+
+        return saved_tensors_hooks(pack, _unpack)
 
     def hold(self, tensor: torch.Tensor, kind: Kind = "activation") -> Hold:
         """Count and keep ``tensor``'s storage until the result is released or collected.
 
-        It is an ``"activation"`` as a stage's input, a ``"buffer"`` for a message posted or in
-        flight, ``"queued"`` as an output gradient that waits for ``W``, a ``"version"`` as weights
+        The kind is ``"activation"`` for a stage's input, ``"buffer"`` for a message posted or in
+        flight, ``"queued"`` for an output gradient that waits for ``W``, ``"version"`` for weights
         kept besides the newest.
         """
-        return Hold(
-            self, kind, [storage for storage in _storages(tensor) if storage not in self._ignored]
-        )
+        counted = [each for each in _storages(tensor) if each not in self._ignored]
+        return Hold(self, kind, counted)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count the storages that ``tensors`` have now: parameters, buffers, the batch. Keeps none alive."""
+        """Never count the storages that ``tensors`` have now, without keeping them alive."""
         for tensor in tensors:
             self._ignored.update(_storages(tensor))
 
@@ -178,7 +188,7 @@ class Meter:
                         self._change(when, each, n_bytes)
                     elif not n_holders:
                         del self._holders[each, storage]
-                        # What was added, though the storage may have been resized since.
+                        # Subtract the size that was added: the storage may be resized by now.
                         self._change(when, each, -self._sizes.pop((each, storage)))
 
     def _change(self, when: int, kind: str, n_bytes: int) -> None:
@@ -200,14 +210,14 @@ def _unpack(saved: _SavedTensor) -> torch.Tensor:
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Return the storages behind ``tensor``; those of its inner tensors if it is a wrapper, as a DTensor is."""
+    """Return the storages behind ``tensor``, or behind the parts of a wrapper such as DTensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        parts = (getattr(tensor, name) for name in flatten()[0])
-        return [
-            storage
-            for part in parts
-            if isinstance(part, torch.Tensor)
-            for storage in _storages(part)
-        ]
-    return [tensor.untyped_storage()] if tensor.layout == torch.strided else []
+    if flatten is None:
+        return [tensor.untyped_storage()] if tensor.layout == torch.strided else []
+    storages = []
+    names, _ = flatten()
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            storages += _storages(part)
+    return storages

@@ -1,12 +1,12 @@
-"""Stages that update their own weights while microbatches are under way, and the versions of the
-weights that needs.
+"""Stages that update their own weights while microbatches are under way, and their versions.
 
-    p ──────────────► the optimizer's: always the newest version, changed in place
-    └─ alias v ─────► what forwards of version v compute with: the same memory, until an update would write to it
+    p ──────────────► the optimizer's parameter: always the newest version, changed in place
+    └─ alias v ─────► the weight in forwards of version v: the same memory, until an update
+                      would write to it
 
 If a later action still needs the version that the parameters hold, an update first moves them to
-new memory, and that version keeps the old; otherwise nothing is copied. Gradients arrive at the
-aliases. From there each microbatch's are taken for the update that they enter.
+new memory, and that version keeps the old memory; otherwise nothing is copied. Gradients arrive at
+the aliases. From there each microbatch's gradients are taken for the update that they enter.
 """
 
 from collections import Counter
@@ -23,23 +23,23 @@ from course_pp.schedule import Ledger, Use
 from course_pp.step.ties import add_up
 
 Optimizers = Mapping[int, torch.optim.Optimizer]
-"""This rank's, by stage."""
+"""This rank's optimizers by stage."""
 
 
 class VersionedStage:
-    """The weights of one stage on this rank: which version an action uses, and what an update does.
+    """The weights of one stage on this rank, with the versions that actions use and updates make.
 
     Args:
-        optimizer: of all its parameters that are trained; None if there are none.
-        planned: which versions the actions of all ranks use.
-        mine: the microbatches that this rank works on.
-        meter: counts the versions kept besides the newest.
+        optimizer: optimizer of all trained parameters; None if there are none.
+        planned: the versions that the actions of all ranks use.
+        mine: the microbatches of this rank.
+        meter: meter of the versions kept besides the newest.
 
     Attributes:
-        newest: how many updates there were in this step.
-        uses: what each microbatch has used, so far.
-        gradients: what waits for the next update: for each trained parameter a sum over this rank's
-            microbatches.
+        newest: number of updates so far in this step.
+        uses: the versions that each microbatch used, so far.
+        gradients: the gradient of each trained parameter that waits for the next update, a sum over
+            this rank's microbatches.
     """
 
     def __init__(
@@ -51,17 +51,21 @@ class VersionedStage:
         mine: Sequence[int],
         meter: Meter | None,
     ) -> None:
-        self._stage, self._module, self._optimizer, self._meter = stage, module, optimizer, meter
-        self._mixed, self._backwards = planned.versions == "none", _Backwards(module)
-        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._version_of = {
-            microbatch: planned.of(stage, microbatch).forward for microbatch in mine
-        }
+        self._stage = stage
+        self._module = module
+        self._optimizer = optimizer
+        self._meter = meter
+        self._mixed = (
+            planned.versions == "none"
+        )  # a backward may use newer weights than its forward
+        self._backwards = _Backwards(module)
+        self._parameters = trained_parameters(module)
+        self._version_of = {i: planned.of(stage, i).forward for i in mine}
         self._sizes = [len(microbatches) for microbatches in planned.updates(stage)]
         self.begin()
 
     def begin(self) -> None:
-        """Start a step: what the parameters hold is version 0, and the only one."""
+        """Start a step: the parameters hold version 0, the only one."""
         if changed := sorted(self._parameters.keys() ^ trained_parameters(self._module).keys()):
             raise ValueError(
                 f"{changed[0]!r} of stage {self._stage} was frozen or unfrozen since the pipeline"
@@ -86,25 +90,25 @@ class VersionedStage:
         self.gradients: list[Tensor | None] = [None] * len(self._parameters)
 
     def call(self, microbatch: int, /, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(
-            self._module, self._aliases[self._version_of[microbatch]], args, kwargs
-        )
+        """Call the module with the version of a microbatch."""
+        aliases = self._aliases[self._version_of[microbatch]]
+        return functional_call(self._module, aliases, args, kwargs)
 
     def go_backward(self, microbatch: int, backward: Callable[[], None]) -> None:
-        """Do ``backward`` while the module holds the version of a microbatch: checkpointed parts compute again."""
+        """Run ``backward`` while the module holds the version of a microbatch.
+
+        Checkpointed parts of the module compute their forward again there.
+        """
         aliases = self._aliases[self._version_of[microbatch]]
-        functional_call(
-            self._backwards,
-            {f"module.{name}": alias for name, alias in aliases.items()},
-            (backward,),
-        )
+        inner = {f"module.{name}": alias for name, alias in aliases.items()}
+        functional_call(self._backwards, inner, (backward,))
 
     def begin_backward(self, microbatch: int) -> None:
-        """Note with which weights a microbatch goes backward."""
+        """Note the version with which a microbatch goes backward."""
         self._backward_of[microbatch] = self.newest if self._mixed else self._version_of[microbatch]
 
     def take(self, microbatch: int) -> None:
-        """Take from the aliases what a part of the backward of a microbatch has left there."""
+        """Take the gradients of a part of a microbatch's backward from the aliases."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise RuntimeError(
@@ -113,40 +117,42 @@ class VersionedStage:
                 )
         before = self._taken.get(microbatch, [None] * len(self._parameters))
         aliases = self._aliases[self._version_of[microbatch]].values()
-        self._taken[microbatch] = [
-            add_up([old, alias.grad]) for old, alias in zip(before, aliases, strict=True)
-        ]
-        for alias in aliases:
+        taken = []
+        for old, alias in zip(before, aliases, strict=True):
+            taken.append(add_up([old, alias.grad]))
             alias.grad = None
+        self._taken[microbatch] = taken
 
     def finish(self, microbatch: int) -> None:
-        """The backward of a microbatch is done: its gradients wait for the next update."""
-        self.gradients = [
-            add_up(pair) for pair in zip(self.gradients, self._taken.pop(microbatch), strict=True)
-        ]
+        """Put a microbatch's gradients into those of the next update, when its backward is done."""
+        pairs = zip(self.gradients, self._taken.pop(microbatch), strict=True)
+        self.gradients = [add_up(pair) for pair in pairs]
         version = self._version_of[microbatch]
-        self.uses.append(
-            Use(self._stage, microbatch, version, self._backward_of.pop(microbatch), self.newest)
-        )
+        backward = self._backward_of.pop(microbatch)
+        self.uses.append(Use(self._stage, microbatch, version, backward, self.newest))
         self._users[version] -= 1
         self._forget_unused()
 
     def update(self, gradients: Sequence[Tensor | None]) -> None:
-        """Make the next version: a step of the optimizer with the mean of ``gradients``, sums over all replicas."""
+        """Make the next version by a step of the optimizer.
+
+        Args:
+            gradients: sums over the microbatches of all replicas; the optimizer gets their means.
+        """
         size = self._sizes[self.newest]
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
-            values = (
-                gradient.coalesce().values()
-                if gradient is not None and gradient.is_sparse
-                else gradient
-            )
+            values = gradient
+            if gradient is not None and gradient.is_sparse:
+                values = gradient.coalesce().values()
             if values is not None and not values.isfinite().all():
                 raise ArithmeticError(
                     f"the gradient of {name!r} in update {self.newest} of stage {self._stage} is"
                     " not finite, so its weights are left as they are: lower the learning rate, or"
                     " look at the data"
                 )
-            parameter.grad = gradient if gradient is None or size == 1 else gradient / size
+            if gradient is not None and size > 1:
+                gradient = gradient / size
+            parameter.grad = gradient
         if self._users[self.newest] and not self._mixed:
             self._move()
         if self._optimizer is not None:
@@ -158,13 +164,14 @@ class VersionedStage:
         self._forget_unused()
 
     def _alias(self) -> dict[str, Tensor]:
-        """Return the parameters as leaves that share their memory but not autograd's count of changes to it."""
-        return {
-            name: parameter.data.requires_grad_() for name, parameter in self._parameters.items()
-        }
+        """Return the parameters as leaves on the same memory.
+
+        They do not share autograd's count of changes, so an update in place is not an error.
+        """
+        return {name: p.data.requires_grad_() for name, p in self._parameters.items()}
 
     def _move(self) -> None:
-        """Give the parameters memory of their own; the version that is still needed keeps what it has."""
+        """Move the parameters to new memory; the version still needed keeps the old memory."""
         if self._meter is not None:
             kept = [alias.untyped_storage() for alias in self._aliases[self.newest].values()]
             self._holds[self.newest] = Hold(self._meter, "version", kept)
@@ -181,7 +188,7 @@ class VersionedStage:
 
 
 class _Backwards(nn.Module):
-    """A module whose call is a backward, so that ``functional_call`` lends the module weights for that long."""
+    """A module whose call is a backward, so that ``functional_call`` lends it weights for it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -192,28 +199,27 @@ class _Backwards(nn.Module):
 
 
 def problem_of_hooks(stage: int, parameters: Mapping[str, nn.Parameter]) -> str | None:
-    hooked = next((name for name, parameter in parameters.items() if has_hooks(parameter)), None)
-    if hooked is None:
-        return None
-    return (
-        f"{hooked!r} of stage {stage} has a hook, which gradients of its versions do not call:"
-        " remove it"
-    )
+    """Return which parameter has a hook, or None."""
+    for name, parameter in parameters.items():
+        if has_hooks(parameter):
+            return (
+                f"{name!r} of stage {stage} has a hook, which gradients of its versions do not"
+                " call: remove it"
+            )
+    return None
 
 
 def trained_parameters(module: nn.Module | None) -> dict[str, nn.Parameter]:
-    if module is None:
-        return {}
-    return {
-        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
+    """Return the parameters that require a gradient, by name."""
+    named = () if module is None else module.named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 def settings_of(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str:
-    """Return what replicas of a stage must share to update alike: for each group its parameters and settings."""
+    """Return the parameters and settings of each group, which replicas of a stage must share."""
     names = {id(parameter): name for name, parameter in trained_parameters(module).items()}
-    groups = [
-        {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        held = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        groups.append({**group, "params": held})
     return f"{type(optimizer).__name__} {groups}"

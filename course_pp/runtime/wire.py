@@ -1,4 +1,4 @@
-"""Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has only order."""
+"""Bytes from rank to rank: one interface over gloo, which has tags, and NCCL, which has none."""
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -20,11 +20,14 @@ _TAGS_PER_PIPELINE = 1 << 16
 
 
 class Wire(Protocol):
-    """Sends and receives uint8 buffers that lie on ``device``; ranks are those of the pipeline's
-    group.
+    """Sends and receives uint8 buffers; ranks are numbered in the pipeline's group.
 
-    ``window`` is how many receives of one channel may be posted at a time, at most. Both methods
-    only begin: ``buffer`` belongs to message ``number`` of its channel until the work is done.
+    Both methods only begin: ``buffer`` belongs to message ``number`` of its channel until the work
+    is done.
+
+    Attributes:
+        device: device of the buffers.
+        window: the most receives of one channel that may be posted at a time.
     """
 
     device: torch.device
@@ -36,20 +39,20 @@ class Wire(Protocol):
 
 
 class Tagged:
-    """Messages told apart by tags, through host memory: gloo.
+    """Messages with tags, through host memory: gloo.
 
     Args:
         group: the ranks of the pipeline.
-        series: below 2**15, the same on all ranks: keeps this pipeline's messages apart from
-            another's in the group.
-        back: connections of the same ranks for messages to lower ones; None where nothing is sent.
-            While a thread writes to a peer, gloo's own cannot read what that has sent, and keeps a
-            core busy trying.
+        series: a number below 2**15, the same on all ranks, which keeps this pipeline's messages
+            apart from another's in the group.
+        back: connections of the same ranks for messages to lower ranks; None where nothing is sent.
+            On one connection, gloo's thread could not read while another thread writes, and would
+            keep a core busy trying.
     """
 
     device = torch.device("cpu")
-    # gloo asks the receiver before it sends, unless the receive is posted already: for small
-    # messages that is most of their time.
+    # If no receive is posted yet, gloo asks the receiver before it sends. For a small message that
+    # is most of its time.
     window = 32
 
     def __init__(
@@ -58,9 +61,9 @@ class Tagged:
         series: int,
         back: dist.ProcessGroupGloo | None = None,
     ) -> None:
-        # The groups' own methods are called: dist.isend and dist.irecv check for each message what
-        # is settled here.
-        self._there: Any = group or dist.group.WORLD  # None in a process alone, which sends nothing
+        # The groups' own methods are called, as dist.isend and dist.irecv check each message again.
+        # The group is None in a process alone, which sends nothing.
+        self._there: Any = group or dist.group.WORLD
         self._back: Any = back or self._there
         self._me = 0 if self._there is None else dist.get_rank(group)
         self._first = series * _TAGS_PER_PIPELINE
@@ -75,15 +78,15 @@ class Tagged:
 
 
 class Ordered:
-    """Messages told apart by their order alone: NCCL, or gloo made to do without tags.
+    """Messages with an order and no tags: NCCL, or gloo without its tags.
 
     Each channel, a (source, target), has a process group of its own. With one group for both
     directions between two ranks, a send would queue behind a receive that waits for the other rank,
     whose own send queues likewise.
     """
 
-    # A value whose shape has changed comes in a second message, which must not be taken for the
-    # next value.
+    # A value of a new shape comes in a second message, which a receive for the next value must not
+    # take.
     window = 1
 
     def __init__(
@@ -95,15 +98,17 @@ class Ordered:
         timeout: timedelta,
     ) -> None:
         self.device = device
-        me, everyone = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+        me = dist.get_rank(group)
+        everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
-        # In one order everywhere: making a group waits for its other member. Torch names a group
-        # after its ranks and the number of groups its process has made, so whoever is not in the
-        # channel makes one too, for itself.
+        # In one order everywhere, because making a group waits for its other member. torch names a
+        # group after its ranks and the number of groups so far, so a rank outside the channel makes
+        # a group too, of itself.
         for source, target in sorted(channels):
             ours = me in (source, target)
+            members = (source, target) if ours else (me,)
             made: Any = dist.new_group(
-                [everyone[source], everyone[target]] if ours else [everyone[me]],
+                [everyone[member] for member in members],
                 timeout=timeout,
                 backend=backend if ours else "gloo",
                 use_local_synchronization=True,
@@ -112,8 +117,8 @@ class Ordered:
             if ours:
                 self._groups[source, target] = made, 1 - dist.get_rank(made)
         self._me = me
-        # A first message on each channel: NCCL makes its connection then, and waits for the peer
-        # while it does.
+        # NCCL connects with the first message of a channel, and waits for the peer meanwhile. Let
+        # that happen here, not in the middle of a step.
         for source, target in self._groups:
             greeting = torch.zeros(1, dtype=torch.uint8, device=device)
             if source == me:
@@ -131,14 +136,15 @@ class Ordered:
 
 
 def open_wire(agreement: "Agreement", plans: Sequence[RankPlan]) -> Wire:
-    """Return what carries the messages of the plans of all ranks.
+    """Return the wire for the plans of all ranks.
 
-    The transport is ``"gloo"`` (CUDA tensors go through host memory, so ranks can share a GPU),
-    ``"nccl"``, ``"gloo without tags"`` to have NCCL's rules without a GPU, or None: NCCL where the
-    group has it for the device, else gloo.
+    The option ``transport`` is ``"gloo"`` (CUDA tensors go through host memory, so ranks can share
+    a GPU), ``"nccl"``, ``"gloo without tags"`` (NCCL's rules without a GPU), or None: NCCL where
+    the group has it for the device, else gloo.
     """
-    options, device, series = agreement.options, agreement.device, agreement.series
+    options = agreement.options
     group, transport, timeout = options.group, options.transport, options.timeout
+    device, series = agreement.device, agreement.series
     channels = {(source, plan.rank) for plan in plans for source in plan.incoming}
     if not channels:  # one rank, perhaps without a process group
         return Tagged(group, series)
@@ -161,28 +167,31 @@ def open_wire(agreement: "Agreement", plans: Sequence[RankPlan]) -> Wire:
     )
 
 
-# By group: its pipelines share sockets and threads, which end with it.
+# One for each group: its pipelines share sockets and threads, which end with it.
 _WAYS_BACK: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroupGloo] = WeakKeyDictionary()
 
 
 def _way_back(group: dist.ProcessGroup | None, series: int) -> dist.ProcessGroupGloo:
-    """Return connections beside the group's own, as no group of torch's: that would outlive it, and rename others."""
+    """Return a group's second connections, for messages to lower ranks.
+
+    They are no group that torch knows: such a group would outlive this one, and change the names of
+    later groups.
+    """
     group = group or dist.group.WORLD
     assert group is not None
     if group not in _WAYS_BACK:
         store = dist.PrefixStore(f"pipeline {series}, back", group.get_group_store())
-        _WAYS_BACK[group] = dist.ProcessGroupGloo(
-            store, group.rank(), group.size(), timedelta(seconds=300)
-        )
+        limit = timedelta(seconds=300)
+        _WAYS_BACK[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), limit)
     return _WAYS_BACK[group]
 
 
 def _refuse_unlike_groups(group: dist.ProcessGroup | None) -> None:
-    """Ranks in unlike numbers of groups would wait for each other under unlike names."""
+    """Refuse ranks in unlike numbers of groups, which would name the next group unlike and hang."""
     numbers = Ranks(group).gather(n_process_groups())
     if len(set(numbers)) > 1:
+        spelled = ", ".join(map(str, numbers))
         raise ValueError(
-            f"the pipeline's ranks are in {', '.join(map(str, numbers))} process groups, and torch"
-            " names the next one after that number: put all of them into as many groups, or use"
-            " transport 'gloo'"
+            f"the pipeline's ranks are in {spelled} process groups, and torch names the next one"
+            " after that number: put all of them into as many groups, or use transport 'gloo'"
         )
