@@ -300,7 +300,7 @@ def backward_stage(x: Tensor, y: Tensor, dy: Tensor) -> Tensor | None:
 
 @checked
 def recv_activation(microbatch: Tensor, link: Link) -> Tensor:
-    """The stage's input: from the previous rank, ``link.shape``; on the first rank the microbatch itself."""
+    """Return the stage's input, ``link.shape``: the microbatch, or what the previous rank sends."""
     if link.is_first:
         return microbatch
     x = torch.empty(link.shape, dtype=link.dtype, device=link.device)

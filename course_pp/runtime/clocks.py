@@ -1,7 +1,7 @@
 """Clocks that can be compared: of the host and of a GPU, of two processes, of two hosts.
 
-All processes of a host share ``time.monotonic_ns``, which counts from its boot. What the clocks of
-two hosts differ by is measured with messages.
+All processes of a host share ``time.monotonic_ns``, which counts from its boot. The difference of
+two hosts' clocks is measured with messages.
 """
 
 import os
@@ -24,7 +24,7 @@ _ROUNDS = 32
 
 
 class Clock(Protocol):
-    """Marks moments now, cheaply, and says afterwards what ``time.monotonic_ns`` showed at each."""
+    """A clock that marks moments cheaply, and gives their ``time.monotonic_ns`` afterwards."""
 
     def mark(self) -> Any: ...
 
@@ -32,6 +32,8 @@ class Clock(Protocol):
 
 
 class HostClock:
+    """The clock of the host."""
+
     mark = staticmethod(time.monotonic_ns)
 
     def nanoseconds(self, marks: Sequence[int]) -> list[int]:
@@ -42,8 +44,7 @@ class DeviceClock:
     """The clock of a CUDA device; a mark is an event on the current stream, and waits for nothing.
 
     Marks are resolved against a reference event, which an idle device reaches as soon as it is
-    recorded, that is between two readings of the host's clock around it. The device is not
-    synchronised before.
+    recorded: between two readings of the host's clock. Until then the device is not synchronised.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class DeviceClock:
         cuda: Any = torch.cuda,
         host: Callable[[], int] = time.monotonic_ns,
     ):
-        self._device, self._cuda, self._host = device, cuda, host
+        self._device = device
+        self._cuda = cuda
+        self._host = host
 
     def mark(self) -> Any:
         event = self._cuda.Event(enable_timing=True)
@@ -67,10 +70,12 @@ class DeviceClock:
         reference = self.mark()
         self._cuda.synchronize(self._device)
         now = (before + self._host()) // 2
-        return [now - round(event.elapsed_time(reference) * 1e6) for event in marks]  # milliseconds
+        # elapsed_time gives milliseconds.
+        return [now - round(event.elapsed_time(reference) * 1e6) for event in marks]
 
 
 def clock_of(device: torch.device | None) -> Clock:
+    """Return the clock by which work on ``device`` is timed."""
     if device is not None and device.type == "cuda":
         return DeviceClock(device)
     return HostClock()
@@ -84,7 +89,7 @@ def wait_for(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How far this rank's clock is ahead of rank 0's, in nanoseconds, and how wrong that may be at most."""
+    """The lead of this rank's clock over rank 0's, and its largest error, in nanoseconds."""
 
     offset_ns: int
     error_ns: int
@@ -93,8 +98,9 @@ class Alignment:
 def host_identity() -> str:
     """Return a name that two processes share only if they read the same CLOCK_MONOTONIC.
 
-    The host's name tells copies of a virtual machine apart, and a time namespace shifts the clocks
-    of the processes within. Where there is no boot id, the network card's address stands for it.
+    The host's name is part of it because copies of a virtual machine may share a boot id, and the
+    time namespace because it shifts the clocks of its processes. Where there is no boot id, the
+    network card's address stands for it.
     """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"{uuid.getnode():x}"
     namespace = os.readlink(_TIME_NAMESPACE) if _TIME_NAMESPACE.exists() else ""
@@ -106,19 +112,18 @@ def align(
     clock: Callable[[], int] = time.monotonic_ns,
     host: str | None = None,
 ) -> Alignment:
-    """Compare this rank's clock with that of rank 0 of ``group``. Every rank of the group must call
-    it.
+    """Compare this rank's clock with that of rank 0 of ``group``; a collective of the group.
 
-    Ranks that share a host share its clock: no message is sent for those on rank 0's host, and on
-    each other host the first rank measures for all (Cristian, "Probabilistic clock
-    synchronization", Distributed Computing 3, 1989; the formula is that of NTP, RFC 5905, section
-    8). A message leaves at t0, is there at t1 by rank 0's clock, its reply leaves at t2 and is back
-    at t3. With equal delays both ways the clock is ahead by ``((t0 - t1) + (t3 - t2)) / 2``, and
-    whatever the delays, that is wrong by at most half the time both messages took. The quickest of
-    several rounds has the smallest error, and is taken.
+    Ranks of one host share its clock. Ranks on rank 0's host send no message, and on each other
+    host the first rank measures for all (Cristian, "Probabilistic clock synchronization",
+    Distributed Computing 3, 1989; the formula is that of NTP, RFC 5905, section 8). A message
+    leaves at t0 and arrives at t1 by rank 0's clock; its reply leaves at t2 and arrives at t3. With
+    equal delays both ways the clock is ahead by ``((t0 - t1) + (t3 - t2)) / 2``. With any delays
+    that is wrong by at most half the time that both messages took. The quickest of several rounds
+    has the smallest error, and is taken.
 
     Args:
-        host: ranks with the same name share a clock; :func:`host_identity` unless given.
+        host: a name that ranks with one clock share; :func:`host_identity` unless given.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Alignment(0, 0)
@@ -134,9 +139,8 @@ def align(
         for other in measuring:
             _answer(other, group, clock)
     elif rank in measuring:
-        mine = min(
-            (_ask(group, clock) for _ in range(_ROUNDS)), key=lambda alignment: alignment.error_ns
-        )
+        rounds = [_ask(group, clock) for _ in range(_ROUNDS)]
+        mine = min(rounds, key=lambda alignment: alignment.error_ns)
     return ranks.gather(mine)[first_on_host[rank]]
 
 

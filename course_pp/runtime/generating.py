@@ -57,11 +57,11 @@ def generate(
             stage's rank; the most likely token unless given.
         end: the token after which a prompt is done.
         cache: keep keys and values in each stage, so that a token costs one position. Every stage
-            then needs a method ``new_cache()`` and takes its result as ``cache=``, like those of
+            then needs a method ``new_cache()`` and takes its result as ``cache=``, like stages of
             :mod:`course_pp.model`. If False, the whole text goes through all stages for each token,
-            and any stages will do, such as those that :func:`course_pp.parallel.auto_split` makes.
+            and any stages will do, such as stages of :func:`course_pp.parallel.auto_split`.
 
-    The others are as for :class:`Pipeline`, and so is what is raised, on every rank.
+    Other arguments, and the exceptions on every rank, are those of :class:`Pipeline`.
 
     Returns:
         The new tokens of each prompt, ``end`` included, on every rank. Modules stay in the mode

@@ -1,4 +1,4 @@
-"""Measure when each rank of a real run computes, waits for messages, and keeps how much memory."""
+"""Measure when each rank of a real run computes and waits, and how much memory it keeps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,12 @@ _What = Action | Overlap | Product
 
 @dataclass(frozen=True, slots=True)
 class _RankRecord:
-    """All that one rank recorded, in nanoseconds of its clock, and how to shift them."""
+    """The record of one rank, in nanoseconds of its own clock.
+
+    Attributes:
+        done: what the rank did or waited for, with start and end.
+        clock: the alignment by which times are shifted to rank 0's clock.
+    """
 
     done: list[tuple[_What, int, int]]
     emulated: list[Emulated]
@@ -32,18 +37,22 @@ class _RankRecord:
     clock: Alignment
 
     def starts(self, *kinds: type) -> list[int]:
-        return [
-            start - self.clock.offset_ns for what, start, _ in self.done if isinstance(what, kinds)
-        ]
+        """Return the starts of these kinds, by rank 0's clock."""
+        offset = self.clock.offset_ns
+        return [start - offset for what, start, _ in self.done if isinstance(what, kinds)]
 
 
 class _Recording:
-    """The ``with`` block that records its body; a class, as a generator would cost more than twice as much."""
+    """A ``with`` block that records its body.
+
+    It is a class, because a generator would cost more than twice the time.
+    """
 
     __slots__ = ("_recorder", "_start", "_what")
 
     def __init__(self, recorder: "Recorder", what: _What) -> None:
-        self._recorder, self._what = recorder, what
+        self._recorder = recorder
+        self._what = what
 
     def __enter__(self) -> None:
         recorder = self._recorder
@@ -69,7 +78,7 @@ class _Recording:
 
 @checked
 class Recorder:
-    """Records what this rank does and waits for, and gathers that of all ranks into a timeline.
+    """Records the actions and waits of this rank, and gathers all ranks' records into a timeline.
 
     Around your own code::
 
@@ -85,24 +94,24 @@ class Recorder:
         timeline = recorder.timeline()
 
     It records every step until it is read. Call ``clear()`` before the step whose timeline you
-    want, and after a first step, which does much that later ones need not. Ranks on several hosts
-    are aligned with messages (:func:`~course_pp.runtime.clocks.align`); how wrong that may be is in
-    :attr:`clock_error`.
+    want. A first step does much work that later steps need not do: do not measure it. Ranks on
+    several hosts are aligned with messages (:func:`~course_pp.runtime.clocks.align`), with an error
+    of at most :attr:`clock_error`.
 
-    On CUDA a span lasts from when the current stream comes to its first kernel until that stream
-    has done its last, measured with a pair of events: recording does not wait for the device.
+    On CUDA a span begins when the current stream reaches its first kernel, and ends when the stream
+    has done its last. It is measured with a pair of events: recording does not wait for the device.
     Kernels on other streams count only where the current stream waits for them, and all spans of a
     rank must be recorded on one stream. A receive lasts as long as it blocks that stream.
 
     Args:
-        device: where the actions run; None means the device of the pipeline or the first attached
+        device: device of the actions; None is the device of the pipeline or the first attached
             stage, or else the CPU.
         memory: also count the bytes kept for backward, with :attr:`meter`.
     """
 
     edges: tuple[Edge, ...] = ()
     feedback: int = 0
-    """Of the schedule that is recorded, set by whoever runs it; both are part of the timeline."""
+    """Both are properties of the schedule, set by the pipeline, and become part of the timeline."""
 
     def __init__(self, device: torch.device | str | None = None, *, memory: bool = False) -> None:
         self.meter = Meter(HostClock.mark) if memory else None
@@ -116,8 +125,9 @@ class Recorder:
         self._time_on(None if device is None else torch.device(device))
 
     def span(self, action: Action | Overlap) -> _Recording:
-        """Record the body of a ``with`` as ``action``; a body that raises is not recorded, and one
-        inside another span or receive raises RuntimeError: a rank does one thing at a time.
+        """Record the body of a ``with`` as ``action``, unless it raises.
+
+        A span inside another span or receive raises RuntimeError: a rank does one thing at a time.
         """
         return _Recording(self, action)
 
@@ -126,7 +136,7 @@ class Recorder:
         return _Recording(self, product)
 
     def run_on(self, device: torch.device | None) -> None:
-        """Settle where the actions run, if that was left open."""
+        """Set the device of the actions, if it was left open."""
         if self._device is None:
             self._settle()
             self._time_on(device)
@@ -134,20 +144,19 @@ class Recorder:
     def add_emulated(
         self, done: Sequence[Emulated], received: Sequence[tuple[Product, int, int]]
     ) -> None:
-        """Take over what an emulated rank did; a pipeline on an emulated cluster does it after each step."""
+        """Take over the actions and waits of a step on an emulated rank."""
         self._done += [(each.action, each.start, each.end) for each in done]
         self._done += received
         self._emulated += done
 
     def attach(self, *stages: Any) -> "Recorder":
-        """Record every forward and backward of ``stages`` until :meth:`detach` or the end of a
-        ``with``.
+        """Record every forward and backward of ``stages`` until :meth:`detach` or the end of ``with``.
 
-        They are stages of ``torch.distributed.pipelining``, or like them, one by one or in lists. A
-        backward with ``full_backward=False`` is recorded as ``I``, the rest of it as ``W``; in
-        stage 0, which needs no input gradient, ``W`` has all the work. The loss and the messages
-        lie outside the spans. A stage of `course_pp.parallel` is recorded as its pipeline runs it:
-        build that first.
+        Give stages of ``torch.distributed.pipelining``, or stages with their methods, one by one or
+        in lists. A backward with ``full_backward=False`` is recorded as ``I``, its second half as
+        ``W``. In stage 0, which needs no input gradient, ``W`` has all the work. The loss and the
+        messages lie outside the spans. A stage of `course_pp.parallel` is recorded as its pipeline
+        runs it: build the pipeline first.
         """
         methods = {
             "forward_one_chunk": "F",
@@ -168,10 +177,12 @@ class Recorder:
                     f"stage {stage.stage_index} is in no pipeline, which would run it as a stage of"
                     " its own: call build_pipeline_schedule first, then attach"
                 )
-        for stage in (getattr(stage, "runs_as", stage) for stage in attached):
+        for given in attached:
+            stage = getattr(given, "runs_as", given)
             self.run_on(getattr(stage, "device", None))
             for name, kind in methods.items():
-                setattr(stage, name, partial(self._recorded, stage, kind, getattr(stage, name)))
+                recorded = partial(self._recorded, stage, kind, getattr(stage, name))
+                setattr(stage, name, recorded)
                 self._restore.append(partial(delattr, stage, name))
         return self
 
@@ -184,7 +195,7 @@ class Recorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run one of torch's three methods, as its schedules call them: the microbatch comes by position alone."""
+        """Run one of torch's three methods; torch passes the microbatch by position."""
         if kind != "F" and not getattr(stage, "has_backward", True):
             return run(microbatch, *args, **kwargs)
         if kind == "B" and not kwargs.get("full_backward", True):
@@ -193,7 +204,7 @@ class Recorder:
             return run(microbatch, *args, **kwargs)
 
     def detach(self) -> None:
-        """Give the attached stages their own methods back; does nothing if there are none."""
+        """Give the attached stages their own methods back."""
         while self._restore:
             self._restore.pop()()
 
@@ -209,7 +220,7 @@ class Recorder:
         self.detach()
 
     def clear(self) -> None:
-        """Forget what was recorded, for example a warm-up step; memory that is kept now stays counted."""
+        """Forget the record, as of a warm-up step; memory that is kept now stays counted."""
         self._marked.clear()
         self._done.clear()
         self._emulated.clear()
@@ -220,15 +231,15 @@ class Recorder:
 
     @checked
     def timeline(self, group: dist.ProcessGroup | None = None, name: str = "") -> Timeline:
-        """Return what every rank of ``group`` recorded, the same timeline on each of them.
+        """Return one timeline of all ranks of ``group``, the same on each of them.
 
         Every rank of the group must call it, outside spans. Time 0 is the earliest start of a span
         on any rank (receives are cut off there), the unit is seconds, and ranks are numbered within
-        the group. Without a process group there is one rank. Of a run on an emulated cluster it is
-        an :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
+        the group. Without a process group there is one rank. A run on an emulated cluster gives an
+        :class:`~course_pp.runtime.emulation.EmulatedTimeline`.
 
         Args:
-            name: what ran, for labels.
+            name: the name of the run, for labels.
         """
         records, zero = self._gather(group)
         spans, receives, wall, overruns = [], [], [], []
@@ -244,9 +255,8 @@ class Recorder:
                 elif start >= base or end > base:
                     receives.append(Receive(rank, what, max(seconds(start), 0.0), seconds(end)))
             for each in record.emulated:
-                wall.append(
-                    Span(rank, each.action, seconds(each.real_start), seconds(each.real_end))
-                )
+                began, ended = seconds(each.real_start), seconds(each.real_end)
+                wall.append(Span(rank, each.action, began, ended))
                 if each.overrun:
                     overruns.append(Overrun(rank, each.action, each.overrun / _NANOSECONDS))
         n_ranks = len(records)
@@ -266,7 +276,10 @@ class Recorder:
 
     @checked
     def memory(self, group: dist.ProcessGroup | None = None) -> tuple[RankMemory, ...]:
-        """Return what every rank kept for backward; called like :meth:`timeline`, and with its time 0."""
+        """Return the memory that every rank kept for backward.
+
+        Call it as :meth:`timeline`, whose time 0 it has.
+        """
         records, zero = self._gather(group)
         memories = []
         for rank, record in enumerate(records):
@@ -280,11 +293,10 @@ class Recorder:
 
     @property
     def clock_error(self) -> float:
-        """Seconds by which a rank's clock may be wrong against rank 0's, at most, on the rank where
-        it is largest.
+        """The largest possible error of a rank's clock against rank 0's, in seconds.
 
-        0 where all ranks share a host. For two ranks that are both on other hosts than rank 0, it
-        may be twice that.
+        0 if all ranks share a host. Between two ranks on other hosts than rank 0's, the error may
+        be twice as large.
         """
         if self._clock_error is None:
             raise RuntimeError("the clocks have not been compared yet: ask for the timeline first")
@@ -304,7 +316,7 @@ class Recorder:
         self._marked.clear()
 
     def _gather(self, group: dist.ProcessGroup | None) -> tuple[list[_RankRecord], int]:
-        """Return what each rank recorded, and time 0 in nanoseconds of rank 0's clock."""
+        """Return the record of each rank, and time 0 in nanoseconds of rank 0's clock."""
         if self._running is not None:
             raise RuntimeError(
                 f"{_name(self._running)} is still being recorded: ask for what was recorded"
@@ -312,12 +324,15 @@ class Recorder:
             )
         self._settle()
         memory = None if self.meter is None else self.meter.log()
-        records = Ranks(group).gather(
-            _RankRecord(self._done, self._emulated, memory, self._align(group))
-        )
+        mine = _RankRecord(self._done, self._emulated, memory=memory, clock=self._align(group))
+        records = Ranks(group).gather(mine)
         self._clock_error = max(record.clock.error_ns for record in records) / _NANOSECONDS
-        starts = [start for record in records for start in record.starts(Action, Overlap)]
-        starts = starts or [start for record in records for start in record.starts(Product)]
+        starts: list[int] = []
+        for record in records:
+            starts += record.starts(Action, Overlap)
+        if not starts:  # nothing but receives
+            for record in records:
+                starts += record.starts(Product)
         return records, min(starts, default=0)
 
     def _align(self, group: dist.ProcessGroup | None) -> Alignment:
@@ -325,8 +340,8 @@ class Recorder:
             return Alignment(0, 0)
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group once torch.distributed is initialised
-        # One alignment for all that is recorded until clear(), or timeline and memory would differ
-        # in their zero. Ranks may have cleared differently, and must measure together.
+        # One alignment until clear(), or timeline and memory would differ in their zero. Ranks may
+        # have cleared at different times, and must measure together.
         if not all(Ranks(group).gather(group in self._alignments)):
             self._alignments[group] = align(group)
         return self._alignments[group]

@@ -55,9 +55,8 @@ class VersionedStage:
         self._module = module
         self._optimizer = optimizer
         self._meter = meter
-        self._mixed = (
-            planned.versions == "none"
-        )  # a backward may use newer weights than its forward
+        # Without versions a backward may use newer weights than its forward.
+        self._mixed = planned.versions == "none"
         self._backwards = _Backwards(module)
         self._parameters = trained_parameters(module)
         self._version_of = {i: planned.of(stage, i).forward for i in mine}
