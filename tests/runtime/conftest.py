@@ -1,4 +1,4 @@
-"""The reference computes as the ranks do: with one thread, since more of them add up in another order."""
+"""The reference computes with one thread, as the ranks do: more would add up in another order."""
 
 import torch
 

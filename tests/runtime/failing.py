@@ -73,7 +73,8 @@ class Fragile(nn.Module):
 
     def __init__(self, stage: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        self.stage, self.calls = stage, 0
+        self.stage = stage
+        self.calls = 0
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
         self.mischief: dict[tuple[str, int], Callable[[], None]] = {}
 
@@ -112,7 +113,7 @@ def fragile(stage: int, wheres: Sequence[Where], then: Callable[[], None]) -> Fr
 
 
 def at_the_due_time(weight: Tensor, due: int, then: Callable[[], None]) -> None:
-    """When the gradient of ``weight`` is accumulated for the time number ``due``, counted from 0."""
+    """Fail when the gradient of ``weight`` is accumulated for time number ``due``, from 0."""
     count = itertools.count()
 
     def hook(*_: object) -> None:
@@ -200,7 +201,7 @@ def run(
 
 
 def assert_all_say(found: Sequence[Caught], schedule: Schedule, where: Where, what: str) -> None:
-    """Every rank raised StepFailed in that step with one account of where it began; only its maker has the cause."""
+    """Assert that every rank raised StepFailed in that step, with one account of its origin."""
     origin = where.text(schedule) + what
     guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
     for rank, one in enumerate(found):

@@ -24,13 +24,14 @@ class Graph:
 
 
 def random_graph(seed: int, n_stages: int) -> Graph:
-    """Up to four values, each with a writer, and any stages after it as readers, or none; the same for a seed."""
+    """Return up to four values, each with a writer and any later stages as readers."""
     rng = random.Random(seed)
     reads: list[list[str]] = [[] for _ in range(n_stages)]
     writes: list[list[str]] = [[] for _ in range(n_stages)]
     kinds = {}
     for number in range(rng.randint(1, 4)):
-        name, writer = f"value{number}", rng.randrange(n_stages)
+        name = f"value{number}"
+        writer = rng.randrange(n_stages)
         kinds[name] = rng.choice(("tensor", "pair", "mask", "input"))
         writes[writer].append(name)
         for reader in range(writer + 1, n_stages):
@@ -45,7 +46,9 @@ class Linked(nn.Module):
     def __init__(self, graph: Graph, stage: int) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.reads, self.writes, self._kinds = graph.reads[stage], graph.writes[stage], graph.kinds
+        self.reads = graph.reads[stage]
+        self.writes = graph.writes[stage]
+        self._kinds = graph.kinds
 
     def forward(self, x: Tensor, **read: Any) -> Any:
         hidden = torch.tanh(self.layer(x))
@@ -89,7 +92,9 @@ def schedule_for(seed: int) -> Schedule:
     rng = random.Random(seed)
     usable = [name for name in names() if name not in ASYNCHRONOUS]
     while True:
-        name, n_ranks, n_microbatches = rng.choice(usable), rng.randint(2, 4), rng.randint(2, 8)
+        name = rng.choice(usable)
+        n_ranks = rng.randint(2, 4)
+        n_microbatches = rng.randint(2, 8)
         try:
             return build(name, n_ranks, n_microbatches)
         except ValueError:  # sizes that it does not take

@@ -18,7 +18,9 @@ def random_schedule(seed: int) -> Schedule:
     needs.
     """
     rng = random.Random(seed)
-    n_ranks, n_stages, n_microbatches = rng.randint(1, 4), rng.randint(1, 8), rng.randint(1, 6)
+    n_ranks = rng.randint(1, 4)
+    n_stages = rng.randint(1, 8)
+    n_microbatches = rng.randint(1, 6)
     schedule = Schedule(f"random {seed}", random_placement(rng, n_ranks, n_stages), ((),) * n_ranks)
     rows: Rows = [[] for _ in range(n_ranks)]
     for action in _random_order(rng, n_stages, n_microbatches):
@@ -186,7 +188,7 @@ def _close_a_circle(rng: random.Random, legal: Schedule) -> Rows | None:
     stage, i, j = rng.choice(circles)
     rows: Rows = [[part for action in row for part in action.parts] for row in legal.actions]
     for rank, last in ((legal.rank_of(stage, i), j), (legal.rank_of(stage + 1, i), i)):
-        rows[rank].sort(key=lambda action, last=last: action.parts[0].microbatch == last)  # type: ignore[misc]
+        rows[rank].sort(key=lambda action, last=last: action.parts[0].microbatch == last)
     return rows
 
 
@@ -204,7 +206,7 @@ WAYS_TO_BREAK: dict[str, Callable[[random.Random, Schedule], Rows | None]] = {
 
 
 def first_ranks(rank: int) -> dict[int, dist.ProcessGroup]:
-    """Groups of the first one, two and three of four ranks, by size, as far as this rank is in them."""
+    """Return the groups of the first 1, 2 and 3 of four ranks that this rank is in, by size."""
     groups: dict[int, dist.ProcessGroup] = {}
     for size in (1, 2, 3):
         # The others get a group too: torch's names for groups need every rank to be in equally

@@ -54,7 +54,7 @@ def even_layers(n_layers: int, n_stages: int) -> LayerRanges:
 
 
 def uneven_layers(n_layers: int, n_stages: int) -> LayerRanges:
-    """(start, end) of each stage's layers: one in every stage but the middle one, which has all the others."""
+    """Return (start, end) of each stage's layers: one a stage, and all others in the middle."""
     sizes = [1] * n_stages
     sizes[n_stages // 2] += n_layers - n_stages
     ends = [sum(sizes[: stage + 1]) for stage in range(n_stages)]
@@ -85,7 +85,7 @@ def stages_of(rank: int, schedule: Schedule) -> list[int]:
 def stage_modules(
     rank: int, schedule: Schedule, config: ModelConfig, layer_ranges: LayerRanges | None = None
 ) -> dict[int, PipelineStageModule]:
-    """The stages of ``rank`` in float64, with the weights that the whole model has in :func:`in_one_process`."""
+    """Return the stages of ``rank`` in float64, with the weights of :func:`in_one_process`."""
     torch.manual_seed(0)
     n_stages = schedule.n_stages
     return {

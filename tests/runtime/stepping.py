@@ -49,7 +49,7 @@ class Step:
 
 @dataclass
 class Done:
-    """Of one step on one rank: losses by microbatch, gradients by name, and the bytes of each message sent."""
+    """One step of a rank: losses by microbatch, gradients by name, and bytes of each message."""
 
     losses: list[float]
     gradients: dict[str, Tensor | None]
@@ -60,7 +60,9 @@ class CountingWire:
     """Notes the size of everything sent on ``wire``."""
 
     def __init__(self, wire: Wire) -> None:
-        self._wire, self.device, self.window = wire, wire.device, wire.window
+        self._wire = wire
+        self.device = wire.device
+        self.window = wire.window
         self.sent: list[int] = []
 
     def isend(self, buffer: Tensor, target: int, number: int) -> dist.Work:
@@ -128,15 +130,13 @@ def stepped(
 def in_one_process(
     n: int, make_stages: Callable[[], Stages], steps: Sequence[Step], loss_fn: Any = F.mse_loss
 ) -> list[Done]:
-    """The same steps without a pipeline: each of ``n`` microbatches forward and backward, one after another."""
+    """Run the same steps without a pipeline: ``n`` microbatches, one after another."""
     stages = make_stages()
     done = []
     for step in steps:
         _begin(step, stages)
-        inputs, targets = (
-            microbatches("inputs", step.inputs, n),
-            microbatches("targets", step.targets, n),
-        )
+        inputs = microbatches("inputs", step.inputs, n)
+        targets = microbatches("targets", step.targets, n)
         weights = _weights(loss_fn, targets)
         losses = []
         with step.around():
@@ -189,7 +189,8 @@ def assert_equal_steps(
     for number, expected in enumerate(reference):
         seen = set()
         for rank, steps in enumerate(found):
-            step, where = steps[number], f"step {number}, rank {rank}"
+            step = steps[number]
+            where = f"step {number}, rank {rank}"
             losses, others = torch.tensor([step.losses, expected.losses], dtype=torch.float64)
             _assert_close(losses, others, tolerance, f"{where}: losses")
             for name, gradient in step.gradients.items():

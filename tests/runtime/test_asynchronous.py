@@ -179,8 +179,9 @@ GRIDS += [pytest.param(layouts, id=f"all{n}", marks=pytest.mark.full) for n, lay
 
 
 def jobs_with(layouts: Layouts) -> list[Job]:
-    """Every rule with each layout and its optimizer, each for as many updates; versions part from the second on."""
-    jobs, updates = [], 8 if layouts is FEW else 50
+    """Return every rule with each layout and optimizer, for as many updates."""
+    jobs = []
+    updates = 8 if layouts is FEW else 50
     for shares, optimizer in layouts:
         jobs += [
             Job(versions, optimizer, shares, updates * max(shares))
@@ -234,7 +235,7 @@ class Checkpointed(nn.Sequential):
 
 
 def recomputing(rank: int, job: Job) -> list[float]:
-    """How far the weights are from those of a stage that keeps its activations: recomputed by either."""
+    """Return how far the weights are from a stage's without recomputation, for both ways."""
     found = []
     for kind, recompute in ((nn.Sequential, False), (nn.Sequential, True), (Checkpointed, False)):
         module = kind(*make_stage(rank))
@@ -284,10 +285,8 @@ def pace(timeline: Timeline) -> float:
 
 @pytest.mark.parametrize("shares", [(2,), (2, 1, 1)])
 def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> None:
-    job, latency = (
-        Job("stash", "sgd", shares, 8),
-        tuple(0.002 * stage for stage in range(1, len(shares))),
-    )
+    job = Job("stash", "sgd", shares, 8)
+    latency = tuple(0.002 * stage for stage in range(1, len(shares)))
     cluster = EmulatedCluster(Costs(0.01, 0.01, 0.01, update=0.005, latency=latency))
     found = on_ranks(sum(shares), paced, job, cluster, timeout_s=60)[0]
     overrun = sum(each.seconds for each in found.overruns)
@@ -295,7 +294,8 @@ def test_replicas_keep_the_pace_that_was_predicted(shares: tuple[int, ...]) -> N
 
 
 def test_stage_s_keeps_p_minus_s_versions_with_stashing_and_two_with_2bw() -> None:
-    p, size = 3, sum(parameter.nbytes for parameter in make_stage(0).parameters())
+    p = 3
+    size = sum(parameter.nbytes for parameter in make_stage(0).parameters())
     jobs = [
         Job("stash", "sgd", (1,) * p, 9),
         Job("2bw", "sgd", (1,) * p, 9, p),
@@ -413,9 +413,7 @@ def overflowing(rank: int) -> tuple[str, bool]:
     return str(caught.value), all(bool(p.isfinite().all()) for p in module.parameters())
 
 
-def test_a_gradient_that_overflows_is_named_with_update_and_stage_and_does_not_enter_the_weights() -> (
-    None
-):
+def test_an_overflowing_gradient_is_named_with_update_and_stage_and_changes_no_weight() -> None:
     for told, finite in on_ranks(2, overflowing, timeout_s=60):
         assert (
             "action 0U0: ArithmeticError: the gradient of '0.weight' in update 0 of stage 0 is not"

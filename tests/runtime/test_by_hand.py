@@ -1,4 +1,4 @@
-"""The pipeline step written by hand: equal to one process, in the papers' order, with the papers' memory."""
+"""The pipeline step written by hand equals one process, in the papers' order and memory."""
 
 import weakref
 from collections import Counter
@@ -56,7 +56,7 @@ def link_for(m, group=None):
 
 
 def step_by_hand(name, stage, m, link=None, batch=None):
-    """One step on this rank with m equal microbatches; the mean loss, or None where it is not known."""
+    """Run a step on this rank with m equal microbatches; return the mean loss, if known here."""
     inputs, targets = data() if batch is None else batch
     losses = STEPS[name](
         stage, inputs.chunk(m), targets.chunk(m), squared_error, link or link_for(m)
@@ -73,7 +73,7 @@ def in_one_process(n_layers, *batches):
 
 
 def assert_equal(ranks, expected_loss, expected):
-    """Ranks return (loss, gradients): the last one's loss and all gradients together are the reference's."""
+    """Assert that the ranks' loss and gradients are the reference's."""
     assert [loss for loss, _ in ranks[:-1]] == [None] * (len(ranks) - 1)
     assert ranks[-1][0] == pytest.approx(expected_loss, rel=GRADIENT_TOLERANCE)
     held = Counter(key for _, gradients in ranks for key in gradients)
@@ -133,7 +133,8 @@ def test_gradients_of_two_steps_add_up():
 
 def two_pipelines_on_rank(rank):
     """Ranks 0 and 2 are one pipeline, 1 and 3 another, each with its own data."""
-    groups, mine = [dist.new_group([0, 2]), dist.new_group([1, 3])], rank % 2
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = rank % 2
     results = {}
     for name in STEPS:
         link = link_for(5, groups[mine])
@@ -155,10 +156,14 @@ class Watched(nn.Module):
 
     def __init__(self, stage):
         super().__init__()
-        self.stage, self.kept, self.n_forwards, self.peak = stage, weakref.WeakSet(), 0, 0
+        self.stage = stage
+        self.kept = weakref.WeakSet()
+        self.n_forwards = 0
+        self.peak = 0
 
     def forward(self, x):
-        microbatch, self.n_forwards = self.n_forwards, self.n_forwards + 1
+        microbatch = self.n_forwards
+        self.n_forwards = self.n_forwards + 1
 
         def keep(tensor):
             kept = Kept(tensor, microbatch)
@@ -173,7 +178,8 @@ class Watched(nn.Module):
 
 class Kept:
     def __init__(self, tensor, microbatch):
-        self.tensor, self.microbatch = tensor, microbatch
+        self.tensor = tensor
+        self.microbatch = microbatch
 
 
 def most_in_flight_on_rank(rank, pp):
@@ -200,8 +206,10 @@ def test_activations_in_flight_are_all_m_or_as_many_as_ranks_to_come(pp):
 
 def order_on_rank(rank, pp):
     """What this rank did, as the schedule prints it."""
-    done, outputs = [], []
-    forward, backward = by_hand.forward_stage, by_hand.backward_stage
+    done = []
+    outputs = []
+    forward = by_hand.forward_stage
+    backward = by_hand.backward_stage
 
     def forward_stage(*args):
         outputs.append(forward(*args))
@@ -213,7 +221,8 @@ def order_on_rank(rank, pp):
         done.append(f"{rank}B{microbatch}")
         return backward(x, y, dy)
 
-    by_hand.forward_stage, by_hand.backward_stage = forward_stage, backward_stage
+    by_hand.forward_stage = forward_stage
+    by_hand.backward_stage = backward_stage
     orders = {}
     for name in STEPS:
         for m in MICROBATCHES:
@@ -258,7 +267,9 @@ class Held:
 
 
 def sends_held_on_rank(rank, pp, m):
-    held, peak, isend = weakref.WeakSet(), 0, dist.isend
+    held = weakref.WeakSet()
+    peak = 0
+    isend = dist.isend
 
     def counted(tensor, **where):
         nonlocal peak

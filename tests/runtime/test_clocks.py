@@ -22,7 +22,7 @@ def clock_ahead(offset_ns: int) -> int:
 
 
 def align_planted(rank: int, hosts: list[str], ahead: list[int], slow_there: float) -> Alignment:
-    """Aligns clocks that are ``ahead``; messages to rank 0 take ``slow_there`` seconds longer than those from it."""
+    """Align clocks that are ``ahead``; messages to rank 0 take ``slow_there`` seconds longer."""
     send = dist.send
 
     def send_slowly(*args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,8 @@ def align_planted(rank: int, hosts: list[str], ahead: list[int], slow_there: flo
     "slow_there", [0, 0.002], ids=["as quick there as back", "slower there than back"]
 )
 def test_the_clocks_of_other_hosts_are_found_within_the_reported_error(slow_there: float) -> None:
-    hosts, ahead = ["a", "b", "a", "c"], [0, 3 * SECOND, 0, -5 * SECOND]
+    hosts = ["a", "b", "a", "c"]
+    ahead = [0, 3 * SECOND, 0, -5 * SECOND]
     alignments = on_ranks(4, align_planted, hosts, ahead, slow_there, timeout_s=60.0)
     for alignment, offset in zip(alignments, ahead, strict=True):
         assert abs(alignment.offset_ns - offset) <= alignment.error_ns
@@ -160,7 +161,7 @@ class Event:
 
 
 class FakeCuda:
-    """A device that does kernels in the order of their launches, while the host goes on; times in milliseconds."""
+    """A device that runs kernels in order while the host goes on; times in milliseconds."""
 
     def __init__(self, now: float) -> None:
         self.now = self.done = now

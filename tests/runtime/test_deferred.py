@@ -1,4 +1,4 @@
-"""Weight gradients put off to ``W`` are those of an ordinary backward, and nothing is computed twice."""
+"""Weight gradients put off to ``W`` equal those of a backward, and are computed once."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,11 +55,9 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.inner, self.last, self.reentrant = (
-            inner or layers(),
-            nn.Linear(WIDTH, WIDTH),
-            reentrant,
-        )
+        self.inner = inner or layers()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))
@@ -70,7 +68,8 @@ class Autocast(nn.Module):
 
     def __init__(self, inner: nn.Module, enabled: bool) -> None:
         super().__init__()
-        self.inner, self.enabled = inner, enabled
+        self.inner = inner
+        self.enabled = enabled
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.enabled:
@@ -104,14 +103,16 @@ class Packed(nn.Module):
     ) -> None:
         super().__init__()
         self.take = take
-        self.first, self.last = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.first = nn.Linear(WIDTH, width)
+        self.last = nn.Linear(width, WIDTH)
         self.up = nn.Parameter(torch.randn(3, width, 2 * width))
         self.down = nn.Parameter(torch.randn(3, 2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.first(x.flatten(0, -2))
         counts = torch.tensor([len(rows) // 2, 0, len(rows) - len(rows) // 2])
-        up, down = self.take(self.up), self.take(self.down)
+        up = self.take(self.up)
+        down = self.take(self.down)
         rows = grouped_product(F.gelu(grouped_product(rows, up, counts)), down, counts)
         return self.last(rows).unflatten(0, x.shape[:-1])
 
@@ -241,8 +242,9 @@ def assert_halves_equal(
     of_input: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> set[str]:
-    """Output and gradients of the two halves are those of an ordinary backward; return what is there after ``I``."""
-    module, other = made(make, dtype), made(make, dtype)
+    """Check the two halves against an ordinary backward; return the gradients after ``I``."""
+    module = made(make, dtype)
+    other = made(make, dtype)
     expected = ordinarily(module, input_of(shape, module, of_input))
     *found, early = in_two_halves(other, input_of(shape, other, of_input))
     assert_same_bits(found, [*expected])
@@ -262,7 +264,7 @@ def test_the_two_halves_give_the_bits_of_an_ordinary_backward(
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpointed_square_layer_is_not_taken_for_its_transpose(reentrant: bool) -> None:
-    """Weight and transpose have one shape, so that checkpointing would not notice if the wrong one was saved."""
+    """A square weight: checkpointing would not notice if its transpose was saved."""
 
     def square() -> nn.Module:
         return Checkpointed(reentrant, nn.Linear(WIDTH, WIDTH))
@@ -293,8 +295,10 @@ def test_autocast_gives_the_bits_of_an_ordinary_backward_under_autocast(
 
 
 def test_a_weight_used_twice_under_autocast_is_summed_in_float32() -> None:
-    """An ordinary backward sums in bfloat16, the format to which the weight was cast once for both."""
-    module, other, exact = made(UsedTwice), made(UsedTwice), made(UsedTwice, torch.float64)
+    """An ordinary backward sums in bfloat16, to which the weight was cast once for both uses."""
+    module = made(UsedTwice)
+    other = made(UsedTwice)
+    exact = made(UsedTwice, torch.float64)
     x = input_of((5, WIDTH), module)
     with torch.autocast("cpu", torch.bfloat16):
         _, expected, _ = ordinarily(module, x)
@@ -307,7 +311,8 @@ def test_a_weight_used_twice_under_autocast_is_summed_in_float32() -> None:
 
 
 def test_weight_gradients_are_added_to_those_that_are_there() -> None:
-    module, other = made(layers, torch.float64), made(layers, torch.float64)
+    module = made(layers, torch.float64)
+    other = made(layers, torch.float64)
     for _ in range(2):
         _, expected, _ = ordinarily(module, input_of((5, WIDTH), module))
         _, found, _, _ = in_two_halves(other, input_of((5, WIDTH), other))
@@ -344,7 +349,8 @@ def test_hooks_on_parameters_fire_once_and_see_the_whole_gradient(
 
 
 def test_a_hook_on_several_parameters_fires_once_though_some_could_wait() -> None:
-    module, fired = made(MODULES["layers and norms"][0]), []
+    module = made(MODULES["layers and norms"][0])
+    fired = []
     torch.autograd.graph.register_multi_grad_hook(list(module.parameters()), fired.append)
     _, found, _, _ = in_two_halves(module, input_of((5, WIDTH), module))
     assert_same_bits(fired, [tuple(found.values())])
@@ -352,7 +358,8 @@ def test_a_hook_on_several_parameters_fires_once_though_some_could_wait() -> Non
 
 def test_a_queue_that_was_computed_is_empty_and_holds_nothing() -> None:
     meter = Meter()
-    module, queue = made(layers, torch.float64), WeightGradients(meter)
+    module = made(layers, torch.float64)
+    queue = WeightGradients(meter)
     with Deferring(queue):
         output = module(input_of((5, WIDTH), module))
     with queue.collecting():
@@ -368,7 +375,8 @@ def test_a_queue_that_was_computed_is_empty_and_holds_nothing() -> None:
 
 
 def test_weights_changed_between_forward_and_backward_are_refused() -> None:
-    module, queue = made(layers), WeightGradients()
+    module = made(layers)
+    queue = WeightGradients()
     with Deferring(queue):
         output = module(input_of((5, WIDTH), module))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Stages that read what others than their neighbours make: right gradients, and nothing sent twice."""
+"""Stages that read values of distant stages: right gradients, and no value sent twice."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ from tests.runtime.random_schedules import first_ranks
 from tests.runtime.small import for_rank, stages_of, take_step
 from tests.runtime.stepping import count_messages, gradients
 
-SEEDS, FEW_SEEDS = range(200), range(8)
+SEEDS = range(200)
+FEW_SEEDS = range(8)
 STEPS = 2
 
 
 @dataclass
 class Ran:
-    """On one rank: losses, gradients by stage and name, what crossed edges, and sends against planned messages."""
+    """One rank's losses, gradients by stage and name, values over edges, and sends."""
 
     losses: list[float]
     gradients: dict[str, Tensor | None]
@@ -48,7 +49,8 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
     )
     arguments = for_rank(rank, schedule, *batch_for(schedule))
     losses = [take_step(pipeline, *arguments).item()]
-    wire, rows = count_messages(pipeline), pipeline._executor.plan.outgoing
+    wire = count_messages(pipeline)
+    rows = pipeline._executor.plan.outgoing
     losses.append(take_step(pipeline, *arguments).item())
     named = [
         (target, str(m))
@@ -60,7 +62,8 @@ def in_a_pipeline(rank: int, seed: int, group: Any) -> Ran:
 
 
 def run_all_on_rank(rank: int, seeds: range) -> dict[int, Ran]:
-    groups, results = first_ranks(rank), {}
+    groups = first_ranks(rank)
+    results = {}
     for seed in seeds:
         n_ranks = schedule_for(seed).n_ranks
         if rank < n_ranks:
@@ -73,8 +76,9 @@ def run_all_on_rank(rank: int, seeds: range) -> dict[int, Ran]:
 
 
 def expected_crossings(seed: int) -> Counter[str]:
-    """For each value and microbatch one message to each other rank that reads it, and one gradient back."""
-    schedule, found = schedule_for(seed), Counter[str]()
+    """Return the messages over edges: one to each reading rank, and one gradient back."""
+    schedule = schedule_for(seed)
+    found = Counter[str]()
     graph = random_graph(seed, schedule.n_stages)
     for writer, names in enumerate(graph.writes):
         for name in names:
@@ -124,7 +128,9 @@ class Part(nn.Module):
     def __init__(self, reads: Any = (), writes: Any = (), returns: str = "") -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.reads, self.writes, self._returns = reads, writes, returns
+        self.reads = reads
+        self.writes = writes
+        self._returns = returns
 
     def forward(self, hidden: Tensor, **read: Tensor) -> Any:
         hidden = self.layer(sum(read.values(), start=hidden))

@@ -1,4 +1,4 @@
-"""An emulated cluster keeps the times it was given or says where it could not; gradients are those of one process."""
+"""An emulated cluster keeps its chosen times or names the overruns; gradients are right."""
 
 import math
 import statistics
@@ -54,7 +54,9 @@ def batch(seed: int = 0) -> Step:
 
 def emulated(rank: int, schedule: Schedule, cluster: EmulatedCluster, steps: int = 2) -> Timeline:
     """The timeline of the last of several steps."""
-    stages, recorder, data = layers(schedule.n_stages), Recorder(), batch()
+    stages = layers(schedule.n_stages)
+    recorder = Recorder()
+    data = batch()
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(
         schedule, mine, F.mse_loss, recorder=recorder, cluster=cluster, timeout_s=20
@@ -76,7 +78,7 @@ def run(schedule: Schedule, cluster: EmulatedCluster, steps: int = 2) -> Emulate
 def assert_as_predicted(
     found: EmulatedTimeline, cluster: EmulatedCluster, schedule: Schedule
 ) -> None:
-    """Every span begins and ends as predicted; where the machine was too slow for that, as is predicted knowing it."""
+    """Assert that every span begins and ends as predicted, given the machine's overruns."""
     over = {(each.rank, each.action): each.seconds for each in found.overruns}
     durations = [
         [
@@ -131,7 +133,8 @@ def with_links_a_straggler_and_jitter() -> EmulatedCluster:
 def test_every_action_begins_and_ends_when_the_cluster_says(
     name: str, make: Callable[[], EmulatedCluster]
 ) -> None:
-    cluster, schedule = make(), build(name, 3, M)
+    cluster = make()
+    schedule = build(name, 3, M)
     assert_as_predicted(run(schedule, cluster), cluster, schedule)
 
 
@@ -142,11 +145,10 @@ def test_every_action_begins_and_ends_when_the_cluster_says(
 def test_gradients_under_emulation_are_those_of_one_process(
     name: str, options: dict[str, Any]
 ) -> None:
-    schedule, steps = build(name, 2, M), [batch(), batch(1)]
-    make, cluster = (
-        partial(layers, schedule.n_stages),
-        EmulatedCluster(Costs(0.001, 0.001, 0.001), EmulatedLink(1e-3)),
-    )
+    schedule = build(name, 2, M)
+    steps = [batch(), batch(1)]
+    make = partial(layers, schedule.n_stages)
+    cluster = EmulatedCluster(Costs(0.001, 0.001, 0.001), EmulatedLink(1e-3))
     assert_equal_steps(
         run_steps(schedule, make, steps, cluster=cluster, **options), in_one_process(M, make, steps)
     )
@@ -214,7 +216,8 @@ def test_jitter_has_the_mean_and_the_deviation_that_were_asked_for() -> None:
     assert seconds != EmulatedCluster(Costs(1.0, 0.5, 0.5), jitter=0.3, seed=1).durations(
         schedule, 0
     )
-    cluster, schedule = EmulatedCluster(FEW_MS, jitter=0.1), build("gpipe", 2, M)
+    cluster = EmulatedCluster(FEW_MS, jitter=0.1)
+    schedule = build("gpipe", 2, M)
     assert cluster.durations(schedule, 0) != cluster.durations(schedule, 1)
 
 
@@ -333,7 +336,7 @@ def test_replicas_with_different_links_cannot_be_predicted() -> None:
 
 
 def planted(unit: float, straggler: bool = True, slow_link: bool = True) -> EmulatedCluster:
-    """Four ranks whose actions take ``unit`` seconds, the third half as long again, behind a first link of a unit."""
+    """Return four ranks of ``unit`` seconds an action, with a slow third rank and first link."""
     usual = EmulatedLink(latency=unit / 40)
     return EmulatedCluster(
         Costs(forward=unit, input_grad=unit, weight_grad=unit),

@@ -72,7 +72,7 @@ def accepts(name: str, pp: int, m: int) -> bool:
 
 @cache
 def microbatch_counts(name: str, pp: int) -> tuple[int, ...]:
-    """Twice as many as ranks; then a number that is no multiple of that, fewer than ranks, and one: where accepted."""
+    """Return the numbers of microbatches to try, as far as the schedule accepts them."""
     uneven = next((m for m in range(pp + 1, BATCH) if m % pp and accepts(name, pp, m)), 3)
     return tuple(dict.fromkeys(m for m in (2 * pp, uneven, pp - 1, 1) if accepts(name, pp, m)))
 
@@ -86,7 +86,7 @@ def cases() -> Iterator[Case]:
 
 
 def is_sample(case: Case) -> bool:
-    """For each schedule on up to four ranks one case, in turns with even and uneven layers; three on eight."""
+    """Return a case for each schedule on up to four ranks, and three on eight."""
     usual, *others = microbatch_counts(case.name, case.pp)
     if case.name in TWO_COPIES:
         return (case.pp, case.layers) in ((2, "uneven"), (4, "even")) and case.m == usual
@@ -145,9 +145,7 @@ def test_training_equals_one_process_at_every_size(pp: int, subtests: pytest.Sub
     assert_all_right(pp, THE_REST, 570, subtests)
 
 
-def test_every_synchronous_schedule_is_tried_on_one_to_four_ranks_and_with_even_and_uneven_layers() -> (
-    None
-):
+def test_every_synchronous_schedule_is_tried_on_1_to_4_ranks_with_even_and_uneven_layers() -> None:
     possible = {
         (name, pp) for name in SYNCHRONOUS for pp in SIZES if name not in TWO_COPIES or pp % 2 == 0
     }
@@ -169,7 +167,7 @@ def loss_without_graph(logits: Tensor, target: Tensor) -> Tensor:
 def evaluate_on_rank(
     rank: int, schedules: Sequence[Schedule]
 ) -> list[tuple[tuple[float, ...], list[str]]]:
-    """For each schedule the losses of its forwards, and the parameters that have a gradient afterwards."""
+    """Return the losses of each schedule's forwards, and the parameters with a gradient."""
     config = model_config(4)
     ((inputs, target),) = small_batches(config, steps=1)
     results = []
@@ -235,7 +233,7 @@ def test_one_process_needs_no_process_group() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("looped_bfs", "B"), ("interleaved_1f1b", "B"), ("zb_h1", "W")]
 )
-def test_each_stage_s_weight_gradients_come_in_its_own_action_though_the_next_stage_is_on_the_same_rank(
+def test_a_stage_makes_its_weight_gradients_in_its_own_action_next_to_another_stage(
     name: str, kind: str
 ) -> None:
     schedule = build(name, 1, 4, 3)

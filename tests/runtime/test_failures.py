@@ -1,4 +1,4 @@
-"""Whatever goes wrong on one rank ends in an error on every rank that says where it began; nothing hangs."""
+"""A failure on one rank is an error on every rank that names its origin; nothing hangs."""
 
 import math
 import multiprocessing
@@ -75,7 +75,8 @@ RAISING = [
 def test_a_stage_that_raises_is_named_on_every_rank(
     name: str, n: int, action: str, step: int
 ) -> None:
-    schedule, where = build(name, n, M), Where(action, step)
+    schedule = build(name, n, M)
+    where = Where(action, step)
     assert_all_say(run(schedule, [where]), schedule, where, "Trouble: the cable is loose")
 
 
@@ -130,7 +131,8 @@ def test_when_several_ranks_fail_each_rank_names_one_of_them(name: str, actions:
 
 
 def test_a_long_account_is_cut_and_still_says_where() -> None:
-    schedule, where = build("1f1b", 2, M), Where("0F1")
+    schedule = build("1f1b", 2, M)
+    where = Where("0F1")
 
     def raise_at_length() -> None:
         raise Trouble("längst " * 500)
@@ -143,7 +145,7 @@ def test_a_long_account_is_cut_and_still_says_where() -> None:
 
 
 def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
-    """``going_wrong`` in a child of this rank: its exit code and result. A launcher ends all ranks when one dies."""
+    """Run ``going_wrong`` in a child, as a launcher ends all ranks when one dies."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe(duplex=False)
 
@@ -183,7 +185,8 @@ def in_a_child(rank: int, *args: Any) -> tuple[int | None, Caught | None]:
 def test_when_a_rank_is_killed_the_others_say_what_they_waited_for_from_whom(
     name: str, n: int, action: str, step: int
 ) -> None:
-    schedule, where = build(name, n, M), Where(action, step)
+    schedule = build(name, n, M)
+    where = Where(action, step)
     guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
     found = on_ranks(n, in_a_child, schedule, [where], die, {}, timeout_s=LIMIT_S, backend=None)
     assert found[guilty] == (-signal.SIGKILL, None)
@@ -209,7 +212,8 @@ def test_when_a_rank_is_killed_the_others_say_what_they_waited_for_from_whom(
 def test_a_peer_that_sends_too_late_is_an_error_on_every_rank(
     name: str, n: int, action: str, transport: str
 ) -> None:
-    schedule, where = build(name, n, M), Where(action, 1)
+    schedule = build(name, n, M)
+    where = Where(action, 1)
     guilty = schedule.rank_of(where.parsed.stage, where.parsed.microbatch)
     found = run(schedule, [where], oversleep, timeout_s=1.0, transport=transport)
     for one in found:
@@ -246,7 +250,7 @@ def test_a_rank_that_never_steps_is_waited_for_no_longer_than_the_limit(missing:
 def not_finite(
     rank: int, schedule: Schedule, value: float, microbatch: int
 ) -> tuple[list[float], list[int], float]:
-    """The losses of ``step`` and ``eval``, whose shares are not finite, and the loss of a step after."""
+    """Return the losses of ``step`` and ``eval`` that are not finite, and of a step after."""
     modules = {stage: Fragile(stage) for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, modules, F.mse_loss, timeout_s=20)
     inputs, targets = batch()
@@ -268,7 +272,8 @@ def not_finite(
 def test_a_loss_that_is_not_finite_is_returned_everywhere_and_the_pipeline_can_go_on(
     name: str, n: int, value: float
 ) -> None:
-    schedule, microbatch = build(name, n, M), 2
+    schedule = build(name, n, M)
+    microbatch = 2
     for losses, odd, after in on_ranks(
         n, not_finite, schedule, value, microbatch, timeout_s=LIMIT_S
     ):
@@ -282,7 +287,9 @@ class Changing(nn.Module):
 
     def __init__(self, change: Callable[[Tensor], Tensor], healthy: int) -> None:
         super().__init__()
-        self.layer, self.change, self.healthy = nn.Linear(WIDTH, WIDTH), change, healthy
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.change = change
+        self.healthy = healthy
 
     def forward(self, x: Tensor) -> Tensor:
         self.healthy -= 1
@@ -305,7 +312,8 @@ def mismatched(
 def test_what_the_next_stage_cannot_take_is_that_stages_error(
     name: str, n: int, step: int, change: Callable[[Tensor], Tensor], what: str
 ) -> None:
-    schedule, where = build(name, n, M), Where("1F0", step)
+    schedule = build(name, n, M)
+    where = Where("1F0", step)
     found = on_ranks(n, mismatched, schedule, change, step, timeout_s=LIMIT_S)
     for one in found:
         assert_failed(one, step)
@@ -326,7 +334,8 @@ def unsendable(rank: int, schedule: Schedule) -> Caught:
 
 
 def test_what_cannot_cross_a_boundary_is_refused_on_every_rank() -> None:
-    schedule, where = build("1f1b", 3, M), Where("1F0")
+    schedule = build("1f1b", 3, M)
+    where = Where("1F0")
     found = on_ranks(3, unsendable, schedule, timeout_s=LIMIT_S)
     assert_all_say(found, schedule, where, found[1].origin.partition(": ")[2])
     assert "TypeError: a set cannot cross a stage boundary: return tensors" in found[1].origin
@@ -337,7 +346,8 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.breaks = nn.Linear(256, 256), False
+        self.layer = nn.Linear(256, 256)
+        self.breaks = False
 
     def forward(self, x: Tensor) -> Tensor:
         if self.breaks:

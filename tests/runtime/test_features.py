@@ -62,11 +62,9 @@ def with_empty_stages(pattern: str) -> Stages:
     ],
 )
 def test_an_empty_stage_passes_on_what_it_gets(name: str, n: int, pattern: str) -> None:
-    schedule, make, steps = (
-        build(name, n, M),
-        partial(with_empty_stages, pattern),
-        [batch(), batch(1)],
-    )
+    schedule = build(name, n, M)
+    make = partial(with_empty_stages, pattern)
+    steps = [batch(), batch(1)]
     assert_equal_steps(run_steps(schedule, make, steps), in_one_process(M, make, steps))
 
 
@@ -104,7 +102,9 @@ FROZEN = {
 def test_frozen_parameters_get_no_gradient_and_the_others_theirs(
     names: list[str], name: str, recompute: bool
 ) -> None:
-    schedule, make, steps = build(name, 3, M), partial(frozen, 3, names), [batch(), batch(1)]
+    schedule = build(name, 3, M)
+    make = partial(frozen, 3, names)
+    steps = [batch(), batch(1)]
     found = run_steps(schedule, make, steps, recompute=recompute)
     assert_equal_steps(found, in_one_process(M, make, steps))
     none = {
@@ -211,10 +211,8 @@ def test_hooks_on_saved_tensors_change_no_gradient(
     around: Any, record_memory: bool, recompute: bool, name: str, n: int
 ) -> None:
     schedule = build(name, n, M)
-    make, steps = (
-        partial(layers, schedule.n_stages),
-        [batch(around=around), batch(1, around=around)],
-    )
+    make = partial(layers, schedule.n_stages)
+    steps = [batch(around=around), batch(1, around=around)]
     found = run_steps(schedule, make, steps, recompute=recompute, record_memory=record_memory)
     assert_equal_steps(found, in_one_process(M, make, steps))
 
@@ -234,7 +232,8 @@ class Embed(nn.Module):
 class Head(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.norm, self.weight = nn.LayerNorm(WIDTH, dtype=torch.float64), weight
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.weight = weight
 
     def forward(self, h: Tensor) -> Tensor:
         return F.linear(self.norm(h), self.weight)
@@ -304,10 +303,8 @@ def halve_into_new_parameters(stages: Stages) -> None:
 
 
 def test_tied_weights_may_be_replaced_between_steps() -> None:
-    make, steps = (
-        partial(language_model, 3),
-        [tokens(), tokens(1, prepare=halve_into_new_parameters)],
-    )
+    make = partial(language_model, 3)
+    steps = [tokens(), tokens(1, prepare=halve_into_new_parameters)]
     found = run_steps(
         build("1f1b", 3, M), make, steps, cross_entropy, tied=[{0: "weight", 2: "weight"}]
     )
@@ -370,7 +367,8 @@ def test_a_loss_over_tokens_is_the_mean_over_the_counted_tokens_of_the_whole_bat
 ) -> None:
     schedule = build(name, n, M)
     make = partial(language_model, schedule.n_stages)
-    step, loss_fn = tokens(), CrossEntropy(ignore_index=-1)
+    step = tokens()
+    loss_fn = CrossEntropy(ignore_index=-1)
     for i, count in enumerate(counts):
         step.targets[2 * i : 2 * i + 2].view(-1)[count:] = -1
     found = run_steps(schedule, make, [step], loss_fn)
@@ -385,7 +383,8 @@ def test_a_loss_over_tokens_is_the_mean_over_the_counted_tokens_of_the_whole_bat
     "loss_fn", [CrossEntropy(ignore_index=-1), cross_entropy], ids=["tokens", "samples"]
 )
 def test_with_one_divisor_steps_of_unequal_batches_add_up_to_one_large_batch(loss_fn: Any) -> None:
-    make, whole = partial(language_model, 2), tokens()
+    make = partial(language_model, 2)
+    whole = tokens()
     whole.targets[:3, 1:] = -1 if isinstance(loss_fn, CrossEntropy) else 1
     count = (
         int((whole.targets >= 0).sum()) if isinstance(loss_fn, CrossEntropy) else len(whole.targets)
@@ -408,7 +407,8 @@ def test_with_one_divisor_steps_of_unequal_batches_add_up_to_one_large_batch(los
 
 
 def input_gradient(rank: int, schedule: Schedule, as_list: bool, recompute: bool) -> Tensor | None:
-    stages, step = layers(schedule.n_stages), batch()
+    stages = layers(schedule.n_stages)
+    step = batch()
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     x = step.inputs.requires_grad_()
     inputs = [piece.detach().requires_grad_() for piece in x.tensor_split(M)] if as_list else x
@@ -432,7 +432,8 @@ def input_gradient(rank: int, schedule: Schedule, as_list: bool, recompute: bool
 def test_inputs_that_require_grad_get_their_gradient(
     name: str, n: int, as_list: bool, recompute: bool
 ) -> None:
-    schedule, step = build(name, n, M), batch()
+    schedule = build(name, n, M)
+    step = batch()
     x = step.inputs.requires_grad_()
     for stage in layers(schedule.n_stages):
         step.inputs = stage(step.inputs)

@@ -1,4 +1,4 @@
-"""Stages that other people's wrappers have touched: the gradients of one process, or a refusal on every rank."""
+"""Stages in wrappers of other libraries: right gradients, or a refusal on every rank."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -61,20 +61,29 @@ def sharded(rank: int, stage: nn.Module) -> nn.Module:
     return fully_shard(stage, mesh=mesh_alone(rank))
 
 
-V, LINE = build("zb_v", 2, M), build("1f1b", 2, M)
+V = build("zb_v", 2, M)
+LINE = build("1f1b", 2, M)
 COPIES = parse("0F0 0B0", "0F1 0B1", placement=[(0, 1)])
 TIED = {"tied": [{0: "0.weight", 1: "2.weight"}]}
-ONE_STEP = "counts on one forward and one backward a step"
-REFUSED: dict[str, tuple[Schedule, Callable[[int, nn.Module], nn.Module], Mapping[str, Any], str]] = {
+Change = Callable[[int, nn.Module], nn.Module]
+REFUSED: dict[str, tuple[Schedule, Change, Mapping[str, Any], str]] = {
     "DDP inside a stage of rank 1": (
-        LINE, in_ddp, {}, rf"rank 1: '1' of stage 1 is wrapped in DistributedDataParallel, which {ONE_STEP}"
+        LINE,
+        in_ddp,
+        {},
+        "rank 1: '1' of stage 1 is wrapped in DistributedDataParallel",
     ),
-    "DataParallel": (LINE, in_data_parallel, {}, rf"rank 0: stage 0 is wrapped in DataParallel, which {ONE_STEP}"),
-    "FSDP1": (LINE, in_fsdp1, {}, rf"rank 1: stage 1 is wrapped in FullyShardedDataParallel, which {ONE_STEP}"),
-    "replicate": (LINE, replicated, {}, rf"rank 0: stage 0 is wrapped in DDP, which {ONE_STEP}"),
-    "a tie of FSDP2": (LINE, sharded, TIED, r"rank 0: '0.weight' of stage 0 is a DTensor .* and tied: leave it whole"),
-    "replicas of FSDP2": (COPIES, sharded, {}, r"rank 0: '0.weight' of stage 0 is a DTensor .* stage is replicated"),
-}  # fmt: skip
+    "DataParallel": (LINE, in_data_parallel, {}, "rank 0: stage 0 is wrapped in DataParallel"),
+    "FSDP1": (
+        LINE,
+        in_fsdp1,
+        {},
+        "rank 1: stage 1 is wrapped in FullyShardedDataParallel",
+    ),
+    "replicate": (LINE, replicated, {}, "rank 0: stage 0 is wrapped in DDP"),
+    "a tie of FSDP2": (LINE, sharded, TIED, "rank 0: '0.weight' of stage 0 .* and tied"),
+    "replicas of FSDP2": (COPIES, sharded, {}, "rank 0: '0.weight' of stage 0 .* replicated"),
+}
 
 
 def said_to(schedule: Schedule, modules: Stages, options: Mapping[str, Any]) -> str:

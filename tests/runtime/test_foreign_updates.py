@@ -1,4 +1,4 @@
-"""Stages that update themselves, with modules and optimizers that nobody here wrote: two stages of one process."""
+"""Stages that update themselves, with modules and optimizers of other libraries."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,8 @@ def data() -> tuple[Tensor, Tensor]:
 def test_an_optimizer_may_hold_frozen_parameters_which_stay_as_they_are() -> None:
     module = linear()
     module.weight.requires_grad_(False)
-    weight, bias = module.weight.clone(), module.bias.detach().clone()
+    weight = module.weight.clone()
+    bias = module.bias.detach().clone()
     take_step(pipeline(module), *data())
     assert torch.equal(module.weight, weight)
     assert not torch.equal(module.bias, bias)
@@ -97,7 +98,8 @@ def test_replicas_must_put_the_same_parameters_into_each_group() -> None:
 
 
 def test_a_parameter_that_two_stages_of_a_rank_share_is_refused() -> None:
-    first, last = linear(), linear()
+    first = linear()
+    last = linear()
     last.weight = first.weight
     with pytest.raises(ValueError, match="'weight' of stage 0 is in stage 1 too"):
         pipeline(first, last)

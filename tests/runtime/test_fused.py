@@ -1,4 +1,4 @@
-"""Weight gradients that are added up by the product that makes them are those of ordinary backwards."""
+"""Weight gradients added up in their product equal those of ordinary backwards."""
 
 import time
 from collections import Counter
@@ -65,11 +65,12 @@ def train(
     of_input: bool = True,
     split: bool = False,
 ) -> tuple[dict[str, Tensor], list[Tensor | None], int]:
-    """``N`` microbatches through a stage: its gradients, those of its inputs, and how many products have added."""
+    """Run ``N`` microbatches through a stage; return gradients and the number of fused products."""
     stage = Stage(1, module, CPU, recompute, None)
     if not fuses:
         stage._fusing = None
-    dtype, found = next(module.parameters()).dtype, []
+    dtype = next(module.parameters()).dtype
+    found = []
     torch.manual_seed(2)
     with Additions() as additions:
         for microbatch in range(N):
@@ -150,7 +151,8 @@ def test_a_stage_that_recomputes_and_one_without_gradient_of_its_input(
 )
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 def test_whoever_watches_a_weight_hears_of_every_microbatch(watch: Any, split: bool) -> None:
-    module, fired = made(layers), Counter[str]()
+    module = made(layers)
+    fired = Counter[str]()
     stage = Stage(1, module, CPU, False, None)
     holds = watch(module.get_parameter("0.weight"), lambda *_: fired.update(["heard"]))
     with Additions() as additions:
@@ -191,7 +193,7 @@ class LearnsInside(nn.Module):
 
 
 class Equilibrium(nn.Module):
-    """The fixed point of a layer, whose gradient is a fixed point as well, sought in the backward (Bai et al. 2019)."""
+    """The fixed point of a layer; its backward seeks another fixed point (Bai et al. 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,11 +219,12 @@ class Equilibrium(nn.Module):
 
 
 class Pushed(nn.Module):
-    """Uses the transforms of ``torch.func``, forward-mode differentiation, or asks for a gradient."""
+    """A stage that differentiates itself, by ``torch.func``, forward mode or a gradient."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.inner, self.how = layers(), how
+        self.inner = layers()
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "jvp":
@@ -327,14 +330,15 @@ def in_place_after(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def clamped_sum(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A weight that is used twice in a backward of the forward has one gradient for its hook to clamp."""
+    """A weight used twice in a backward inside the forward, with a hook that clamps."""
     handle = weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     F.linear(F.linear(x.detach(), weight, bias).tanh(), weight, bias).pow(2).sum().backward()
     handle.remove()
     return F.linear(x, weight, bias)
 
 
-SQUARE, BIAS = (WIDTH, WIDTH), (WIDTH,)
+SQUARE = (WIDTH, WIDTH)
+BIAS = (WIDTH,)
 UNUSUAL = {
     "a row of biases": Layer(SQUARE, (1, WIDTH), F.linear),
     "a bias for each row": Layer(SQUARE, (5, WIDTH), F.linear),
@@ -440,7 +444,9 @@ def test_the_search_for_nan_finds_them() -> None:
 
 
 def test_threads_that_share_a_weight_add_to_it_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, at_work, most = nn.Linear(512, 512), 0, 0
+    layer = nn.Linear(512, 512)
+    at_work = 0
+    most = 0
 
     def can_add(_: Tensor, __: Tensor) -> bool:
         nonlocal at_work, most
@@ -505,7 +511,8 @@ def test_under_autocast_weights_have_the_gradients_of_ordinary_layers(split: boo
 
 
 def test_only_large_weights_are_worth_it() -> None:
-    large, small = nn.Linear(512, 512), nn.Linear(512, 511)
+    large = nn.Linear(512, 512)
+    small = nn.Linear(512, 511)
     for module in (small, None, nn.Conv2d(64, 64, 9)):
         assert not is_worth_fusing(module)
     assert is_worth_fusing(both := nn.Sequential(large, small))

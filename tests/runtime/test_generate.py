@@ -1,4 +1,4 @@
-"""Text from a pipeline is that of the whole model, and prompts that take turns keep the ranks at work."""
+"""Text from a pipeline is the whole model's, and prompts in turns keep ranks at work."""
 
 import random
 from collections.abc import Sequence
@@ -49,7 +49,8 @@ def sharpened(model: nn.Module) -> nn.Module:
 def of_one_process(prompts: list[list[int]], n_tokens: int = N_TOKENS) -> list[list[int]]:
     """The whole model, without a cache."""
     torch.manual_seed(0)
-    model, found = sharpened(Transformer(CONFIG)), []
+    model = sharpened(Transformer(CONFIG))
+    found = []
     for prompt in prompts:
         text = list(prompt)
         for _ in range(n_tokens):
@@ -106,11 +107,12 @@ def test_a_prompt_is_done_after_the_end() -> None:
 
 
 class Caching(nn.Module):
-    """A stage that counts how many of the caches it has made are kept when it is called, itself included."""
+    """A stage that counts its caches alive at each call."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.stage, self.kept = stage, list[int]()
+        self.stage = stage
+        self.kept = list[int]()
         self._made: WeakSet[Any] = WeakSet()
 
     def new_cache(self) -> Any:
@@ -129,7 +131,7 @@ def caches_kept(rank: int, prompts: list[list[int]], end: int | None) -> list[in
 
 
 def caches_needed(texts: list[list[int]], end: int | None, is_last: bool) -> list[int]:
-    """The prompts whose next token still needs the cache at each call; a rank learns of an end when the token comes."""
+    """Return the number of prompts that still need a cache at each call."""
     alive: set[int] = set()
     found = []
     for at in range(N_TOKENS):
@@ -317,7 +319,8 @@ def generated_by_cut(rank: int, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.long
 def test_a_model_of_transformers_that_was_cut_generates_what_it_does_whole() -> None:
-    prompts, model = prompts_of(5), of_transformers()
+    prompts = prompts_of(5)
+    model = of_transformers()
     expected = []
     for prompt in prompts:
         options = {

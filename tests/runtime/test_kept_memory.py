@@ -1,4 +1,4 @@
-"""What a rank keeps in a step: the bytes that the simulator says, with values of edges, and nothing that was sent."""
+"""The memory that a rank keeps in a step: the simulator's bytes, and nothing sent."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -104,8 +104,10 @@ def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
     """One microbatch in one stage: bytes that ``F`` keeps but for what it reads beyond its
     neighbours, those of them that ``I`` releases, and those that it queues.
     """
-    module, meter = stages_for(schedule)[stage], Meter()
-    reads, writes = getattr(module, "reads", []), getattr(module, "writes", [])
+    module = stages_for(schedule)[stage]
+    meter = Meter()
+    reads = getattr(module, "reads", [])
+    writes = getattr(module, "writes", [])
     x = zeros(stage > 0 and schedule.placement[stage] != schedule.placement[stage - 1], stage > 0)
     target = zeros(False, False)
     meter.ignore([*module.parameters(), target, *([] if stage else [x])])
@@ -125,7 +127,8 @@ def measured_alone(stage: int, schedule: Schedule) -> tuple[int, int, int]:
     kept = meter.kept["activation"] - len(reads) * VALUE
     of_output = None if last else (zeros(True, False),)
     worker.backward_input(0, of_output, [(zeros(True, False),)] * len(writes))
-    after, queued = meter.kept["activation"], meter.kept["queued"]
+    after = meter.kept["activation"]
+    queued = meter.kept["queued"]
     worker.backward_weight(0)
     assert not any(meter.kept.values())
     return kept, kept - after, queued
@@ -151,7 +154,8 @@ def test_the_peak_of_activation_bytes_on_every_rank_is_the_simulated_one(
     kept, released, _ = zip(
         *(measured_alone(s, schedule) for s in range(schedule.n_stages)), strict=True
     )
-    places, lanes = schedule.placement, lanes_of(schedule.edges)
+    places = schedule.placement
+    lanes = lanes_of(schedule.edges)
     values = [
         VALUE + (0 if places[lane.reader] == places[lane.writer] else TRAILER) for lane in lanes
     ]
@@ -223,7 +227,8 @@ def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been
 ) -> None:
     n, width = 3, 1024  # a message of 64 KiB: small ones are received further ahead
     schedule = build(name, n, m)
-    message, report = ROWS * width * 8 + TRAILER, m * 8 + TRAILER
+    message = ROWS * width * 8 + TRAILER
+    report = m * 8 + TRAILER
     found = on_ranks(n, peaks, schedule, width, False, timeout_s=50.0)[0]
     for peak, one in zip(found, plan_messages(schedule), strict=True):
         assert (
@@ -235,7 +240,7 @@ def test_buffers_are_two_receives_a_channel_and_the_sends_that_may_not_have_been
 
 
 class Watching(nn.Module):
-    """A layer that notes whether the memory of its last output is still there when it is called again."""
+    """A layer that notes whether its last output's memory is alive at the next call."""
 
     def __init__(self) -> None:
         super().__init__()

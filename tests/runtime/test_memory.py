@@ -41,7 +41,8 @@ def activations(meter: Meter) -> int:
 def test_a_stage_keeps_the_input_and_the_activations_of_its_layers_until_after_its_backward() -> (
     None
 ):
-    meter, stage = Meter(), two_layers()
+    meter = Meter()
+    stage = two_layers()
     meter.ignore(stage.parameters())
     with meter.saving(0, 0):
         output = stage(received())
@@ -64,10 +65,9 @@ def test_a_stage_keeps_the_input_and_the_activations_of_its_layers_until_after_i
     }
 
 
-def test_parameters_and_a_batch_of_which_the_microbatch_is_a_view_count_unless_they_are_ignored() -> (
-    None
-):
-    stage, batch = two_layers(), torch.randn(3 * ROWS, WIDTH, dtype=torch.float64)
+def test_parameters_and_a_batch_count_unless_they_are_ignored() -> None:
+    stage = two_layers()
+    batch = torch.randn(3 * ROWS, WIDTH, dtype=torch.float64)
     for ignored in (False, True):
         meter = Meter()
         meter.ignore([*stage.parameters(), batch] if ignored else [])
@@ -80,7 +80,8 @@ def test_parameters_and_a_batch_of_which_the_microbatch_is_a_view_count_unless_t
 
 
 def test_a_storage_counts_once_and_whole_however_many_tensors_share_it() -> None:
-    meter, x = Meter(), received()
+    meter = Meter()
+    x = received()
     with meter.saving(0, 0):
         output = x[:2] * x[2:] + x[0].exp() * x.T.reshape(WIDTH, ROWS).sum()
     n_bytes = x.untyped_storage().nbytes()
@@ -97,7 +98,9 @@ def test_a_storage_counts_once_and_whole_however_many_tensors_share_it() -> None
 
 
 def test_a_hold_on_what_autograd_has_saved_too_counts_until_both_let_go() -> None:
-    meter, stage, x = Meter(), two_layers(), received()
+    meter = Meter()
+    stage = two_layers()
+    x = received()
     meter.ignore(stage.parameters())
     hold = meter.hold(x)
     with meter.saving(1, 2):
@@ -111,8 +114,10 @@ def test_a_hold_on_what_autograd_has_saved_too_counts_until_both_let_go() -> Non
 
 
 def test_a_storage_of_two_kinds_counts_in_both_and_once_in_the_total() -> None:
-    meter, message = Meter(), torch.zeros(10, dtype=torch.float64)
-    buffer, queued = meter.hold(message, "buffer"), meter.hold(message, "queued")
+    meter = Meter()
+    message = torch.zeros(10, dtype=torch.float64)
+    buffer = meter.hold(message, "buffer")
+    queued = meter.hold(message, "queued")
     assert meter.kept == {"activation": 0, "buffer": 80, "queued": 80, "version": 0, "total": 80}
     buffer.release()
     assert meter.kept == {"activation": 0, "buffer": 0, "queued": 80, "version": 0, "total": 80}
@@ -122,7 +127,8 @@ def test_a_storage_of_two_kinds_counts_in_both_and_once_in_the_total() -> None:
 
 @pytest.mark.parametrize("collected", [False, True])
 def test_a_hold_keeps_what_it_counts_until_it_is_released_or_collected(collected: bool) -> None:
-    meter, output = Meter(), torch.zeros(10)
+    meter = Meter()
+    output = torch.zeros(10)
     storage = weakref.ref(output.untyped_storage())
     hold = meter.hold(output, "buffer")
     del output
@@ -136,7 +142,8 @@ def test_a_hold_keeps_what_it_counts_until_it_is_released_or_collected(collected
 
 
 def test_a_storage_that_is_resized_meanwhile_gives_back_what_was_counted() -> None:
-    meter, message = Meter(), torch.zeros(10)
+    meter = Meter()
+    message = torch.zeros(10)
     first = meter.hold(message)
     message.untyped_storage().resize_(0)
     second = meter.hold(message)
@@ -188,7 +195,8 @@ def test_a_forward_that_raises_keeps_nothing() -> None:
 
 
 def test_a_graph_that_is_retained_is_counted_until_it_is_gone_through_the_last_time() -> None:
-    meter, x = Meter(), received()
+    meter = Meter()
+    x = received()
     with meter.saving(0, 0):
         output = x.exp()
     (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -243,7 +251,8 @@ def test_a_sparse_tensor_counts_nothing_and_breaks_nothing() -> None:
 
 
 def test_a_checkpointed_stage_keeps_its_input_alone() -> None:
-    meter, stage = Meter(), two_layers()
+    meter = Meter()
+    stage = two_layers()
     meter.ignore(stage.parameters())
     with meter.saving(0, 0):
         output = checkpoint(stage, received(), use_reentrant=False)

@@ -12,7 +12,8 @@ M, WIDTH = 4, 3
 
 
 def pipeline(stage: nn.Module | None = None, **options: object) -> Pipeline:
-    return Pipeline(build("1f1b", 1, M), stage or nn.Linear(WIDTH, WIDTH), F.mse_loss, **options)  # type: ignore[arg-type]
+    stage = stage or nn.Linear(WIDTH, WIDTH)
+    return Pipeline(build("1f1b", 1, M), stage, F.mse_loss, **options)
 
 
 def test_a_training_step_under_no_grad_is_refused_and_evaluation_is_not() -> None:
@@ -69,7 +70,8 @@ class ChangesItsInput(nn.Module):
 def test_a_stage_that_changes_its_input_in_place_is_recomputed_right() -> None:
     gradients = []
     for recompute in (False, True):
-        stage, batch = ChangesItsInput(), torch.ones(M, WIDTH)
+        stage = ChangesItsInput()
+        batch = torch.ones(M, WIDTH)
         pipeline(stage, recompute=recompute).step(batch, target=torch.zeros(M, WIDTH))
         gradients.append(stage.weight.grad)
         assert torch.equal(batch, torch.full((M, WIDTH), 2.0))
@@ -81,10 +83,8 @@ def test_a_stage_that_changes_what_it_received_in_place_is_named() -> None:
         0: nn.Linear(WIDTH, WIDTH),
         1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
     }
-    run, batch = (
-        Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss),
-        torch.ones(M, WIDTH),
-    )
+    run = Pipeline(build("interleaved_1f1b", 1, M, n_chunks=2), stages, F.mse_loss)
+    batch = torch.ones(M, WIDTH)
     with pytest.raises(
         RuntimeError, match=r"stage 1, microbatch 0, action 1F0: .*in-place operation"
     ):
@@ -96,7 +96,8 @@ def test_an_interrupted_pipeline_cannot_go_on() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise KeyboardInterrupt
 
-    batch, stopped = torch.ones(M, WIDTH), pipeline(Interrupted())
+    batch = torch.ones(M, WIDTH)
+    stopped = pipeline(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         stopped.step(batch, target=batch)
     with pytest.raises(

@@ -45,7 +45,7 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool = 
 
 
 def sent(value: Any, beyond: int = 5) -> Any:
-    """``value`` after its journey, with its spec pickled on the way and ``beyond`` bytes behind it left alone."""
+    """Return ``value`` after its journey; ``beyond`` bytes behind it stay as they are."""
     spec, tensors = describe(value)
     buffer = torch.full((spec.nbytes + beyond,), UNTOUCHED, dtype=torch.uint8)
     pack(spec, tensors, buffer)

@@ -1,4 +1,4 @@
-"""The messages between the actions: both ends agree on their order, which never blocks a legal schedule."""
+"""The messages between actions: both ends know the order, which blocks no legal schedule."""
 
 import random
 import threading
@@ -81,7 +81,7 @@ def test_both_ends_of_a_channel_have_the_same_messages_numbered_in_order(
 
 
 @given(legal)
-def test_what_another_rank_makes_is_received_once_for_the_action_that_needs_it_and_sent_by_the_one_that_makes_it(
+def test_each_product_of_another_rank_is_sent_once_and_received_by_the_action_that_needs_it(
     schedule: Schedule,
 ) -> None:
     plans = plans_for(schedule)
@@ -159,7 +159,8 @@ def most_open(schedule: Schedule) -> list[int]:
     """For each rank the most messages that it has sent and does not know to be taken."""
     most = []
     for this in plan_messages(schedule):
-        sizes, size = [0], 0
+        sizes = [0]
+        size = 0
         for step in this.steps:
             size += len(step.sends) - len(step.arrived)
             sizes.append(size)
@@ -215,7 +216,9 @@ class StrictWire:
     device = torch.device("cpu")
 
     def __init__(self, exchange: "Exchange", rank: int, has_tags: bool) -> None:
-        self._exchange, self._rank, self._has_tags = exchange, rank, has_tags
+        self._exchange = exchange
+        self._rank = rank
+        self._has_tags = has_tags
         self.window = 32 if has_tags else 1
 
     def isend(self, buffer: Tensor, target: int, number: int) -> Any:
@@ -233,7 +236,9 @@ class Transfer:
     """One end of a message; what a backend calls work."""
 
     def __init__(self, buffer: Tensor, changed: threading.Condition) -> None:
-        self.buffer, self.done, self._changed = buffer, False, changed
+        self.buffer = buffer
+        self.done = False
+        self._changed = changed
 
     def wait(self, timeout: timedelta) -> None:
         with self._changed:
@@ -253,13 +258,15 @@ class Exchange:
     ) -> Transfer:
         transfer = Transfer(buffer, self._changed)
         with self._changed:
-            sends, receives = self._open["send", channel, tag], self._open["receive", channel, tag]
+            sends = self._open["send", channel, tag]
+            receives = self._open["receive", channel, tag]
             (sends if end == "send" else receives).append(transfer)
             assert tag is not None or len(receives) <= 1, (
                 "which of the receives is for the next message?"
             )
             while sends and receives:
-                sent, received = sends.pop(0), receives.pop(0)
+                sent = sends.pop(0)
+                received = receives.pop(0)
                 assert len(sent.buffer) == len(received.buffer), "gloo would end the process here"
                 received.buffer.copy_(sent.buffer)
                 sent.done = received.done = True

@@ -26,7 +26,8 @@ from tests.runtime.random_schedules import broken_schedule, first_ranks, random_
 from tests.runtime.small import stages_of
 from tests.runtime.stepping import Done, Step, assert_equal_steps, in_one_process, stepped
 
-SEEDS, FEW_SEEDS = range(200), range(40)
+SEEDS = range(200)
+FEW_SEEDS = range(40)
 # Each channel needs a process group of its own then, which takes time to make.
 WITHOUT_TAGS_EVERY = 7
 WIDTH = 4
@@ -134,7 +135,7 @@ def test_the_reason_is_what_was_done_to_the_schedule() -> None:
 
 
 def refuse_on_rank(rank: int) -> tuple[int, list[Done]]:
-    """How many broken schedules were refused, though only one rank has got them; then what a legal one leaves."""
+    """Return how many broken schedules were refused, and the result of a legal one after."""
     refused = 0
     legal = next(schedule for schedule in map(random_schedule, SEEDS) if schedule.n_ranks == 4)
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""Ready-made microbatches and keyword arguments: loss and gradients of one process, or one refusal on every rank."""
+"""Ready-made microbatches and keyword arguments: one process's gradients, or a refusal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ def trained(rank: int, cases: Sequence[Case], dp: int) -> list[tuple[Trained, li
 
 
 def train_case(case: Case, mesh: DeviceMesh) -> tuple[Trained, list[Tensor] | None]:
-    """What training leaves, and before it the outputs of this rank's first batch, by microbatch, where they are."""
+    """Return the result of training, and the outputs of the first batch before it."""
     (rank, replica), dp, schedule = (
         mesh.get_coordinate(),
         mesh["data"].size(),
@@ -92,7 +92,8 @@ ON_4_RANKS = [Case(name) for name in SCHEDULES]
 def test_packed_documents_are_as_good_as_alone(
     cases: Sequence[Case], dp: int, subtests: Any
 ) -> None:
-    data, whole = packed.of_ranks(dp), packed.model(tied=dp == 1)
+    data = packed.of_ranks(dp)
+    whole = packed.model(tied=dp == 1)
     with torch.no_grad():
         expected = [whole(rows.tokens, rows.offsets) for rows in data[0]]
     with no_process_left():
@@ -117,11 +118,10 @@ class Keyed(nn.Module):
 
     def __init__(self, stage: int) -> None:
         super().__init__()
-        self.stage, self.linear = stage, nn.Linear(WIDTH, WIDTH)
-        self.writes, self.reads = (
-            (("skip",) if stage == 0 else ()),
-            (("skip",) if stage == 2 else ()),
-        )
+        self.stage = stage
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.writes = ("skip",) if stage == 0 else ()
+        self.reads = ("skip",) if stage == 2 else ()
 
     def forward(
         self, x: Tensor, mask: Tensor, lengths: Any, table: Any, scale: float, skip: Any = 0.0
@@ -181,7 +181,8 @@ def test_keyword_arguments_of_a_whole_batch_are_cut_as_they_are_said_to_be(
 ) -> None:
     schedule = build(name, n, M)
     stages, (x, y, kwargs) = keyed_stages(schedule.n_stages), keyed_batch()
-    h, read = x, {}
+    h = x
+    read = {}
     for stage in stages:
         h = stage(h, **kwargs, **{name: read[name] for name in stage.reads})
         h, read = h if stage.writes else (h, read)
@@ -196,11 +197,12 @@ def test_keyword_arguments_of_a_whole_batch_are_cut_as_they_are_said_to_be(
 
 
 class Scaled(nn.Module):
-    """Scales by what comes by keyword, under a name that the package uses too, or else with the input."""
+    """A stage that scales by a keyword, named as one of the package's, or by its input."""
 
     def __init__(self, is_last: bool) -> None:
         super().__init__()
-        self.is_last, self.linear = is_last, nn.Linear(WIDTH, WIDTH)
+        self.is_last = is_last
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(
         self, x: Tensor, scale: Tensor | None = None, *, microbatch: Tensor | None = None
@@ -211,7 +213,7 @@ class Scaled(nn.Module):
 
 
 def updated(rank: int, recompute: bool) -> list[list[Tensor]]:
-    """The parameters after a step that updates them on the way: scales by keyword, and sent along."""
+    """Return the parameters after a step with updates, scaled by keyword and by input."""
     x, y, kwargs = keyed_batch()
     found = []
     for by_keyword in (True, False):
@@ -245,7 +247,8 @@ def test_a_recorded_step_takes_lists_and_counts_no_memory_that_is_the_callers() 
     found = []
     for how in ("by keyword", "by position", "as a dict"):
         torch.manual_seed(0)
-        recorder, given = Recorder(memory=True), {"target_mbs": parts[1]}
+        recorder = Recorder(memory=True)
+        given = {"target_mbs": parts[1]}
         pairs = list(zip(parts[0], parts[2], strict=True))
         if how == "by keyword":
             given |= {

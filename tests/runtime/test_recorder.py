@@ -100,7 +100,8 @@ def test_a_body_that_raises_is_not_recorded_and_the_recorder_goes_on() -> None:
 
 def hand_over(rank: int) -> Timeline:
     """Rank 0 computes and sends; rank 1, which has begun to wait by then, receives and computes."""
-    recorder, message = Recorder(), torch.zeros(1)
+    recorder = Recorder()
+    message = torch.zeros(1)
     if rank == 0:
         dist.barrier()
         with recorder.span(Action(0, "F", 0)):
@@ -141,7 +142,8 @@ def test_receives_count_from_the_first_span_or_the_first_of_them() -> None:
 
 
 def test_a_span_and_a_receive_are_refused_within_each_other() -> None:
-    recorder, gradient = Recorder(), Product("gradient", 1, 0)
+    recorder = Recorder()
+    gradient = Product("gradient", 1, 0)
     name = "the receive of the gradient of microbatch 0 from stage 1"
     with (
         recorder.span(Action(0, "F", 0)),
@@ -213,7 +215,8 @@ class OwnStage:
 
 
 def test_an_attached_stage_does_what_it_did_and_is_recorded() -> None:
-    stage, recorder = OwnStage(), Recorder()
+    stage = OwnStage()
+    recorder = Recorder()
     with recorder.attach(stage):
         assert stage.forward_one_chunk(0, "input") == "output 0"
         assert (
@@ -228,7 +231,8 @@ def test_an_attached_stage_does_what_it_did_and_is_recorded() -> None:
 
 
 def test_a_backward_that_evaluation_skips_is_not_recorded() -> None:
-    stage, recorder = OwnStage(), Recorder()
+    stage = OwnStage()
+    recorder = Recorder()
     stage.has_backward = False
     with recorder.attach(stage):
         stage.backward_one_chunk(0)

@@ -1,4 +1,4 @@
-"""Shapes are agreed on when they change, and cost nothing when they do not; anything made of tensors may cross."""
+"""Shapes are agreed on when they change and cost nothing else; any tensors may cross."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -122,7 +122,8 @@ def test_the_first_step_sends_each_product_after_a_header_and_later_steps_send_i
     assert_equal_steps(found, in_one_process(M, make, steps))
     once = crossing(schedule) + closing(schedule)
     assert [messages(found, step) for step in range(3)] == [2 * once, once, once]
-    product, losses = 2 * 3 * WIDTH * 8 + TRAILER, M * 8 + TRAILER
+    product = 2 * 3 * WIDTH * 8 + TRAILER
+    losses = M * 8 + TRAILER
     for step in (1, 2):
         sizes = sorted(size for rank in found for size in rank[step].sent)
         assert sizes == sorted([product] * crossing(schedule) + [losses] * closing(schedule))
@@ -340,7 +341,7 @@ def test_tensors_that_are_used_passed_on_changed_or_ignored_cross_in_dicts_tuple
 
 
 class ModelOutputStage(nn.Module):
-    """Returns what Hugging Face models return; their library is imported here, as it costs every rank a second."""
+    """Return an output class of Hugging Face, whose import costs every rank a second."""
 
     def __init__(self) -> None:
         super().__init__()

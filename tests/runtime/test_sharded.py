@@ -1,4 +1,4 @@
-"""Stages sharded by FSDP2: the gradients of one process under every schedule, reduced once a group and step."""
+"""Stages sharded by FSDP2: one process's gradients, reduced once a group and step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm = nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(2 * WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.LayerNorm(2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,9 +105,10 @@ def sharded(rank: int, layouts: Sequence[Layout]) -> list[tuple[dict[str, Tensor
 
 
 def one_layout(layout: Layout) -> tuple[dict[str, Tensor], int]:
-    """Whole gradients after the steps, which add up, and how many reduce-scatters the last step took."""
+    """Return whole gradients after the steps, and the reduce-scatters of the last step."""
     pipe, schedule, modules, mesh = pipeline_of(layout)
-    replica, counted = replica_of(mesh), 0
+    replica = replica_of(mesh)
+    counted = 0
     for step in range(STEPS):
         arguments = for_rank(mesh.get_local_rank("pp"), schedule, *batch_of(step, replica))
         with Reductions() as reductions:
@@ -209,7 +211,7 @@ def test_gradients_are_those_of_one_process_and_each_group_is_reduced_once(
 
 
 def unequal(replica: int) -> tuple[Tensor, Tensor]:
-    """Sequences of one token; each replica ignores more of its labels, which leaves some microbatches without any."""
+    """Return sequences of one token with ignored labels; some microbatches have no other."""
     x, y = batch_of(0, replica)
     labels = y.argmax(-1)
     labels[len(labels) - 5 * replica :] = -100
@@ -252,10 +254,11 @@ def test_unequal_tokens_of_data_ranks_weigh_alike(layout: Layout, told: bool) ->
 
 
 def after_others(rank: int) -> list[tuple[float, float]]:
-    """Return the losses of two steps, and of evaluations between them, after a step that failed in its middle."""
+    """Return the losses of steps and evaluations after a step that failed in its middle."""
     layout = Layout("zb_h1", resharded=False)
     pipe, schedule, modules, mesh = pipeline_of(layout)
-    pp_rank, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
+    pp_rank = mesh.get_local_rank("pp")
+    replica = mesh.get_local_rank("dp_shard")
     arguments = for_rank(pp_rank, schedule, *batch_of(0, replica))
     take_step(pipe, *arguments)
     earlier = {name: gradient.clone() for name, gradient in own_gradients(modules).items()}
@@ -297,7 +300,8 @@ def test_a_failed_step_leaves_nothing_behind_and_evaluation_sees_the_weights_of_
         loss = mean_loss()
         loss.backward()
         optimizer.step()
-        trained, evaluated = loss.item(), mean_loss().item()
+        trained = loss.item()
+        evaluated = mean_loss().item()
         for row in found:
             assert row[step] == pytest.approx((trained, evaluated), rel=1e-12)
 
@@ -311,11 +315,12 @@ WRONG_HALF = {
 
 
 def refused_on_one_data_rank(rank: int, bare: bool) -> list[str]:
-    """What each mistake of data rank 1 is called on this rank, in a pipeline each: after one it cannot go on."""
+    """Return this rank's message for each mistake of data rank 1, each in a new pipeline."""
     said = []
     for name, (guilty, wrong) in WRONG_HALF.items():
         pipe, schedule, _, mesh = pipeline_of(Layout("1f1b", bare=bare))
-        pp_rank, replica = mesh.get_local_rank("pp"), replica_of(mesh)
+        pp_rank = mesh.get_local_rank("pp")
+        replica = replica_of(mesh)
         x, y = batch_of(0, replica)
         given = for_rank(pp_rank, schedule, x, y)
         call = (

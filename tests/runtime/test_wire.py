@@ -37,7 +37,7 @@ def in_use(at_most: int | None = None) -> InUse:
 
 
 def in_halves(rank: int, data: Any) -> tuple[list[Trained], list[InUse]]:
-    """Two pipelines, one after the other, on each half of the ranks; and what is in use before, between and after."""
+    """Run two pipelines on each half of the ranks; return the resources in use around them."""
     halves = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3])]
 
     def train(name: str) -> Trained:

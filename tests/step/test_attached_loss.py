@@ -1,4 +1,4 @@
-"""A loss that arises in the middle of the model: gradients, loss and sums of one process, under both engines."""
+"""A loss in the middle of the model gives one process's gradients and sums, under both engines."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -51,13 +51,15 @@ Batch = tuple[list[Tensor], list[Tensor]]
 
 
 class Part(nn.Module):
-    """A stage with two losses of its own: one depends on what comes in, the other on a weight alone."""
+    """A stage with two losses of its own: one depends on its input, the other on a weight alone."""
 
     def __init__(self, stage: int, n_stages: int, attach: bool) -> None:
         super().__init__()
-        self.stage, self.attach = stage, attach
+        self.stage = stage
+        self.attach = attach
         self.embed = nn.Embedding(VOCABULARY, WIDTH) if stage == 0 else None
-        self.linear, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 3)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if stage == n_stages - 1 else None
         self.losses: dict[str, Tensor] = {}
 
@@ -81,7 +83,7 @@ def parts(n_stages: int, attach: bool = True) -> list[nn.Module]:
 
 
 def batch(n_microbatches: int, seed: int = 0) -> Batch:
-    """Microbatches of one to three rows, of which unequally many tokens count: none in the third."""
+    """Return microbatches of one to three rows and unequal token counts, 0 in the third."""
     generator = torch.Generator().manual_seed(seed)
     rows = [1 + i % 3 for i in range(n_microbatches)]
     inputs, targets = (
@@ -105,11 +107,16 @@ def in_one_process(
     loss_fn: Any,
     collect: Callable[[], dict[str, Tensor]],
 ) -> tuple[list[Done], list[dict[str, float]]]:
-    """Each step's losses, gradients and sums of attached losses; ``collect`` returns those of the last forward."""
-    done, sums = [], []
+    """Return each step's losses, gradients and sums of attached losses.
+
+    ``collect`` returns the attached losses of the last forward.
+    """
+    done = []
+    sums = []
     for inputs, targets in steps:
         counts = [loss_fn.count(t) if isinstance(loss_fn, TokenLoss) else len(t) for t in targets]
-        losses, total = [], {}
+        losses = []
+        total = {}
         for x, target, count in zip(inputs, targets, counts, strict=True):
             weight = float(count) / float(sum(counts))
             loss = weight * loss_fn(through(stages, x), target)
@@ -140,7 +147,8 @@ def runtime_steps(
     stages = parts(schedule.n_stages)
     mine = {stage: stages[stage] for stage in stages_of(rank, schedule)}
     pipeline = Pipeline(schedule, mine, loss_fn, recompute=recompute, timeout_s=20)
-    done, sums = [], []
+    done = []
+    sums = []
     for inputs, targets in steps:
         take_step(pipeline, *for_rank(rank, schedule, inputs, targets))
         done.append(Done(list(pipeline.shares), gradients(mine)))
@@ -170,7 +178,8 @@ def assert_equal_sums(
 def test_the_runtime_adds_an_attached_loss_under_every_schedule(
     name: str, recompute: bool, loss_fn: Any
 ) -> None:
-    steps, n_stages = [batch(4), batch(4, 1)], build(name, 2, 4).n_stages
+    steps = [batch(4), batch(4, 1)]
+    n_stages = build(name, 2, 4).n_stages
     with no_process_left():
         found = on_ranks(2, runtime_steps, name, 2, steps, loss_fn, recompute, timeout_s=30.0)
     expected, sums = parts_in_one_process(n_stages, steps, loss_fn)
@@ -182,10 +191,12 @@ def sharded_runtime_step(
     rank: int, data: Batch
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
-    stage, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
+    stage = mesh.get_local_rank("pp")
+    replica = mesh.get_local_rank("dp_shard")
     module = parts(2)[stage]
     fully_shard(module, mesh=mesh["dp_shard"])
-    schedule, mine = build("zb_h1", 2, M), (part[M * replica : M * (replica + 1)] for part in data)
+    schedule = build("zb_h1", 2, M)
+    mine = (part[M * replica : M * (replica + 1)] for part in data)
     pipeline = Pipeline(schedule, module, CrossEntropy(), group=mesh.get_group("pp"), timeout_s=20)
     loss = take_step(pipeline, *for_rank(stage, schedule, *mine))
     whole = {f"{stage}.{name}": p.grad.full_tensor() for name, p in module.named_parameters()}
@@ -204,7 +215,8 @@ def test_the_runtime_averages_attached_losses_over_data_ranks() -> None:
 
 def test_an_update_within_the_step_takes_the_whole_attached_loss() -> None:
     inputs, targets = batch(M)
-    [stage], [alone] = parts(1), parts(1, attach=False)
+    [stage] = parts(1)
+    [alone] = parts(1, attach=False)
     optimizer, plain = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (stage, alone))
     schedule = build("pipedream", 1, M)
     pipeline = Pipeline(
@@ -256,12 +268,14 @@ def rows(seed: int = 0) -> tuple[Tensor, Tensor]:
     inputs, target = (
         torch.randint(VOCABULARY, (ROWS, SEQ_LEN), generator=generator) for _ in range(2)
     )
-    target[0, 1:], target[2:4], target[5] = -100, -100, -100
+    target[0, 1:] = -100
+    target[2:4] = -100
+    target[5] = -100
     return inputs, target
 
 
 def with_losses(model: nn.Module, attach: bool) -> dict[str, Tensor]:
-    """Give each feed-forward of the decoder two losses, by a hook inside the block; return where they are kept."""
+    """Give each feed-forward of the decoder two losses, by a hook; return their dict."""
     losses: dict[str, Tensor] = {}
 
     def hook(name: str, module: nn.Module, _: Any, output: Tensor) -> Tensor:
@@ -320,11 +334,13 @@ def build_pipeline(
 def parallel_steps(
     rank: int, recipes: Sequence[Recipe]
 ) -> list[tuple[Trained, list[dict[str, float]], bool]]:
-    """What two steps leave, with the gradients of both added up; whether evaluation between them changes nothing."""
+    """Return the result of two steps, and whether evaluation between them changes nothing."""
     results = []
     for recipe in recipes:
         mesh, modules, pipeline = build_pipeline(recipe)
-        losses, sums, same = [], [], True
+        losses = []
+        sums = []
+        same = True
         for seed in range(2):
             inputs, target = (
                 part.chunk(get_dp_size(mesh))[get_dp_rank(mesh)] for part in rows(seed)
@@ -387,7 +403,8 @@ class Wrong(nn.Module):
 
     def __init__(self, stage: int, what: str) -> None:
         super().__init__()
-        self.stage, self.what = stage, what
+        self.stage = stage
+        self.what = what
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,10 +449,8 @@ def in_parallel(module: nn.Module) -> PipelineSchedule:
 
 
 def refused(rank: int, engine: str, what: str) -> str:
-    module, options = (
-        Wrong(rank, what).double(),
-        {"recompute": engine == "runtime, recomputed", "timeout_s": 20},
-    )
+    module = Wrong(rank, what).double()
+    options = {"recompute": engine == "runtime, recomputed", "timeout_s": 20}
     if engine == "parallel":
         step = partial(in_parallel(module).step, target=ZEROS)
     else:

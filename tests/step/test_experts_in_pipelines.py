@@ -41,9 +41,17 @@ pytestmark = pytest.mark.timeout(120)
 
 ROWS, SEQ_LEN, M = 8, 6, 4
 CONFIG = ModelConfig(
-    dim=16, n_layers=4, n_heads=2, vocab_size=23, max_seq_len=SEQ_LEN, n_experts=4, expert_dim=8, moe_every=1,
-    balance_coef=0.1, z_coef=0.05,
-)  # fmt: skip
+    dim=16,
+    n_layers=4,
+    n_heads=2,
+    vocab_size=23,
+    max_seq_len=SEQ_LEN,
+    n_experts=4,
+    expert_dim=8,
+    moe_every=1,
+    balance_coef=0.1,
+    z_coef=0.05,
+)
 BIAS = replace(
     CONFIG, balance="bias", z_coef=0.0, router="sigmoid", moe_every=2, n_shared_experts=1
 )
@@ -83,7 +91,7 @@ def data(
 
 
 def mask_of(target: Tensor) -> Tensor:
-    """Padding before or behind the tokens, and two rows of padding alone; it takes the targets there out."""
+    """Return a mask with padding before or behind the tokens, and targets that ignore it."""
     n_rows, seq_len = target.shape
     length = torch.arange(n_rows) % seq_len + 1
     length[:2] = 0
@@ -96,7 +104,7 @@ def mask_of(target: Tensor) -> Tensor:
 def without_padding(
     tokens: Tensor, target: Tensor, is_token: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The tokens of all rows in one, where each sees its own row alone; and the model's keywords for it."""
+    """Return the tokens of all rows in one row, and the keywords that keep the rows apart."""
     row, position = is_token.nonzero(as_tuple=True)
     keywords = {"attention_mask": (row[:, None] == row)[None, None], "position_ids": position[None]}
     return tokens[is_token][None], target[is_token][None], keywords
@@ -156,12 +164,13 @@ def one_process(
     crowded: bool = False,
     padded: bool = False,
 ) -> Routed:
-    """Each batch in ``pieces``, a microbatch of a data rank each; or those of ``joined`` data ranks in one."""
+    """Return each batch in ``pieces``, or the batches of ``joined`` data ranks in one."""
     torch.manual_seed(0)
     model = Transformer(replace(config, max_seq_len=ROWS * pieces * SEQ_LEN)).double()
 
     def run(batch: Any, divisor: int) -> tuple[float, dict[str, float]]:
-        total, sums = 0.0, dict[str, float]()
+        total = 0.0
+        sums = dict[str, float]()
         m = pieces // joined
         microbatches = [[torch.cat(part.chunk(pieces)[i::m]) for part in batch] for i in range(m)]
         for tokens, target, *mask in microbatches:
@@ -283,14 +292,16 @@ def in_parallel(rank: int, cases: Sequence[Case]) -> list[Routed]:
 
 
 def in_one_layout(case: Case) -> Routed:
-    m, padded = case.n_microbatches, case.mask != "no"
+    m = case.n_microbatches
+    padded = case.mask != "no"
     steps = data(case.config, case.pieces, case.accumulated, case.joined, padded)
     recipe = stack.Recipe(case.layout, case.schedule, case.ac, n_microbatches=m)
     mesh = stack._mesh(case.layout)
     modules = stack.build_modules(recipe, mesh, case.config)
     if case.joined:
         count_over_data_ranks(modules, mesh)
-    n_data, rows = get_dp_size(mesh), len(steps[0][0][0]) // case.pieces
+    n_data = get_dp_size(mesh)
+    rows = len(steps[0][0][0]) // case.pieces
     stages = [
         build_pipeline_stage(module, mesh, "cpu", rows, case.config.max_seq_len)
         for module in modules

@@ -1,4 +1,4 @@
-"""Hooks on complete gradients: called once a step, so that an optimizer may step there as it does in one process."""
+"""Hooks on complete gradients are called once a step, so that an optimizer may step there."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def by_hand(module: nn.Module) -> None:
-    """As memory savers do it: past autograd's check that no weight changes between forward and backward."""
+    """Change a weight past autograd's check of changes in place, as memory savers do."""
 
     def step(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -119,7 +119,8 @@ def trained_here(add_hooks: Stepper, tied: Any) -> tuple[list[float], list[list[
         shared = modules[0].get_parameter(tied[0][0])
         nn.init.zeros_(shared)
         modules[1].get_submodule("2").bias = shared  # type: ignore[assignment]
-    whole, losses = nn.Sequential(*modules), []
+    whole = nn.Sequential(*modules)
+    losses = []
     add_hooks(whole)
     for _ in range(STEPS):
         x, y = batch()
@@ -148,7 +149,7 @@ def test_an_optimizer_that_steps_in_a_hook_steps_once_as_in_one_process(
 
 
 def refused(rank: int) -> list[str]:
-    """What each engine says to the optimizers that torch hides in the graph of rank 1's parameters."""
+    """Return each engine's refusal of the optimizers that torch hides in rank 1's graph."""
     said = []
     for engine in ENGINES.values():
         module = stages()[rank]
@@ -171,7 +172,8 @@ def test_optimizers_that_torch_lets_step_in_each_backward_are_refused_by_name_on
 
 def counted(rank: int, engine: str) -> dict[str, int]:
     """How often hooks are called in a step, by kind."""
-    module, calls = stages()[rank], dict.fromkeys(("gradient", "complete gradient", "node"), 0)
+    module = stages()[rank]
+    calls = dict.fromkeys(("gradient", "complete gradient", "node"), 0)
     assert isinstance(module, nn.Sequential)
     step = ENGINES[engine](rank, "zb_h1", module)
     weight = module[0].weight
@@ -197,7 +199,7 @@ def test_hooks_on_gradients_and_on_their_nodes_are_called_for_each_microbatch(en
 
 
 def sharded(rank: int, engine: str) -> list[Tensor]:
-    """What the parameters are after steps in hooks of FSDP2's shards, which has one reduction a step to call them."""
+    """Return the parameters after steps in hooks of FSDP2's shards, reduced once a step."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard"))
     module = fully_shard(stages()[rank], mesh=mesh["dp_shard"])
     step = ENGINES[engine](rank, "zb_h1", module)
@@ -223,8 +225,10 @@ def backward(module: nn.Module) -> None:
 
 
 def failing_at_last(rank: int, engine: str) -> int:
-    """How often hooks are called if rank 0 fails in its last backward, when the others have done theirs."""
-    module, heard, called = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double(), [], []
+    """Return how often hooks are called if rank 0 fails in its last backward, after the others."""
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH)).double()
+    heard = []
+    called = []
     step = ENGINES[engine](rank, "1f1b", module)
     bias = module.get_parameter("0.bias")
 
@@ -249,7 +253,9 @@ def test_no_rank_calls_hooks_if_another_fails_in_its_last_backward(engine: str) 
 
 
 def test_hooks_of_parameters_that_got_no_gradient_are_not_called() -> None:
-    used, unused, called = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1), []
+    used = nn.Linear(WIDTH, 1)
+    unused = nn.Linear(WIDTH, 1)
+    called = []
     for module in (used, unused):
         module.weight.register_post_accumulate_grad_hook(called.append)
         module.weight.grad = torch.zeros_like(module.weight)
@@ -261,7 +267,8 @@ def test_hooks_of_parameters_that_got_no_gradient_are_not_called() -> None:
 
 
 def test_hooks_of_a_body_that_raises_are_not_called_and_stay() -> None:
-    module, called = nn.Linear(WIDTH, 1), []
+    module = nn.Linear(WIDTH, 1)
+    called = []
     module.weight.register_post_accumulate_grad_hook(called.append)
 
     def fail() -> None:
@@ -277,7 +284,8 @@ def test_hooks_of_a_body_that_raises_are_not_called_and_stay() -> None:
 
 
 def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
-    module, called = nn.Linear(WIDTH, 1), []
+    module = nn.Linear(WIDTH, 1)
+    called = []
 
     def first(_: Tensor) -> None:
         called.append("first")
@@ -292,7 +300,8 @@ def test_hooks_are_called_in_order_and_may_remove_themselves() -> None:
 
 
 def test_hooks_that_are_removed_inside_are_not_called_and_stay_away() -> None:
-    module, called = nn.Linear(WIDTH, 1), []
+    module = nn.Linear(WIDTH, 1)
+    called = []
     first, handle, last = (
         module.weight.register_post_accumulate_grad_hook(
             lambda _, which=which: called.append(which)
@@ -312,7 +321,8 @@ def test_hooks_that_are_removed_inside_are_not_called_and_stay_away() -> None:
 
 def test_a_hook_may_remove_that_of_another_parameter() -> None:
     """As in a backward, where it may have heard enough."""
-    module, called = nn.Linear(WIDTH, 1), []
+    module = nn.Linear(WIDTH, 1)
+    called = []
 
     def remove_others(parameter: Tensor) -> None:
         called.append(parameter)
@@ -329,7 +339,8 @@ def test_a_hook_may_remove_that_of_another_parameter() -> None:
 
 
 def test_one_inside_another_calls_hooks_at_the_end_of_the_outer_one() -> None:
-    module, called = nn.Linear(WIDTH, 1), []
+    module = nn.Linear(WIDTH, 1)
+    called = []
     module.weight.register_post_accumulate_grad_hook(called.append)
     with called_once([module]) as reached:
         for _ in range(2):
@@ -345,11 +356,13 @@ def test_one_inside_another_calls_hooks_at_the_end_of_the_outer_one() -> None:
 
 
 def detaching(rank: int, engine: str) -> tuple[int, Tensor]:
-    """How often the hook of a tied weight is called of which rank 0 makes no gradient, and what the weight is then."""
-    module, called = stages()[rank], []
+    """Return the calls of a tied weight's hook, if rank 0 makes no gradient, and the weight."""
+    module = stages()[rank]
+    called = []
     nn.init.zeros_(module.get_parameter(TIES[0][rank]))
     step = ENGINES[engine](rank, "1f1b", module, TIES)
-    bias, first = module.get_parameter(TIES[0][rank]), module.get_submodule("0")
+    bias = module.get_parameter(TIES[0][rank])
+    first = module.get_submodule("0")
 
     def descend(parameter: Tensor) -> None:
         called.append(parameter)
@@ -357,7 +370,7 @@ def detaching(rank: int, engine: str) -> tuple[int, Tensor]:
 
     bias.register_post_accumulate_grad_hook(descend)
     if rank == 0:
-        first.forward = lambda x: F.linear(x, first.weight, first.bias.detach())  # type: ignore[assignment]
+        first.forward = lambda x: F.linear(x, first.weight, first.bias.detach())
     step()
     return len(called), bias.detach().clone()
 
@@ -374,7 +387,8 @@ def test_the_hook_of_a_tied_weight_is_called_where_its_gradient_comes_from_other
 
 def replicated(rank: int) -> int:
     """How often a hook is called on two replicas of a stage, of which one has no microbatch."""
-    module, called = stages()[0], []
+    module = stages()[0]
+    called = []
     schedule = Schedule("two replicas", ((0, 1),), ((Action(0, "F", 0), Action(0, "B", 0)), ()))
     pipeline = Pipeline(schedule, module, F.mse_loss, timeout_s=20)
     module.get_parameter("0.bias").register_post_accumulate_grad_hook(called.append)

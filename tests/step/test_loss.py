@@ -1,4 +1,4 @@
-"""A microbatch's share of a batch's loss: the product and the gradient that backward begins with say the same."""
+"""A microbatch's share of a batch's loss: its product agrees with the gradient of its backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,7 +75,7 @@ def test_a_count_of_errors_is_averaged_too():
 
 
 class AddSquares(torch.autograd.Function):
-    """Returns its input; the backward adds the gradient of ``weight`` times the mean of the squares."""
+    """The identity, whose backward adds the gradient of ``weight`` times the mean square."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
@@ -118,7 +118,8 @@ def on_either_engine(
 
 def injected_on_rank(rank: int, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     """Gradients of this rank's stage by either engine, the injected one divided as the loss is."""
-    mesh, found = init_distributed(DistributedConfig(pp=2)), []
+    mesh = init_distributed(DistributedConfig(pp=2))
+    found = []
     for engine in ("parallel", "runtime"):
         module = two_stages(1 / 4)[rank]
         on_either_engine(mesh, module, F.mse_loss, engine)(x, y)

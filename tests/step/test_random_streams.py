@@ -1,4 +1,4 @@
-"""Stages and data ranks draw dropout masks of their own, tensor ranks the same; all else draws alike."""
+"""Stages and data ranks draw dropout masks of their own; tensor ranks draw the same."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,8 @@ class Noisy(nn.Linear):
 
     def __init__(self, recompute: bool = False, drops: bool = True) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.recompute, self.drops = recompute, drops
+        self.recompute = recompute
+        self.drops = drops
         self.masks: list[bytes] = []
 
     def _forward(self, x: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class Case:
 
 @dataclass
 class Seen:
-    """What one rank saw: its masks, a weight that torch initialised, a number drawn after each step."""
+    """One rank's masks, a weight that torch initialised, and a number drawn after each step."""
 
     masks: Masks
     weight: bytes

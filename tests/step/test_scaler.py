@@ -1,4 +1,4 @@
-"""One scale for a whole mesh: ten steps, with infinities on one stage only, are one process's under torch.amp."""
+"""One scale for a whole mesh: ten steps with infinities on one stage equal one process's."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,8 @@ from tests.parallel.stack import (
 
 pytestmark = pytest.mark.timeout(120)
 
-STEPS, SCALING = 10, {"init_scale": 1024.0, "growth_interval": 3}
+STEPS = 10
+SCALING = {"init_scale": 1024.0, "growth_interval": 3}
 INFINITE = {1: "layers.0.attn_norm.weight", 6: "layers.6.mlp.up_proj.weight"}
 """By step: whose gradient is infinite, on the first of all ranks that hold it."""
 MAX_NORM = 0.05
@@ -80,8 +81,10 @@ def on_rank(rank: int, engine: str, recipe: Recipe, fused: bool) -> Seen:
     modules = build_modules(recipe, mesh)
     for module in modules:
         attach_to(module.layers, attach_loss)
-    optimizer, scaler = (sharded_adamw if fused else adamw)(modules), MeshGradScaler(**SCALING)
-    seen, rows = Seen([], [], [], [], {}), slice(get_dp_rank(mesh), None, get_dp_size(mesh))
+    optimizer = (sharded_adamw if fused else adamw)(modules)
+    scaler = MeshGradScaler(**SCALING)
+    seen = Seen([], [], [], [], {})
+    rows = slice(get_dp_rank(mesh), None, get_dp_size(mesh))
     if engine == "parallel":
         sizes = mesh, "cpu", ROWS // get_dp_size(mesh) // N_MICROBATCHES, SEQ_LEN
         stages: Any = [build_pipeline_stage(module, *sizes) for module in modules]
@@ -113,13 +116,12 @@ def on_rank(rank: int, engine: str, recipe: Recipe, fused: bool) -> Seen:
 
 def in_one_process(clips: bool) -> Seen:
     torch.manual_seed(0)
-    model, losses = Transformer(CONFIG).double(), {}
+    model = Transformer(CONFIG).double()
+    losses = {}
     attach_to(model.layers, lambda _, loss, name: losses.update({name: loss}))
-    optimizer, scaler, seen = (
-        adamw([model]),
-        torch.amp.GradScaler("cpu", **SCALING),
-        Seen([], [], [], [], {}),
-    )
+    optimizer = adamw([model])
+    scaler = torch.amp.GradScaler("cpu", **SCALING)
+    seen = Seen([], [], [], [], {})
     for i, (inputs, targets) in enumerate(DATA):
         optimizer.zero_grad()
         loss = CrossEntropy()(model(inputs), targets)
@@ -172,9 +174,11 @@ def test_ten_steps_with_infinities_on_one_stage_are_one_processs(
 
 
 def refusals(rank: int) -> dict[str, list[str]]:
-    """What a rank of two is told; each before any message of a step, so that the next attempt can go on."""
-    mesh, said = init_distributed(DistributedConfig(pp=2)), {}
-    module, x = nn.Linear(4, 4), torch.zeros(8, 4)
+    """Return what a rank of two is told, before any message of a step."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    said = {}
+    module = nn.Linear(4, 4)
+    x = torch.zeros(8, 4)
 
     def in_parallel(scaler: Any, loss_fn: Any = F.mse_loss) -> PipelineSchedule:
         stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
@@ -197,7 +201,9 @@ def refusals(rank: int) -> dict[str, list[str]]:
             f"{build_here.__name__}, torch's",
             lambda make=build_here: make(torch.amp.GradScaler("cpu")),
         )
-    pipeline, scaler, optimizer = in_parallel(MeshGradScaler()), MeshGradScaler(), adamw([module])
+    pipeline = in_parallel(MeshGradScaler())
+    scaler = MeshGradScaler()
+    optimizer = adamw([module])
     attempt(
         "unscales alone", lambda: scaler.unscale_(optimizer) if rank else pipeline.step(x, target=x)
     )
@@ -244,11 +250,15 @@ def test_what_would_hang_or_be_wrong_is_one_sentence_on_every_rank() -> None:
 
 
 def overflow(rank: int) -> list[tuple[bool, float, bool]]:
-    """By engine: whether the loss is finite, the scale, whether weights moved, after a forward that overflows."""
-    mesh, module, found = init_distributed(DistributedConfig(pp=2)), nn.Linear(4, 4), []
-    x, before = torch.full((8, 4), math.inf), module.weight.detach().clone()
+    """Return each engine's loss, scale and weights after a forward that overflows."""
+    mesh = init_distributed(DistributedConfig(pp=2))
+    module = nn.Linear(4, 4)
+    found = []
+    x = torch.full((8, 4), math.inf)
+    before = module.weight.detach().clone()
     for engine in ("parallel", "runtime"):
-        scaler, optimizer = MeshGradScaler(init_scale=8.0), adamw([module])
+        scaler = MeshGradScaler(init_scale=8.0)
+        optimizer = adamw([module])
         if engine == "parallel":
             stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
             pipeline: Any = build_pipeline_schedule(stage, 4, F.mse_loss, scaler=scaler)
@@ -267,7 +277,8 @@ def test_a_loss_that_is_not_finite_is_skipped_under_either_engine() -> None:
 
 def infinite_input(rank: int) -> list[bool]:
     """By engine: whether the losses of ``step`` and ``eval`` are finite, without a scaler."""
-    mesh, module = init_distributed(DistributedConfig(pp=2)), nn.Linear(4, 4)
+    mesh = init_distributed(DistributedConfig(pp=2))
+    module = nn.Linear(4, 4)
     x = torch.full((8, 4), math.inf)
     stage = build_pipeline_stage(module, mesh, "cpu", inputs=torch.empty(2, 4))
     pipelines = [
@@ -285,9 +296,10 @@ def test_a_loss_that_is_not_finite_is_returned_on_every_rank_by_either_engine() 
 
 
 def frozen_stage(rank: int) -> tuple[float, bool]:
-    """The scale and whether weights moved, after an infinity where the other rank has no gradient at all."""
+    """Return the scale, and whether weights moved, if the other rank has no gradient at all."""
     module = nn.Linear(1, 1)
-    optimizer, scaler = adamw([module]), MeshGradScaler(init_scale=8.0)
+    optimizer = adamw([module])
+    scaler = MeshGradScaler(init_scale=8.0)
     before = module.weight.detach().clone()
     if rank == 1:
         scaler.scale(module(torch.full((1, 1), math.inf)).sum()).backward()
@@ -302,7 +314,8 @@ def test_a_rank_without_gradients_skips_with_the_others() -> None:
 
 def test_alone_and_disabled_it_is_torchs() -> None:
     module = nn.Linear(2, 2)
-    optimizer, scaler = adamw([module]), MeshGradScaler(enabled=False)
+    optimizer = adamw([module])
+    scaler = MeshGradScaler(enabled=False)
     loss = module(torch.ones(1, 2)).sum()
     assert scaler.scale(loss) is loss
     assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})

@@ -1,4 +1,4 @@
-"""A tie that nobody declared: what looks like one weight in two stages is refused, what only looks alike is not."""
+"""A tie that nobody declared is refused; weights that only look alike are not."""
 
 import ast
 import copy
@@ -62,7 +62,7 @@ def seeded(seed: int, *sizes: tuple[int, int]) -> nn.Sequential:
 
 
 def with_hidden(module: nn.Module, place: int, seed: int = 9) -> nn.Sequential:
-    """A stage and, before or behind its layers, a hidden matrix as other stages have it; its bias is its own."""
+    """Return a stage with a hidden matrix as other stages have it, and a bias of its own."""
     hidden = nn.Linear(WIDTH, WIDTH)
     hidden.weight.data.copy_(seeded(seed, (WIDTH, WIDTH))[0].weight.data)
     layers = list(module)  # type: ignore[call-overload]
@@ -152,7 +152,7 @@ def test_an_embedding_whose_values_come_again_is_named_with_the_remedy(first: in
 
 
 class Masked(nn.Module):
-    """As wrappers of other people are."""
+    """A wrapper as other libraries have them."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ LOOK_TIED: dict[str, tuple[Mapping[int, nn.Module], str]] = {
         "give tied=[{0: '1.weight', 1: '0.weight'}]",
     ),
     "a hidden matrix that both stages begin with": (
-        {0: with_hidden(seeded(1, (WIDTH, WIDTH)), 0), 2: with_hidden(seeded(2, (WIDTH, WIDTH)), 0)},
+        {stage: with_hidden(seeded(1 + stage, (WIDTH, WIDTH)), 0) for stage in (0, 2)},
         "give tied=[{0: '0.weight', 2: '0.weight'}]",
     ),
     "a whole layer": (
@@ -173,26 +173,34 @@ LOOK_TIED: dict[str, tuple[Mapping[int, nn.Module], str]] = {
         "{0: '1.linear1.bias', 1: 'linear1.bias'}",
     ),
     "a hidden matrix in three stages, and two ends": (
-        {0: with_hidden(embedding(), 1), 1: with_hidden(seeded(2), 0), 2: with_hidden(head(embedding()), 0)},
+        {
+            0: with_hidden(embedding(), 1),
+            1: with_hidden(seeded(2), 0),
+            2: with_hidden(head(embedding()), 0),
+        },
         "give tied=[{0: '0.weight', 2: '1.weight'}, {0: '1.weight', 1: '0.weight', 2: '0.weight'}]",
     ),
     "an encoder's embedding and a decoder's": (
-        {0: tower(4, embedding()), 2: tower(5, embedding())}, "if so, give tied=[{0: '0.weight', 2: '0.weight'}]"
+        {0: tower(4, embedding()), 2: tower(5, embedding())},
+        "give tied=[{0: '0.weight', 2: '0.weight'}]",
     ),
     "one end frozen": (
         {0: frozen(embedding()), 1: head(embedding())},
-        "if so, freeze or train both, and give tied=[{0: '0.weight', 1: '0.weight'}]",
+        "freeze or train both, and give tied=[{0: '0.weight', 1: '0.weight'}]",
     ),
     "one end in a wrapper": (
-        {0: embedding(), 1: Masked(head(embedding()))}, "give tied=[{0: '0.weight', 1: 'module.0.weight'}]"
+        {0: embedding(), 1: Masked(head(embedding()))},
+        "give tied=[{0: '0.weight', 1: 'module.0.weight'}]",
     ),
     "one end compiled": (
-        {0: torch.compile(embedding(), backend="eager"), 1: head(embedding())}, "give tied=[{0: '_orig_mod.0.weight', 1"
+        {0: torch.compile(embedding(), backend="eager"), 1: head(embedding())},
+        "give tied=[{0: '_orig_mod.0.weight', 1",
     ),
     "one end checkpointed": (
-        {0: embedding(), 1: checkpoint_wrapper(head(embedding()))}, "give tied=[{0: '0.weight', 1: '0.weight'}]"
+        {0: embedding(), 1: checkpoint_wrapper(head(embedding()))},
+        "give tied=[{0: '0.weight', 1: '0.weight'}]",
     ),
-}  # fmt: skip
+}
 
 
 ONE_BLOCK_A_STAGE = {
@@ -225,7 +233,9 @@ def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> No
     stages, remedy = LOOK_TIED[what]
     said = problem_of_forgotten_ties(looks_of(stages))
     assert remedy in str(said)
-    ties = ast.literal_eval(re.search(r"tied=(\[\{.*?\}\])", str(said)).group(1))  # type: ignore[union-attr]
+    found = re.search(r"tied=(\[\{.*?\}\])", str(said))
+    assert found is not None
+    ties = ast.literal_eval(found.group(1))
     for tie in ties:
         assert (
             copies_in(stages, ((stage, stage, name) for stage, name in tie.items())).keys()
@@ -238,7 +248,8 @@ def test_what_looks_tied_is_named_by_names_that_can_be_declared(what: str) -> No
 
 def engines(mine: nn.Module, n: int) -> list[Callable[[Any], object]]:
     """Builds this rank's part of a pipeline of ``n`` ranks by either engine, given what is tied."""
-    mesh, ids = init_distributed(DistributedConfig(pp=n)), torch.zeros(1, dtype=torch.int64)
+    mesh = init_distributed(DistributedConfig(pp=n))
+    ids = torch.zeros(1, dtype=torch.int64)
 
     def in_parallel(tied: Any) -> None:
         stage = build_pipeline_stage(mine, mesh, "cpu", inputs=ids)
@@ -251,8 +262,9 @@ def engines(mine: nn.Module, n: int) -> list[Callable[[Any], object]]:
 
 
 def built_on_rank(rank: int) -> list[str]:
-    """What either engine says to ends that look tied: with nothing said, and with "nothing is tied" said."""
-    mine, said = head(embedding()) if rank else embedding(), []
+    """Return each engine's answers to ends that look tied, without ``tied`` and with ``[]``."""
+    mine = head(embedding()) if rank else embedding()
+    said = []
     for engine in engines(mine, 2):
         with pytest.raises(ValueError, match="nothing says whether they are one weight") as refusal:
             engine(None)
@@ -292,7 +304,8 @@ def two_ties_on_rank(rank: int) -> list[list[dict[int, str]]]:
             with pytest.raises(ValueError, match="tied=") as refusal:
                 engine(tied)
             said = re.search(r"tied=(\[\{.*?\}\])", str(refusal.value))
-            named.append(sorted(ast.literal_eval(said.group(1)), key=str))  # type: ignore[union-attr]
+            assert said is not None
+            named.append(sorted(ast.literal_eval(said.group(1)), key=str))
         engine([])
         engine(ALL_TIES)
     return named
@@ -356,7 +369,7 @@ def with_one_matrix() -> nn.Module:
 
 
 def broken_on_rank(rank: int) -> None:
-    """Refuse a stage whose embedding and head are no longer one, and take it again when they are."""
+    """Check that a stage is refused while its embedding and head are two parameters."""
     names = [("0.weight", "1.weight")]
     mine = nn.Sequential(nn.Tanh()) if rank else broken(with_one_matrix())
     of_runtime, of_parallel = engines(mine, 2)
@@ -448,7 +461,8 @@ class Predicting(nn.Sequential):
 
 def left_out_on_rank(rank: int) -> list[str]:
     """What either engine says to a tie of the two ends, with a third copy between them."""
-    mine, said = [embedding(), Predicting(*head(embedding())), head(embedding())][rank], []
+    mine = [embedding(), Predicting(*head(embedding())), head(embedding())][rank]
+    said = []
     for engine in engines(mine, 3):
         with pytest.raises(ValueError, match="would be trained apart") as refusal:
             engine([TIE])
@@ -472,7 +486,8 @@ def test_both_engines_refuse_a_left_out_copy_on_every_rank() -> None:
 def test_a_sum_is_added_to_an_earlier_gradient_in_place_as_autograd_does(
     new: torch.Tensor | None,
 ) -> None:
-    weight, buffer = nn.Parameter(torch.zeros(2, 3)), torch.full((10,), 2.0)
+    weight = nn.Parameter(torch.zeros(2, 3))
+    buffer = torch.full((10,), 2.0)
     weight.grad = part = buffer[4:].view(2, 3)
     with set_apart([weight]):
         assert weight.grad is None

@@ -1,4 +1,4 @@
-"""Values between stages: a module is called with one, and the outputs of microbatches become one."""
+"""Values between stages: a module is called with one, and outputs are merged into one."""
 
 from collections import OrderedDict, namedtuple
 from typing import Any
