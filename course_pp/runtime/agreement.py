@@ -465,11 +465,13 @@ def _look_into(modules: Modules, options: PipelineOptions, device: torch.device)
         facts = {}
         for name, p in [] if module is None else module.named_parameters():
             kind = f"{tuple(p.shape)} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+            # Values are read only where they must be equal, as that takes time on a GPU.
             facts[name] = Fact(kind, _fingerprint(p) if is_copied and not p.is_meta else "")
         if is_copied and options.optimizers and stage in options.optimizers:
             facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
         parameters[stage] = facts
 
+    # A schedule without backwards changes no weight, so copies cannot drift apart.
     if options.trains:
         for stage, module in modules.items():
             if module is not None and (problem := problem_of_broken_ties(stage, module)):

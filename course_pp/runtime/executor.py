@@ -124,6 +124,8 @@ class Executor:
         self._last = schedule.n_stages - 1
         self.trains = any(part.kind != "F" for part in schedule.parts)
         self._split = {(part.stage, part.microbatch) for part in schedule.parts if part.kind == "I"}
+        # A product that is sent may keep its graph: the receiver gets a copy. Any other product is
+        # read on this rank, where graphs must end between stages.
         self._leaving = {message.content for row in plan.outgoing.values() for message in row}
         self._read_here: set[Content] = set()
         for step in plan.steps:
@@ -147,6 +149,7 @@ class Executor:
         except PeerFailed as error:
             self._fail(error.origin, lost=False)
             told = f"(rank {self.plan.rank} was told at {self.current})"
+            # Without a cause: the traceback that helps is the one on the rank of the origin.
             raise failure(error.origin, told) from None
         except Exception as error:
             lost = isinstance(error, MessageLost)
@@ -157,6 +160,7 @@ class Executor:
                 raise
             raise failure(origin) from error
         except BaseException:
+            # An interrupt may come in the middle of a message, so nothing more is sent.
             self.failed = self._origin("interrupted")
             raise
         return found
@@ -166,6 +170,7 @@ class Executor:
         if self._emulator is not None:
             self._emulator.begin()
         if state.weights is not None:
+            # As bytes, because the mailbox puts them into trailers of messages.
             in_bytes = state.weights.view(torch.uint8).view(len(state.weights), -1)
             self.mailbox.weights.update(enumerate(in_bytes))
         for action, calls in self._turns:
@@ -195,6 +200,8 @@ class Executor:
 
         When one rank returns, all ranks have finished their actions.
         """
+        # The root receives every report and sends an answer to each rank. Another rank sends its
+        # report and receives the answer.
         for message in _named("report", self.plan.incoming).values():
             mine = combine(mine, self.mailbox.take(message))
         for content in ("report", "answer"):
@@ -207,6 +214,7 @@ class Executor:
     def _fail(self, origin: Origin, lost: bool) -> None:
         self.failed = origin
         self.mailbox.fail(origin, lost)
+        # Activations and graphs of this step are of no use any more.
         for stage in self._stages.values():
             stage.clear()
 
@@ -229,6 +237,7 @@ class Executor:
         work = [call_of[part.kind](part) for part in step.action.parts]
         calls += self._timed(step.action, work)
         for number, message in enumerate(step.sends, 1):
+            # A value with several readers goes to several ranks, one message each.
             again = any(other.content == message.content for other in step.sends[number:])
             calls.append(self._send(message, again or message.content in self._read_here))
         return tuple(calls)
@@ -264,6 +273,7 @@ class Executor:
         def receive(state: StepState) -> None:
             state.products[content] = take(message)
 
+        # A timeline shows waits for products alone, not for the exchanges at the end.
         if recorder is None or isinstance(content, str):
             return receive
 

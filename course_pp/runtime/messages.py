@@ -97,6 +97,7 @@ def plan_messages(
         for number in dependencies.made_by(part):
             makers[dependencies.describe(number)] = rank, index
 
+    # Channels get their messages in the order in which the receiver's actions need them.
     receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, index, part in _walk(schedule):
@@ -113,6 +114,7 @@ def plan_messages(
     for source, target in sorted(both_ways):
         if source != target:
             add(source, target, "shared gradients")
+    # In most schedules the rank of the first stage ends last, and finds all reports waiting.
     root = schedule.rank_of(0, 0)
     others = [rank for rank in range(schedule.n_ranks) if rank != root]
     for rank in others:
@@ -172,6 +174,7 @@ def _arrived(
     """
     n_ranks = schedule.n_ranks
     begun = [[0] * n_ranks for _ in range(n_ranks)]
+    # The clock of each action that has begun, by rank and index.
     seen: dict[tuple[int, int], list[int]] = {}
     # Messages not yet known to be taken, by sender: (receiver, index of the action there, message).
     open_sends: list[list[tuple[int, int, Message]]] = [[] for _ in range(n_ranks)]
@@ -179,6 +182,7 @@ def _arrived(
         for message in messages:
             open_sends[message.source].append((rank, index, message))
     arrived: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    # Walk all ranks at once, each as far as its received messages are made.
     place = [0] * n_ranks
     moved = True
     while moved:

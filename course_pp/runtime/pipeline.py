@@ -167,9 +167,13 @@ class Pipeline(AnyPipeline):
             if agreed.planned is not None and optimizers is not None and module is not None:
                 every = range(schedule.n_microbatches)
                 here = [i for i in every if schedule.rank_of(stage, i) == agreed.rank]
-                optimizer = optimizers.get(stage)
                 self._weights[stage] = VersionedStage(
-                    stage, module, optimizer, agreed.planned, here, meter
+                    stage,
+                    module,
+                    optimizer=optimizers.get(stage),
+                    planned=agreed.planned,
+                    mine=here,
+                    meter=meter,
                 )
         self._streams = RandomStreams(agreed.device, _data_rank(agreed.data_groups))
         self._stages: dict[int, Stage] = {}
@@ -186,6 +190,7 @@ class Pipeline(AnyPipeline):
             )
             self._stages[stage].streams = self._streams
 
+        # Every two ranks that hold one weight exchange its gradients at the end of a step.
         pairs: list[tuple[int, int]] = []
         for weight in agreed.weights:
             ranks = [place.rank for place in weight]
@@ -200,6 +205,7 @@ class Pipeline(AnyPipeline):
             stages=self._stages,
             weights=self._weights,
         )
+        # Made by the first evaluation: many pipelines only train.
         self._evaluator: Executor | None = None
         self.attached: dict[str, float] = {}
         self.shares: tuple[float, ...] = ()
@@ -249,6 +255,7 @@ class Pipeline(AnyPipeline):
         scale = 1.0 if scaler is None else scaler.get_scale()
 
         def step() -> tuple[torch.Tensor, tuple[float, ...]]:
+            # Inside perform: if this rank refuses, the others must hear it, as they wait for it.
             for weights in self._weights.values():
                 weights.begin()
             for stage in self._stages.values():
@@ -256,11 +263,14 @@ class Pipeline(AnyPipeline):
                 stage.scale = scale
             trains = self._executor.trains
             state = self._begun(given, trains)
+            # Gradients of earlier steps are sums over all places already, so this step's gradients
+            # of shared weights are added up apart from them.
             with self._shared.apart():
                 with self._sharded.reduced_once(trains), self._streams.step():
                     self._executor.run(state)
                 self._shared.add(self._executor.exchange("shared gradients", self._shared.for_rank))
 
+            # Only the last stage has losses and only some stages attach some: all ranks tell all.
             mine: _Report = (
                 self._losses_here(state),
                 self._attached_here(),

@@ -139,6 +139,7 @@ class Stage:
         """
         if self.streams is not None:
             self.streams.begin(self.index, microbatch)
+        # Leaves of a stage's own graph: their gradients are the messages to the stages before.
         kept = self._kept[microbatch] = _InFlight()
         for each in (value, *read.values()):
             kept.leaves.append([leaf for leaf in plain_tensors(each) if leaf.requires_grad])
@@ -192,6 +193,7 @@ class Stage:
                 self._compute_and_keep(
                     microbatch, value, read=read, given=given, loss=loss, kept=kept
                 )
+        # The weight is asked for only now: it comes with the gradient, or from the last stage.
         if microbatch in self.attached:
             self.attached[microbatch].weight = weight() * self.scale
         if gradients is None:
@@ -207,6 +209,7 @@ class Stage:
             if grad is not None:
                 roots.append(root)
                 grads.append(grad)
+        # The graph must be free as soon as the backward is through, so no root is kept.
         kept.roots = []
         if roots:
             queue = kept.weight_gradients
