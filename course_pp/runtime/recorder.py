@@ -150,7 +150,7 @@ class Recorder:
         self._emulated += done
 
     def attach(self, *stages: Any) -> "Recorder":
-        """Record every forward and backward of ``stages`` until :meth:`detach` or the end of ``with``.
+        """Record every forward and backward of ``stages`` until :meth:`detach`, or in a ``with``.
 
         Give stages of ``torch.distributed.pipelining``, or stages with their methods, one by one or
         in lists. A backward with ``full_backward=False`` is recorded as ``I``, its second half as
