@@ -422,7 +422,9 @@ def _problem_of_optimizer(
                 f"{name!r} of stage {stage} is in stage {other} too: each would update by itself;"
                 " untie them"
             )
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    held: set[torch.Tensor] = set()
+    for group in optimizer.param_groups:
+        held.update(group["params"])
     for name, parameter in own.items():
         if parameter not in held:
             return (
@@ -527,7 +529,10 @@ def _compared(
 
 
 def _looks(everyone: Sequence[_RankStages]) -> Mapping[int, Mapping[str, Look]]:
-    return {stage: look for told in everyone for stage, look in told.looks.items()}
+    looks: dict[int, Mapping[str, Look]] = {}
+    for told in everyone:
+        looks |= told.looks
+    return looks
 
 
 def _of_cut(everyone: Sequence[_RankStages]) -> Sequence[Mapping[int, str]] | None:

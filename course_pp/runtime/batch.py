@@ -19,7 +19,8 @@ the cut, 0 if unknown."""
 
 def joined(one: Form, other: Form) -> Form:
     """Return the form of the batch from two ranks; raise ValueError if their batches differ."""
-    (kind, rows), (other_kind, other_rows) = one, other
+    kind, rows = one
+    other_kind, other_rows = other
     if kind and other_kind and kind != other_kind:
         raise ValueError(
             "one rank was given a whole batch, another ready-made microbatches: give all ranks"

@@ -285,7 +285,8 @@ class Executor:
 
     def _send(self, message: Message, is_needed_again: bool) -> _Call:
         content = message.content
-        mailbox, emulator = self.mailbox, self._emulator
+        mailbox = self.mailbox
+        emulator = self._emulator
 
         def send(state: StepState) -> None:
             # The value is bound to no name here, which would keep an output alive too long.
@@ -299,7 +300,8 @@ class Executor:
 
     def _forward(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        worker, trains = self._stages[stage], self.trains
+        worker = self._stages[stage]
+        trains = self.trains
         split = (stage, microbatch) in self._split
         is_last = stage == self._last
         before = Product("activation", stage - 1, microbatch)
@@ -371,7 +373,8 @@ class Executor:
 
     def _backward_input(self, action: Action) -> _Call:
         stage, microbatch = action.stage, action.microbatch
-        worker, mailbox = self._stages[stage], self.mailbox
+        worker = self._stages[stage]
+        mailbox = self.mailbox
         is_last = stage == self._last
         after = Product("gradient", stage + 1, microbatch)
         product = Product("gradient", stage, microbatch)

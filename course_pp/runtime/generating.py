@@ -82,7 +82,7 @@ def generate(
             refuse_unless(len(prompt) > 0, "generate", "prompts", prompts, remedy)
         if problem := _problem_of_stages(stages, cache):
             raise ValueError(problem)
-        plain = [[int(token) for token in prompt] for prompt in prompts]
+        plain = [list(map(int, prompt)) for prompt in prompts]
         return plain, sorted(stages) if isinstance(stages, Mapping) else [ranks.rank]
 
     prompts, here = ranks.collectively(look)

@@ -40,7 +40,10 @@ class RankMemory:
     @property
     def peaks(self) -> dict[str, int]:
         """The most bytes kept at once, of each kind and in total."""
-        return {kind: max(amount for _, amount in curve) for kind, curve in self.curves.items()}
+        peaks = {}
+        for kind, curve in self.curves.items():
+            peaks[kind] = max(amount for _, amount in curve)
+        return peaks
 
 
 @dataclass(frozen=True)

@@ -428,11 +428,17 @@ class Pipeline(AnyPipeline):
         # Weights that update within the step take gradients of microbatches' own means.
         planned = self._agreement.planned if trains else None
         if planned is None:
-            groups, device = self._agreement.data_groups, self._agreement.device
-            state.loss, state.weights = loss_shares(counts, given.divisor, groups, device)
+            state.loss, state.weights = loss_shares(
+                counts,
+                given.divisor,
+                groups=self._agreement.data_groups,
+                device=self._agreement.device,
+            )
             return state
         last = self.schedule.n_stages - 1
-        updates = [group for stage in range(last + 1) for group in planned.updates(stage)]
+        updates: list[Sequence[int]] = []
+        for stage in range(last + 1):
+            updates += planned.updates(stage)
         state.loss = partial(_finite, own_means(counts, given.divisor, updates), planned, last)
         state.weights = torch.ones(len(counts.targets), dtype=torch.float64)
         state.means = weights_of_means(counts)
@@ -452,8 +458,8 @@ class Pipeline(AnyPipeline):
         if trains and (problem := problem_of_hooks(self._agreement.modules)):
             raise ValueError(problem)
 
-        n, is_first = self.schedule.n_microbatches, 0 in self._stages
-        microbatches = cut(given, n, is_first=is_first, is_last=self._holds_last)
+        n = self.schedule.n_microbatches
+        microbatches = cut(given, n, is_first=0 in self._stages, is_last=self._holds_last)
         if not self._holds_last:
             return microbatches, None
         loss_fn = self._options.loss_fn

@@ -242,7 +242,10 @@ class Recorder:
             name: the name of the run, for labels.
         """
         records, zero = self._gather(group)
-        spans, receives, wall, overruns = [], [], [], []
+        spans = []
+        receives = []
+        wall = []
+        overruns = []
         for rank, record in enumerate(records):
             base = record.clock.offset_ns + zero
 
@@ -309,9 +312,11 @@ class Recorder:
 
     def _settle(self) -> None:
         """Turn the clock's marks into nanoseconds."""
-        times = iter(
-            self._clock.nanoseconds([mark for _, *marks in self._marked for mark in marks])
-        )
+        # In one call, as a GPU's clock waits for the device each time.
+        marks: list[Any] = []
+        for _, start, end in self._marked:
+            marks += start, end
+        times = iter(self._clock.nanoseconds(marks))
         self._done += [(what, next(times), next(times)) for what, _, _ in self._marked]
         self._marked.clear()
 

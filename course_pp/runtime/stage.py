@@ -146,15 +146,18 @@ class Stage:
         if split:
             kept.weight_gradients = WeightGradients(self._meter)
         if self._meter is not None:
-            kept.holds = [self._meter.hold(leaf) for leaves in kept.leaves for leaf in leaves]
+            for leaves in kept.leaves:
+                kept.holds += [self._meter.hold(leaf) for leaf in leaves]
         if self._recompute:
             kept.again = value, read, given, loss, get_random_state(self._device)
             # On a copy, as the stage may change its input in place. The graph saves no tensors, but
             # it shows which tensors of the output require a gradient.
             with saved_tensors_hooks(lambda _: None, _refuse_dropped):
-                copy, copies = map_plain(_copy, value), map_plain(_copy, read)
                 module = self._module_for(microbatch)
-                return self._compute(copy, copies, given=given, loss=loss, module=module)
+                copies = map_plain(_copy, read)
+                return self._compute(
+                    map_plain(_copy, value), copies, given=given, loss=loss, module=module
+                )
         return self._compute_and_keep(
             microbatch, value, read=read, given=given, loss=loss, kept=kept
         )

@@ -66,7 +66,8 @@ class Given:
             ValueError: if one of the lists is no list of ``n_microbatches`` entries of its kind, or
                 stands beside an argument of a whole batch.
         """
-        lists, whole = self.lists, self.whole
+        lists = self.lists
+        whole = self.whole
         for name, entries in lists.items():
             if not isinstance(entries, list):
                 raise ValueError(

@@ -177,9 +177,9 @@ class SharedWeights:
         rows = {rank: iter(row) for rank, row in received.items()}
         for weight in self._weights:
             ranks = sorted({place.rank for place in weight})
-            terms = [
-                self._own(weight) if rank == self._rank else next(rows[rank]) for rank in ranks
-            ]
+            terms = []
+            for rank in ranks:
+                terms.append(self._own(weight) if rank == self._rank else next(rows[rank]))
             total = add_up(terms)
             for place in weight:
                 parameter = self._parameters.get(place)
@@ -433,9 +433,11 @@ def _is_declared(
 ) -> bool:
     """Return whether a ``declared`` tie has all places of ``tie``; with ``in_part`` one of them."""
     places = tie.items()
-    return any(
-        bool(places & other.items()) if in_part else places <= other.items() for other in declared
-    )
+    for other in declared:
+        shared = places & other.items()
+        if shared == places or (in_part and shared):
+            return True
+    return False
 
 
 def problem_of_broken_ties(
