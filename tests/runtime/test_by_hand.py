@@ -369,9 +369,7 @@ def test_microbatches_and_targets_that_do_not_pair_up_are_refused(
 @each_step
 def test_a_loss_that_is_not_one_number_is_refused(name):
     batch = [torch.zeros(3, WIDTH)]
-    with pytest.raises(
-        ValueError, match=r"loss_fn gave shape \(3, 6\): return one number a microbatch"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(3, 6\)"):
         STEPS[name](
             nn.Linear(WIDTH, WIDTH), batch, batch, lambda y, target: y - target, Link((3, WIDTH))
         )
@@ -420,9 +418,7 @@ def deaf_on_rank(rank, name):
 
 @each_step
 def test_a_stage_that_ignores_its_input_is_named(name):
-    with pytest.raises(
-        RuntimeError, match="stage 1 has no gradient for rank 0: its output does not depend on"
-    ):
+    with pytest.raises(RuntimeError, match="stage 1 has no gradient for rank 0"):
         on_ranks(2, deaf_on_rank, name, timeout_s=20)
 
 

@@ -407,9 +407,7 @@ def test_what_changes_between_the_halves_is_refused(what: str) -> None:
         stage.forward(1, torch.randn(5, WIDTH, requires_grad=True), None, True)
     else:
         gradient.mul_(2)
-    with pytest.raises(
-        RuntimeError, match=r"linear layer, \(5, 6\), or the gradient.*changed in place.*\(clone\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"\(5, 6\).*changed in place"):
         stage.backward_weight(0)
 
 

@@ -326,9 +326,7 @@ def test_ranks_with_different_clusters_are_refused() -> None:
 def test_replicas_with_different_links_cannot_be_predicted() -> None:
     schedule = parse("0F0 0F1 0B0 0B1", "1F0 1B0", "1F1 1B1", placement=[(0,), (1, 2)])
     cluster = EmulatedCluster(FEW_MS, [EmulatedLink(1.0), EmulatedLink(2.0)])
-    with pytest.raises(
-        ValueError, match=r"stages 0 and 1 take 1\.0 s or 3\.0 s, as replicas have different links"
-    ):
+    with pytest.raises(ValueError, match=r"stages 0 and 1 take 1\.0 s or 3\.0 s"):
         cluster.predict(schedule)
 
 

@@ -290,12 +290,10 @@ def test_the_order_of_generation_is_legal_and_as_busy_as_prompts_allow() -> None
 def test_what_is_no_generation_or_too_much_of_it_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match="feeds tokens back to its first stage, which a Pipeline does not: call gener",
+        match="feeds tokens back",
     ):
         Pipeline(generation(1, 1, 2), nn.Linear(4, 4))
-    with pytest.raises(
-        ValueError, match=r"n_stages × n_groups × n_tokens is 8,000,000: a schedule names"
-    ):
+    with pytest.raises(ValueError, match="8,000,000"):
         generation(2, 1000, 1000, placement=[0, 1] * 4)
 
 

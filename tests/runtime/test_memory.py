@@ -217,9 +217,7 @@ def test_a_saved_tensor_changed_in_place_is_refused_as_autograd_does(changed: st
         output = (inner * weight).exp()
     with torch.no_grad():
         {"input": inner, "output": output, "ignored weight": weight}[changed].add_(1)
-    with pytest.raises(
-        RuntimeError, match=r"shape \(2, 3\) that backward of microbatch 2 in stage 4 needs"
-    ):
+    with pytest.raises(RuntimeError, match=r"\(2, 3\) .* microbatch 2 in stage 4"):
         output.sum().backward()
 
 
@@ -306,7 +304,5 @@ def test_every_rank_gets_the_memory_of_all_with_the_times_of_the_timeline() -> N
 
 
 def test_a_recorder_that_counts_no_memory_says_how_to_make_one_that_does() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"rank 0 counts no memory: make it with Recorder\(memory=True\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"Recorder\(memory=True\)"):
         Recorder().memory()

@@ -30,9 +30,7 @@ def test_a_weight_in_two_ties_is_refused() -> None:
     schedule = build("interleaved_1f1b", 1, M, n_chunks=3)
     stages = {stage: nn.Linear(WIDTH, WIDTH) for stage in range(3)}
     ties = [{0: "weight", 1: "weight"}, {1: "weight", 2: "weight"}]
-    with pytest.raises(
-        ValueError, match="'weight' of stage 1 is in two ties: write one tie with all stages"
-    ):
+    with pytest.raises(ValueError, match="'weight' of stage 1 is in two ties"):
         Pipeline(schedule, stages, F.mse_loss, tied=ties)
     Pipeline(schedule, stages, F.mse_loss, tied=[{0: "weight", 1: "weight", 2: "weight"}])
 
@@ -102,6 +100,6 @@ def test_an_interrupted_pipeline_cannot_go_on() -> None:
         stopped.step(batch, target=batch)
     with pytest.raises(
         RuntimeError,
-        match="its last step failed: rank 0, stage 0, microbatch 0, action 0F0: interrup",
+        match="microbatch 0, action 0F0: interrupted",
     ):
         stopped.step(batch, target=batch)

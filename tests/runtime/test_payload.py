@@ -169,9 +169,7 @@ def test_changing_one_part_in_place_leaves_the_graphs_of_the_others_in_order() -
     ],
 )
 def test_anything_else_is_refused_by_name_wherever_it_is(stranger: Any, name: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"a {name} cannot cross a stage boundary: return tensors, tuples"
-    ):
+    with pytest.raises(TypeError, match=f"a {name} cannot cross"):
         describe(stranger)
 
 

@@ -85,9 +85,7 @@ def test_ranks_may_be_in_unlike_numbers_of_groups() -> None:
 
 
 def test_without_tags_they_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"are in 2, 1 process groups.*put all of them into as many groups"
-    ):
+    with pytest.raises(ValueError, match="2, 1 process groups"):
         on_ranks(2, after_a_group_of_its_own, small_batches(CONFIG), "gloo without tags")
 
 
