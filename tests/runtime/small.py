@@ -147,13 +147,12 @@ def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss)
 
 
 def parse(*rows: str, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """A schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
-    read = tuple(
-        tuple(
-            Overlap.parse(text) if text.startswith("(") else Action.parse(text)
-            for text in row.split()
-        )
-        for row in rows
-    )
-    places = [(rank,) for rank in range(len(rows))] if placement is None else placement
-    return Schedule("mine", tuple(map(tuple, places)), read)
+    """Return a schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
+
+    def action(text: str) -> Action | Overlap:
+        return Overlap.parse(text) if text.startswith("(") else Action.parse(text)
+
+    actions = [tuple(map(action, row.split())) for row in rows]
+    if placement is None:
+        placement = [(rank,) for rank in range(len(rows))]
+    return Schedule("mine", tuple(map(tuple, placement)), tuple(actions))

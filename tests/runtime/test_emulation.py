@@ -80,19 +80,11 @@ def assert_as_predicted(
 ) -> None:
     """Assert that every span begins and ends as predicted, given the machine's overruns."""
     over = {(each.rank, each.action): each.seconds for each in found.overruns}
-    durations = [
-        [
-            seconds + over.get((rank, action), 0.0)
-            for seconds, action in zip(row, actions, strict=True)
-        ]
-        for rank, (row, actions) in enumerate(
-            zip(
-                map(partial(cluster.durations, schedule), range(schedule.n_ranks)),
-                schedule.actions,
-                strict=True,
-            )
-        )
-    ]
+    durations = []
+    for rank, actions in enumerate(schedule.actions):
+        chosen = cluster.durations(schedule, rank)
+        pairs = zip(chosen, actions, strict=True)
+        durations.append([seconds + over.get((rank, action), 0.0) for seconds, action in pairs])
     predicted = cluster.predict(schedule)
     expected = simulate(schedule, Costs(latency=predicted.transfers), durations)
     for span, other in zip(found.spans, expected.spans, strict=True):
@@ -162,10 +154,11 @@ def test_what_is_emulated_also_happens() -> None:
         assert chosen.action == real.action
         assert real.start >= chosen.start - ONE_NS
         assert real.end <= chosen.end + ONE_NS
-    assert found.lateness == tuple(
-        max(real.start - chosen.start for chosen, real in zip(*rows, strict=True))
-        for rows in zip(found.by_rank, found.wall.by_rank, strict=True)
-    )
+    late = []
+    for planned, begun in zip(found.by_rank, found.wall.by_rank, strict=True):
+        pairs = zip(planned, begun, strict=True)
+        late.append(max(real.start - chosen.start for chosen, real in pairs))
+    assert found.lateness == tuple(late)
 
 
 class Slow(nn.Module):

@@ -173,13 +173,11 @@ def in_one_process(name: str) -> dict[str, Tensor | None]:
 
 
 def all_cases(rank: int) -> tuple[dict[str, str], dict[str, dict[str, Tensor | None]]]:
-    """What is said to each case, and the gradients of those that run."""
-    said = {
-        name: said_to(
-            schedule, {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}, options
-        )
-        for name, (schedule, wrap, options, _) in REFUSED.items()
-    }
+    """Return the refusal of each wrong case, and the gradients of the others."""
+    said = {}
+    for name, (schedule, wrap, options, _) in REFUSED.items():
+        stages = {stage: wrap(rank, block()) for stage in stages_of(rank, schedule)}
+        said[name] = said_to(schedule, stages, options)
     twice = dict.fromkeys(stages_of(rank, V), sharded(rank, block()))
     said["a sharded module in two stages"] = said_to(V, twice, {})
     found = {name: gradients_of(rank, name) for name in RIGHT}

@@ -32,9 +32,10 @@ LIMIT_S = 60.0
 
 def prompts_of(n: int, lengths: Sequence[int] = (3, 4, 5, 9)) -> list[list[int]]:
     rng = random.Random(0)
-    return [
-        [rng.randrange(CONFIG.vocab_size) for _ in range(rng.choice(lengths))] for _ in range(n)
-    ]
+    prompts = []
+    for _ in range(n):
+        prompts.append([rng.randrange(CONFIG.vocab_size) for _ in range(rng.choice(lengths))])
+    return prompts
 
 
 def sharpened(model: nn.Module) -> nn.Module:

@@ -37,12 +37,13 @@ SCHEDULES = [
 
 
 def uneven(n: int, width: int = WIDTH) -> list[nn.Module]:
-    """Stage s has s % 3 + 1 blocks, each of another size."""
+    """Return stages of s % 3 + 1 blocks, each of another size."""
     torch.manual_seed(0)
-    return [
-        nn.Sequential(*(block(width, 3 * s + 2 * i + 5) for i in range(s % 3 + 1))).double()
-        for s in range(n)
-    ]
+    stages = []
+    for s in range(n):
+        blocks = [block(width, 3 * s + 2 * i + 5) for i in range(s % 3 + 1)]
+        stages.append(nn.Sequential(*blocks).double())
+    return stages
 
 
 def block(width: int, hidden: int) -> nn.Module:
