@@ -57,10 +57,10 @@ class Link:
     """This rank's place in the line, and the one kind of tensor that crosses to a neighbour.
 
     Attributes:
-        shape: of one microbatch's activation, for example (batch, seq, dim); its gradient has the
-            same.
-        dtype: of both.
-        device: where they are received.
+        shape: shape of one microbatch's activation, for example (batch, seq, dim), and of its
+            gradient.
+        dtype: dtype of both.
+        device: device on which they are received.
         group: the ranks of the line, in order. None means all ranks, or a single process if there
             is no process group.
 
@@ -255,8 +255,7 @@ def partition_model(
 def forward_stage(
     stage: nn.Module, x: Tensor, target: Tensor, loss_fn: LossFn, link: Link
 ) -> Tensor:
-    """What the stage makes of ``x``: an activation of ``link.shape``, or on the last rank the
-    microbatch's loss, ().
+    """Return the stage's activation of ``link.shape``; on the last rank the microbatch's loss, ().
 
     Raises:
         ValueError: the activation has another shape or dtype than the link declares, or the loss is
@@ -285,8 +284,8 @@ def backward_stage(x: Tensor, y: Tensor, dy: Tensor) -> Tensor | None:
     """Add to the gradients of the stage's parameters, and return dL/dx; None on the first rank.
 
     Args:
-        x: what the stage received.
-        y: what it made of it, as it came out: a detached y has lost the way back to x and to the
+        x: the stage's input.
+        y: the stage's output with its graph: a detached y has lost the way back to x and to the
             parameters.
         dy: dL/dy, shaped as y.
     """

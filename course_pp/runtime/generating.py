@@ -49,9 +49,9 @@ def generate(
     Give at least as many prompts as there are stages: one alone keeps one rank busy at a time.
 
     Args:
-        stages: as for :class:`Pipeline`. The first is called with token ids (1, seq); the last
-            returns logits (1, seq, vocabulary), alone, first in a tuple, or as ``logits`` of a
-            dict.
+        stages: this rank's modules, as for :class:`Pipeline`. The first stage is called with token
+            ids (1, seq); the last stage returns logits (1, seq, vocabulary), alone, first in a
+            tuple, or as ``logits`` of a dict.
         prompts: token ids, the same on every rank; their lengths may differ.
         choose: a function from logits (1, vocabulary) to a token id (1,), called on the last
             stage's rank; the most likely token unless given.

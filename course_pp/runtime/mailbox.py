@@ -49,7 +49,7 @@ _NEWS_S = 5.0
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a failure began, and what it was: the exception's ``"Type: message"``."""
+    """The origin of a failure: rank, action, and the exception's ``"Type: message"``."""
 
     rank: int
     at: Action | Overlap | str

@@ -27,7 +27,7 @@ class _RankRecord:
     """The record of one rank, in nanoseconds of its own clock.
 
     Attributes:
-        done: what the rank did or waited for, with start and end.
+        done: the rank's actions and waits, with start and end.
         clock: the alignment by which times are shifted to rank 0's clock.
     """
 

@@ -1,4 +1,4 @@
-"""What users hang on their modules, wrappers and hooks, and which of them a pipeline can live with.
+"""Wrappers and hooks of users' modules: which of them a pipeline supports.
 
 Wrappers that gather or reduce by themselves count on one forward and one backward a step. A
 pipeline has several forwards in flight and may put weight gradients off, so gradients would be

@@ -224,7 +224,7 @@ def attach_loss(tensor: Tensor, loss: Tensor, name: str) -> Tensor:
     ``scaler`` scales attached losses too.
 
     Args:
-        tensor: of floating point; the module's output must depend on it.
+        tensor: a floating-point tensor on which the module's output depends.
         loss: a scalar with a gradient.
         name: used once in a microbatch, in one stage.
 

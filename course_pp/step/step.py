@@ -27,7 +27,7 @@ class AnyPipeline(ABC):
     Attributes:
         attached: the sums of the last step's attached losses by name, on every rank; see
             :func:`attach_loss`.
-        ties: for each weight that several stages share, its name by stage.
+        ties: weights that several stages share, each as its name by stage.
     """
 
     attached: dict[str, float]
@@ -77,9 +77,9 @@ class AnyPipeline(ABC):
                 Every stage of this rank gets them untouched: offsets of packed sequences, a
                 ``BlockMask``, any object.
             target_mbs: in place of ``target``, the target of each microbatch.
-            kwargs_chunk_spec: for ``kwargs``, by name: ``"rows"`` cuts the argument's tensors along
-                their first dimension, also in tuples and dicts; ``"same"`` gives the argument to
-                every microbatch untouched.
+            kwargs_chunk_spec: a word for each name in ``kwargs``: ``"rows"`` cuts the argument's
+                tensors along their first dimension, also in tuples and dicts; ``"same"`` gives the
+                argument to every microbatch untouched.
             kwargs: keyword arguments of this rank's stages for the whole batch. Tensors of two
                 dimensions or more, the first of which is the batch, are cut by rows. Numbers,
                 strings and None go to every microbatch. Any other argument needs a word in

@@ -28,7 +28,7 @@ NAMED = re.compile(r"rank \d, stage \d, microbatch \d, action \d[FBIW]\d: ")
 
 
 class Trouble(Exception):
-    """What a user's code raises."""
+    """An exception of a user's code."""
 
 
 @dataclass(frozen=True)

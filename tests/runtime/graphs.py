@@ -16,7 +16,7 @@ ASYNCHRONOUS = ("pipedream",)
 
 @dataclass(frozen=True)
 class Graph:
-    """Which values each stage reads and writes; ``kinds`` says what each value is made of."""
+    """The values that each stage reads and writes; ``kinds`` has each value's containers."""
 
     reads: tuple[tuple[str, ...], ...]
     writes: tuple[tuple[str, ...], ...]

@@ -83,7 +83,7 @@ def _as_pair(one: Action | Overlap, other: Action | Overlap) -> Overlap | None:
 
 
 def can_end(rows: Rows, n_stages: int) -> bool:
-    """Whether ranks that do their rows in order come to the end: the slow and obvious way."""
+    """Return whether ranks that do their rows in order come to the end, the slow way."""
     made: set[Product] = set()
     place = [0] * len(rows)
     moved = True

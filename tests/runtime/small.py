@@ -147,7 +147,7 @@ def in_one_process(config: ModelConfig, data: Batches, loss_fn: Any = mean_loss)
 
 
 def parse(*rows: str, placement: Sequence[Sequence[int]] | None = None) -> Schedule:
-    """Return a schedule from a row a rank, such as ``"0F0 0B0"``; stage r on rank r unless placed."""
+    """Return a schedule from a row a rank, ``"0F0 0B0"``; stage r on rank r unless placed."""
 
     def action(text: str) -> Action | Overlap:
         return Overlap.parse(text) if text.startswith("(") else Action.parse(text)

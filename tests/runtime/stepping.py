@@ -87,7 +87,7 @@ def run_steps(
     loss_fn: Any = F.mse_loss,
     **options: Any,
 ) -> list[list[Done]]:
-    """What each step leaves on each rank; ``options`` are those of the pipeline."""
+    """Return the result of each step on each rank; ``options`` are the pipeline's."""
     with no_process_left():
         return on_ranks(
             schedule.n_ranks,
@@ -109,7 +109,7 @@ def stepped(
     record_memory: bool = False,
     **options: Any,
 ) -> list[Done]:
-    """What each step leaves on ``rank``; its gradients are named ``"stage.parameter"``."""
+    """Return the result of each step on ``rank``, with gradients by ``"stage.parameter"``."""
     stages = make_stages()
     if record_memory:
         options["recorder"] = Recorder(memory=True)
@@ -224,7 +224,7 @@ def _begin(step: Step, stages: Stages) -> None:
 
 
 def _weights(loss_fn: Any, targets: Sequence[Tensor]) -> list[float | Tensor]:
-    """What makes the microbatches' means add up to the mean of the batch."""
+    """Return the factor with which the microbatches' means add up to the batch's."""
     if isinstance(loss_fn, TokenLoss):
         counts = [loss_fn.count(target) for target in targets]
         return [count / sum(counts) for count in counts]

@@ -59,7 +59,7 @@ class Job:
         )
 
     def updated_by(self, stage: int) -> int:
-        """How many microbatches an update of ``stage`` takes."""
+        """Return the number of microbatches that an update of ``stage`` takes."""
         return self.shares[stage] if self.group is None else self.group
 
 
@@ -252,7 +252,7 @@ def test_a_forward_that_is_computed_again_has_the_version_it_had() -> None:
 
 
 def kept(rank: int, jobs: Sequence[Job]) -> list[int]:
-    """For each job the most bytes of versions that a recorder counted besides the newest."""
+    """Return each job's most bytes of versions besides the newest."""
     found = []
     for job in jobs:
         recorder = Recorder(memory=True)
@@ -407,7 +407,7 @@ class Overflows(nn.Sequential):
 
 
 def overflowing(rank: int) -> tuple[str, bool]:
-    """What is said, and whether the weights of this rank are finite."""
+    """Return the refusal, and whether the weights of this rank are finite."""
     module = make_stage(rank) if rank else Overflows(*make_stage(rank))
     pipeline = pipeline_of(PLAIN, {rank: module})
     with pytest.raises(StepFailed) as caught:

@@ -205,7 +205,7 @@ def test_activations_in_flight_are_all_m_or_as_many_as_ranks_to_come(pp):
 
 
 def order_on_rank(rank, pp):
-    """What this rank did, as the schedule prints it."""
+    """Return this rank's actions, as the schedule prints them."""
     done = []
     outputs = []
     forward = by_hand.forward_stage

@@ -206,7 +206,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-    """Of tensors, dicts of them, or None."""
+    """Compare tensors, dicts of tensors, or None."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

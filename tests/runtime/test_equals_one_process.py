@@ -52,7 +52,7 @@ class Case:
 
     @property
     def n_layers(self) -> int:
-        """Of the whole model: two a rank, or one more."""
+        """The layers of the whole model: two a rank, or one more."""
         return 2 * self.pp + (self.layers == "uneven")
 
     @property
@@ -62,7 +62,7 @@ class Case:
 
 
 def accepts(name: str, pp: int, m: int) -> bool:
-    """Whether there is such a schedule, and a batch large enough for it."""
+    """Return whether the schedule exists for these sizes, with a large enough batch."""
     try:
         build(name, pp, m)
     except ValueError:

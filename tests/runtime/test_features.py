@@ -1,4 +1,4 @@
-"""What models need besides layers in a row: each of it gives the gradients of one process."""
+"""Features of models besides layers in a row give the gradients of one process."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -26,7 +26,7 @@ def two_layers() -> nn.Sequential:
 
 
 def received() -> Tensor:
-    """What a stage gets from the one before."""
+    """Return an input as the stage before sends it."""
     return torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
 
 

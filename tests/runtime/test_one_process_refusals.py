@@ -1,4 +1,4 @@
-"""What goes wrong on one rank alone, where there is nobody to tell."""
+"""Failures in one process, without other ranks to tell."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What crosses a stage boundary comes out as it went in."""
+"""A value that crosses a stage boundary comes out as it went in."""
 
 import pickle
 from collections import OrderedDict, namedtuple

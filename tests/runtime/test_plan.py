@@ -48,7 +48,7 @@ def plans_for(schedule: Schedule, pairs: Sequence[tuple[int, int]] = ()) -> tupl
 
 
 def operations(of: RankPlan) -> Iterator[Operation]:
-    """What a rank does with its messages in a step, in order."""
+    """Return a rank's sends and receives in a step, in order."""
     for step in of.steps:
         yield from (("take", message) for message in step.receives)
         yield from (("arrived", message) for message in step.arrived)
@@ -156,7 +156,7 @@ def channel_of(message: Message) -> tuple[int, int]:
 
 
 def most_open(schedule: Schedule) -> list[int]:
-    """For each rank the most messages that it has sent and does not know to be taken."""
+    """Return the most messages that each rank has sent and does not know to be taken."""
     most = []
     for this in plan_messages(schedule):
         sizes = [0]
@@ -278,7 +278,7 @@ class Exchange:
 
 
 def value_of(message: Message, step: int) -> Tensor:
-    """What tells a message from all others; in the last of three steps it has another shape."""
+    """Return a value that only this message has; its shape differs in the last of three steps."""
     values = [message.source, message.target, message.number, step]
     return torch.tensor(values * (1 + message.number % 3 + (step == 2)))
 

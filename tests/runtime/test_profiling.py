@@ -1,4 +1,4 @@
-"""What layers cost on this machine, and the plan that follows from it."""
+"""Costs of layers on this machine, and the plan that follows from them."""
 
 import time
 from collections.abc import Callable

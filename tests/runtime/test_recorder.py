@@ -193,7 +193,7 @@ def test_a_rank_may_clear_alone() -> None:
 
 
 class OwnStage:
-    """What anybody's stage must look like to be recorded."""
+    """A stage with the methods that the recorder needs."""
 
     stage_index = 3
     has_backward = True

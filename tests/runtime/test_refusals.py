@@ -1,4 +1,4 @@
-"""What a pipeline cannot use it refuses, on every rank, and says what would do."""
+"""A pipeline refuses wrong arguments on every rank, with a remedy."""
 
 import re
 import time
@@ -133,7 +133,7 @@ def test_a_loss_that_is_no_scalar_tensor_is_an_error_of_the_last_stage(
 def refused(
     rank: int, arguments: Sequence[tuple[Schedule, Any, Mapping[str, Any]]]
 ) -> tuple[str, float]:
-    """What the constructor says to each rank's own arguments, and for how long it thinks."""
+    """Return the constructor's refusal of each rank's arguments, and its time."""
     schedule, stages, options = arguments[rank]
     started = time.monotonic()
     try:

@@ -18,7 +18,7 @@ CONFIG = model_config(4)
 
 
 class InUse(NamedTuple):
-    """What a process holds: torch's process groups, and open descriptors."""
+    """The resources of a process: torch's process groups, and open descriptors."""
 
     groups: int
     descriptors: int

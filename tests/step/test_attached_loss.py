@@ -490,7 +490,7 @@ def test_parallel_refuses_a_loss_that_begins_after_the_first_step() -> None:
 
 
 def attached_in_turn(rank: int) -> list[dict[str, float]]:
-    """What both engines say after a step that attaches, and after one that does not."""
+    """Return both engines' sums after a step that attaches, and after one that does not."""
     module = Wrong(rank, "").double()
     ours = in_parallel(module)
     plain = Pipeline(build("1f1b", 2, M), module, F.mse_loss)

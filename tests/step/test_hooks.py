@@ -171,7 +171,7 @@ def test_optimizers_that_torch_lets_step_in_each_backward_are_refused_by_name_on
 
 
 def counted(rank: int, engine: str) -> dict[str, int]:
-    """How often hooks are called in a step, by kind."""
+    """Return how often hooks are called in a step, by kind."""
     module = stages()[rank]
     calls = dict.fromkeys(("gradient", "complete gradient", "node"), 0)
     assert isinstance(module, nn.Sequential)
@@ -386,7 +386,7 @@ def test_the_hook_of_a_tied_weight_is_called_where_its_gradient_comes_from_other
 
 
 def replicated(rank: int) -> int:
-    """How often a hook is called on two replicas of a stage, of which one has no microbatch."""
+    """Return the calls of a hook on two replicas of a stage; one has no microbatch."""
     module = stages()[0]
     called = []
     schedule = Schedule("two replicas", ((0, 1),), ((Action(0, "F", 0), Action(0, "B", 0)), ()))

@@ -57,7 +57,7 @@ class Noisy(nn.Linear):
 
 @dataclass(frozen=True)
 class Case:
-    """How ranks train."""
+    """One way to train."""
 
     engine: str
     schedule: str = "1f1b"

@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_is_skipped_under_either_engine() -> None:
 
 
 def infinite_input(rank: int) -> list[bool]:
-    """By engine: whether the losses of ``step`` and ``eval`` are finite, without a scaler."""
+    """Return each engine's losses of ``step`` and ``eval`` without a scaler, if finite."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module = nn.Linear(4, 4)
     x = torch.full((8, 4), math.inf)

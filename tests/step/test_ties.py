@@ -460,7 +460,7 @@ class Predicting(nn.Sequential):
 
 
 def left_out_on_rank(rank: int) -> list[str]:
-    """What either engine says to a tie of the two ends, with a third copy between them."""
+    """Return each engine's refusal of a tie of two ends with a third copy between them."""
     mine = [embedding(), Predicting(*head(embedding())), head(embedding())][rank]
     said = []
     for engine in engines(mine, 3):
