@@ -66,6 +66,7 @@ class Given:
             ValueError: if one of the lists is no list of ``n_microbatches`` entries of its kind, or
                 stands beside an argument of a whole batch.
         """
+        # Every entry is looked at now: a stage would fail on a wrong one in the middle of the step.
         lists = self.lists
         whole = self.whole
         for name, entries in lists.items():
@@ -153,6 +154,7 @@ def rows_to_cut(kwargs: Mapping[str, Any], spec: ChunkSpec | None) -> int:
 def _cut(name: str, value: Any, word: str | None, rows: int, n: int) -> list[Any]:
     if word == "same":
         return [value] * n
+    # No class tells whether its tensors are rows of the batch, so only plain containers are cut.
     tensors = tensors_of(value)
     if word is None:
         if value is None or isinstance(value, bool | int | float | str):

@@ -53,6 +53,7 @@ def is_flattened(parameter: nn.Parameter) -> bool:
 
 def _wrappers() -> Iterator[type]:
     """Yield the refused wrappers. A module that nobody imported cannot have been applied."""
+    # Both of these are part of torch.nn, which is imported already.
     yield nn.DataParallel
     yield nn.parallel.DistributedDataParallel
     if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:

@@ -111,12 +111,15 @@ def divisor_of(
     count = sum(counts)
     if not groups and not isinstance(count, Tensor):
         return float(max(count, 1))
+    # A copy, because the mean over ranks is taken in place, and the caller may keep its counts.
     count = average_over(groups, torch.as_tensor(count, dtype=torch.float64, device=device).clone())
+    # A batch without a counted token has loss 0, not 0 / 0.
     return torch.where(count > 0, count, 1.0)
 
 
 def average_over(groups: Iterable[dist.ProcessGroup], value: Tensor) -> Tensor:
     """Change ``value`` to its mean over the ranks of all ``groups`` and return it; a collective."""
+    # Group after group: together the groups span all data-parallel ranks.
     for group in groups:
         dist.all_reduce(value, group=group)
         value /= dist.get_world_size(group)

@@ -75,6 +75,7 @@ def set_apart(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     place, as autograd's is: an earlier gradient may be a view of a buffer.
     """
     before = [(parameter, parameter.grad) for parameter in parameters]
+    # Autograd accumulates into .grad, so the earlier gradient must be out of the way.
     for parameter, _ in before:
         parameter.grad = None
     try:

@@ -128,6 +128,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     with one entry a microbatch. Outputs do not fit together if their containers differ, or their
     tensors differ in dtype or in more than the first dimension: they stay a list of outputs.
     """
+    # Containers and tensors must be alike in all microbatches before anything is concatenated.
     rows = []
     forms = []
     for output in outputs:
