@@ -203,6 +203,7 @@ def agree(options: PipelineOptions, feeds_tokens_back: bool = False) -> Agreemen
 
 def _checked_modules(options: PipelineOptions, ranks: Ranks, feeds_tokens_back: bool) -> Modules:
     """Return this rank's modules by stage; raise an exception for options that it cannot run."""
+    # The message names Pipeline, the class that the user called.
     check_arguments(PipelineOptions, vars(options), "Pipeline")
     refuse_bad_timeout("Pipeline", options.timeout_s)
     if options.loss_fn is not None:

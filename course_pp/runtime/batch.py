@@ -19,6 +19,7 @@ the cut, 0 if unknown."""
 
 def joined(one: Form, other: Form) -> Form:
     """Return the form of the batch from two ranks; raise ValueError if their batches differ."""
+    # An empty kind, and 0 rows, agree with any other: the rank was given nothing that would tell.
     kind, rows = one
     other_kind, other_rows = other
     if kind and other_kind and kind != other_kind:
@@ -198,6 +199,7 @@ def own_means(
             " it out"
         )
     loss, targets, _ = given
+    # A microbatch without a counted token has loss 0, not 0 / 0.
     counts = [max(float(count), 1.0) for count in given.counts]
     for group in groups:
         first = group[0]

@@ -63,6 +63,7 @@ class Origin:
         return f"rank {self.rank}, {at}: {self.what}"
 
     def encode(self) -> str:
+        # The text comes last, as it may have several lines itself.
         return f"{self.rank}\n{self.at}\n{self.what}"
 
     @staticmethod
@@ -290,6 +291,7 @@ class Mailbox:
             notice, whole = self._changed(style.spec, spec, tensors)
             if weight is not None:
                 notice[-_WEIGHT:] = weight
+            # Messages of one format share their free packets.
             known = (other for other in channel.expected if other.spec.is_same(spec))
             channel.expected[number] = next(known, None) or _Format(spec)
             channel.in_flight[number] = [
@@ -303,6 +305,7 @@ class Mailbox:
         if weight is not None:
             packet.weight.copy_(weight)
         sent = self._isend(packet.buffer, message, 0)
+        # The packet can carry another value once the receiver has this one.
         sent.then = partial(style.free.append, packet)
         channel.in_flight[number] = [sent]
 
@@ -383,6 +386,8 @@ def _weighed(message: Message) -> int | None:
 
 def _write_text(buffer: Tensor, text: str) -> None:
     """Put ``text`` into the trailer between its first byte and the weight, as far as it fits."""
+    # A longer text is cut, maybe within a character, which the reader ignores. The rank where the
+    # failure began raises the whole text.
     room = _TRAILER - 1 - _WEIGHT
     line = text.encode()[:room].ljust(room, b"\0")
     buffer[-room - _WEIGHT : -_WEIGHT] = torch.frombuffer(bytearray(line), dtype=torch.uint8)
