@@ -1,9 +1,9 @@
 """Runs make targets side by side: python .ci/parts.py TARGET... [then TARGET...]
 
-What a part prints goes to runs/log/TARGET.log and is shown when the part ends; the ends of those
-that failed are shown once more. The last line counts tests, wall time and processor time; the exit
-status is 1 if any part failed, or left a process behind. ``then`` waits until what stands before it
-has ended.
+The output of a part goes to runs/log/TARGET.log and is shown when the part ends. At the end, the
+last lines of each part that failed are shown once more. The last line counts tests, wall time and
+processor time. The exit status is 1 if any part failed, or left a process behind. ``then`` waits
+until all targets before it have ended.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,18 +48,21 @@ class Part:
         return f"{self.name}: {outcome} after {self.ended - self.began:.0f} s"
 
     def tests(self) -> dict[str, int]:
-        """How many tests passed, failed, …: what the last lines of pytest's runs say."""
+        """Return how many tests passed, failed and were skipped, by the last lines of pytest."""
         found = {"passed": 0, "failed": 0, "skipped": 0}
-        # of parts within a part
-        for line in self.log.partition(f": the end of {LOGS}")[0].splitlines():
+        # A part may run parts itself, and show the end of a log a second time.
+        text, _, _ = self.log.partition(f": the end of {LOGS}")
+        for line in text.splitlines():
             if re.search(r" in \d+\.\d+s\b", line):
                 for count, outcome in _OUTCOME.findall(line):
-                    found["failed" if outcome.startswith("error") else outcome] += int(count)
+                    if outcome.startswith("error"):
+                        outcome = "failed"
+                    found[outcome] += int(count)
         return found
 
 
 def start(name: str) -> Part:
-    """Start ``make NAME`` in a group of its own, so that it can be ended whole."""
+    """Start ``make NAME`` in a process group of its own, so that all of it can be ended."""
     make = os.environ.get("MAKE", "make")
     with (LOGS / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -73,7 +77,9 @@ def start(name: str) -> Part:
 
 def run(names: list[str], at_once: int) -> list[Part]:
     """Run the targets in this order, at most so many at once; show the output of each as it ends."""
-    waiting, running, done = list(names), [], []
+    waiting = list(names)
+    running: list[Part] = []
+    done: list[Part] = []
     try:
         while waiting or running:
             if waiting[:1] == ["then"] and not running:
@@ -82,7 +88,8 @@ def run(names: list[str], at_once: int) -> list[Part]:
                 running.append(start(waiting.pop(0)))
                 print(f"{running[-1].name} writes to {LOGS / running[-1].name}.log", flush=True)
             time.sleep(0.1)
-            for part in [part for part in running if part.process.poll() is not None]:
+            ended = [part for part in running if part.process.poll() is not None]
+            for part in ended:
                 part.ended = time.monotonic()
                 running.remove(part)
                 done.append(part)
@@ -96,7 +103,10 @@ def run(names: list[str], at_once: int) -> list[Part]:
 
 
 def left_behind() -> list[str]:
-    """What the parts started and did not end; counts the time of what has ended."""
+    """Return the commands of processes that the parts started and did not end.
+
+    Waiting for the others also counts their processor time.
+    """
     limit = time.monotonic() + _ORPHANS_LIMIT_S
     while True:
         try:
@@ -119,10 +129,11 @@ def main() -> int:
         "--at-once", type=int, default=2, help="parts that run side by side (default 2)"
     )
     args = parser.parse_args()
-    if sys.platform.startswith("linux"):  # adopt orphans, to see and to count them
+    if sys.platform.startswith("linux"):
+        # Orphans become our children, so that we can see them and count their time.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # A shell that put us into the background has told us to ignore it, and tests interrupt what
-    # they start.
+    # A shell that starts us in the background has us ignore SIGINT. Tests interrupt their children,
+    # which would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -131,25 +142,21 @@ def main() -> int:
     left = left_behind()
     failed = [part for part in parts if part.failed]
     for part in failed:
-        print(
-            f"===== {part}: the end of {LOGS / part.name}.log",
-            *part.log.splitlines()[-_TAIL:],
-            "",
-            sep="\n",
-        )
+        title = f"===== {part}: the end of {LOGS / part.name}.log"
+        print(title, *part.log.splitlines()[-_TAIL:], "", sep="\n")
     if left:
         print("left behind:", *left, sep="\n    ")
     print(*parts, sep="\n")
-    tests = {
-        outcome: sum(part.tests()[outcome] for part in parts)
-        for outcome in ("passed", "failed", "skipped")
-    }
+    tests: Counter[str] = Counter()
+    for part in parts:
+        tests.update(part.tests())
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.monotonic() - began
+    processor = usage.ru_utime + usage.ru_stime
     print(
         f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped;"
-        f" {len(parts) - len(failed)} of {len(parts)} parts passed in"
-        f" {time.monotonic() - began:.0f} s wall, {usage.ru_utime + usage.ru_stime:.0f} s processor"
-        " time"
+        f" {len(parts) - len(failed)} of {len(parts)} parts passed in {wall:.0f} s wall,"
+        f" {processor:.0f} s processor time"
     )
     return 1 if failed or left else 0
 

@@ -1,4 +1,4 @@
-"""Notebooks as the site shows them: folded hints below each exercise, and an anchor for each."""
+"""Notebooks for the site: each exercise gets an anchor, and folded hints below it."""
 
 import copy
 import re
@@ -11,7 +11,7 @@ _HEADING = re.compile(r"^(### Exercise \d)", re.M)
 
 
 def anchor(exercise: Exercise) -> str:
-    """The name of the place in a chapter where an exercise is set."""
+    """Return the name of an exercise's place in its chapter."""
     return f"exercise-{exercise.notebook}-{exercise.name.replace('_', '-')}"
 
 
@@ -19,7 +19,8 @@ def with_hints(notebook: dict, name: str) -> dict:
     """Return a copy of a notebook: an anchor stands before each exercise, folded hints below it."""
     notebook = copy.deepcopy(notebook)
     known = {exercise.name: exercise for exercise in exercises_of(name[:2])}
-    cells, heading = [], None
+    cells = []
+    heading = None
     for cell in notebook["cells"]:
         cells.append(cell)
         source = "".join(cell["source"])
@@ -39,14 +40,13 @@ def with_hints(notebook: dict, name: str) -> dict:
 
 
 def _hints(exercise: Exercise) -> dict:
-    folded = "\n\n".join(
-        f"<details><summary>Hint {i} of {len(exercise.hints)} for"
-        f" {escape(exercise.name)}</summary>\n\n{hint}\n\n</details>"
-        for i, hint in enumerate(exercise.hints, start=1)
-    )
+    folded = []
+    for i, hint in enumerate(exercise.hints, start=1):
+        title = f"Hint {i} of {len(exercise.hints)} for {escape(exercise.name)}"
+        folded.append(f"<details><summary>{title}</summary>\n\n{hint}\n\n</details>")
     return {
         "cell_type": "markdown",
         "id": f"hints-{exercise.name}"[:60],
         "metadata": {},
-        "source": folded,
+        "source": "\n\n".join(folded),
     }

@@ -13,7 +13,8 @@ from course_pp.show.timelines import LOOKS
 from course_pp.show.wording import listed
 
 SHOWN = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v")
-RANKS, MICROBATCHES = 4, 8
+RANKS = 4
+MICROBATCHES = 8
 _WIDTH, _HEIGHT = 11.69, 8.27  # A4
 _TEXT = 7.3
 WORDS = (
@@ -72,7 +73,7 @@ WORDS = (
 
 
 def draw() -> ChartFigure:
-    """The sheet, A4 across."""
+    """Draw the sheet, A4 across."""
     figure = ChartFigure(_WIDTH, _HEIGHT)
     figure.text(0.03, 0.965, "Pipeline schedules on one page", size=15, va="top", weight="bold")
     note = (
@@ -92,47 +93,46 @@ def draw() -> ChartFigure:
 
 
 def _draw_schedule(figure: ChartFigure, name: str, row: int, column: int) -> str:
-    """One small timeline with its numbers and closed form; returns what it says."""
+    """Draw one small timeline with its numbers and closed form; return the numbers in words."""
     schedule = build(name, RANKS, MICROBATCHES)
     share = Fraction(RANKS, schedule.n_stages)
     timeline = simulate(schedule, Costs(forward=share, input_grad=share, weight_grad=share))
-    left, bottom = 0.03 + 0.48 * column, 0.775 - 0.172 * row
+    left = 0.03 + 0.48 * column
+    bottom = 0.775 - 0.172 * row
     axes = figure.add_axes((left, bottom, 0.455, 0.105))
     axes.add_patch(Rectangle((0, 0), float(timeline.makespan), RANKS, color=IDLE_GREY, lw=0))
     for span in timeline.spans:
-        begin, parts = float(span.start), span.action.parts
+        begin = float(span.start)
+        parts = span.action.parts
+        high = 0.9 / len(parts)
         for i, part in enumerate(parts):
-            look, high = LOOKS[part.kind], 0.9 / len(parts)
+            look = LOOKS[part.kind]
             is_later = part.stage >= RANKS
-            axes.add_patch(
-                Rectangle(
-                    (begin, span.rank + 0.05 + i * high),
-                    float(span.end) - begin,
-                    high,
-                    facecolor=look.colour,
-                    edgecolor="black" if is_later else "white",
-                    lw=0.4,
-                    hatch=look.hatch,
-                    alpha=0.75 if is_later else 1.0,
-                )
+            box = Rectangle(
+                (begin, span.rank + 0.05 + i * high),
+                float(span.end) - begin,
+                high,
+                facecolor=look.colour,
+                edgecolor="black" if is_later else "white",
+                lw=0.4,
+                hatch=look.hatch,
+                alpha=0.75 if is_later else 1.0,
             )
+            axes.add_patch(box)
     axes.set_xlim(0, 37)
     axes.set_ylim(RANKS, 0)
     axes.set_axis_off()
     held = float(max(timeline.peak_activations) * share)
-    says = (
-        f"bubble {float(timeline.bubble_fraction):.1%}, step {float(timeline.makespan):g}, holds"
-        f" {held:g}"
-    )
-    figure.text(
-        left, bottom + 0.125, f"{name}: {says}", size=_TEXT + 1.5, weight="bold", va="center"
-    )
+    bubble = f"bubble {float(timeline.bubble_fraction):.1%}"
+    says = f"{bubble}, step {float(timeline.makespan):g}, holds {held:g}"
+    title = f"{name}: {says}"
+    figure.text(left, bottom + 0.125, title, size=_TEXT + 1.5, weight="bold", va="center")
     form = _closed_form(name)
     figure.text(left, bottom - 0.012, form, size=_TEXT, va="center", color=TEXT_GREY)
     return f"{name} {says}"
 
 
 def _closed_form(name: str) -> str:
-    """The first line of the docstring of the schedule's closed form."""
+    """Return the first line of the docstring of the schedule's closed form."""
     function = {"1f1b": theory.one_f_one_b}.get(name) or getattr(theory, name)
     return (function.__doc__ or "").splitlines()[0]

@@ -14,10 +14,10 @@ class Guess:
     """A number that the learner commits to.
 
     Attributes:
-        name: ``"guess_bubble"``.
-        question: the paragraph that asks for it.
-        shown: the line that the cell prints.
-        told: the first paragraph after it: the common guess, and why it is wrong or right.
+        name: name of the variable: ``"guess_bubble"``.
+        question: paragraph that asks for the number.
+        shown: line that the cell prints.
+        told: first paragraph after the cell: the common guess, and why it is wrong or right.
     """
 
     name: str
@@ -27,8 +27,9 @@ class Guess:
 
 
 def guesses_of(notebook: dict) -> list[Guess]:
-    """The guesses of a notebook in the order in which they are revealed."""
-    cells, found = notebook["cells"], []
+    """Return the guesses of a notebook in the order in which they are revealed."""
+    cells = notebook["cells"]
+    found = []
     questions: dict[str, str] = {}
     prose = ""
     for i, cell in enumerate(cells):
@@ -42,15 +43,21 @@ def guesses_of(notebook: dict) -> list[Guess]:
         lines = "".join("".join(o.get("text", "")) for o in cell.get("outputs", ())).splitlines()
         lines = [line for line in lines if line.endswith("you have not guessed")]
         for name, line in zip(_revealed(source), lines, strict=False):
-            after = next(
-                ("".join(c["source"]) for c in cells[i + 1 :] if c["cell_type"] == "markdown"), ""
-            )
-            told = after.partition("\n\n")[0]
-            told = "" if told.startswith(("#", "**Predict")) else told
-            found.append(
-                Guess(name, questions.get(name, ""), line.partition("; you have")[0], told)
-            )
+            told = _first_paragraph(cells[i + 1 :])
+            # The next section, or the next question, says nothing about this guess.
+            if told.startswith(("#", "**Predict")):
+                told = ""
+            question = questions.get(name, "")
+            shown = line.partition("; you have")[0]
+            found.append(Guess(name, question, shown=shown, told=told))
     return found
+
+
+def _first_paragraph(cells: list[dict]) -> str:
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            return "".join(cell["source"]).partition("\n\n")[0]
+    return ""
 
 
 def _revealed(source: str) -> list[str]:
@@ -58,17 +65,18 @@ def _revealed(source: str) -> list[str]:
         tree = ast.parse(re.sub(r"(?m)^%.*", "", source))
     except SyntaxError:
         return []
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "reveal"
-    ]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: call.lineno)
-    return [name.id for call in calls for name in call.args[1:2] if isinstance(name, ast.Name)]
+    revealed = []
+    for call in calls:
+        is_reveal = getattr(call.func, "id", "") == "reveal" and len(call.args) > 1
+        if is_reveal and isinstance(call.args[1], ast.Name):
+            revealed.append(call.args[1].id)
+    return revealed
 
 
 def page(notebooks: list[Path]) -> str:
-    """All guesses in Markdown, for the instructor."""
+    """Return all guesses in Markdown, for the instructor."""
     lines = [
         "# What each guess is there to expose",
         "",

@@ -1,5 +1,6 @@
-"""Sheets of paper for a route: its exercises for people, solutions and mistakes for teachers: make
-handout ROUTE=a_day
+"""Sheets of paper for a route: exercises for people, and solutions and mistakes for teachers.
+
+    make handout ROUTE=a_day
 
 Each of the two is one file in runs/handouts that needs nothing else. Print it from a browser, on A4
 or Letter.
@@ -22,8 +23,8 @@ from course_pp.exercises.exercise import Exercise, number_of
 from course_pp.exercises.wrong_answers import written, wrong_answers
 
 OUT = NOTEBOOKS.parent / "runs" / "handouts"
-MOST_MISTAKES = 10  # of an exercise: more is not read while somebody waits
-MOST_LINES = 25  # to write on, so that they fit on a page with what is asked
+MOST_MISTAKES = 10  # nobody reads more than that while a learner waits
+MOST_LINES = 25  # lines to write on must fit on a page with the task
 STYLE = """
 @page { margin: 16mm 17mm }
 html { font: 10.5pt/1.4 "DejaVu Sans", Verdana, sans-serif; color: #000; background: #fff }
@@ -67,9 +68,13 @@ def main() -> int:
 
 
 def sheet(asked: Route, kind: str, of_exercise: Callable[[Exercise], str]) -> str:
-    """A page of its own with all exercises of a route."""
-    exercises = [exercise for part in asked.parts for exercise in exercises_in(part)]
-    title = f"Pipeline parallelism: {asked.title}" + ", for the teacher" * (kind == "teacher")
+    """Return a page of its own with all exercises of a route."""
+    exercises: list[Exercise] = []
+    for part in asked.parts:
+        exercises += exercises_in(part)
+    title = f"Pipeline parallelism: {asked.title}"
+    if kind == "teacher":
+        title += ", for the teacher"
     minutes = sum(exercise.minutes for exercise in exercises)
     articles = "\n".join(f"<article>{of_exercise(exercise)}</article>" for exercise in exercises)
     head = f"<h1>{escape(title)}</h1><p>{len(exercises)} exercises, {minutes} minutes.</p>"
@@ -101,27 +106,24 @@ def task_of(exercise: Exercise) -> Task:
                     before["code"] = code(bare(source))
                 continue
             text, _, found = spoken(source).partition("### Exercise ")
-            # Not the section's heading, nor what tells a result of a prediction, nor a diagnosis.
-            text = "\n\n".join(after_a_guess(text)[1]) if measured else text
-            before["text"] = rendered(
-                re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S)
-            )
+            # A comment on a guess would tell its result, and folded text is a diagnosis.
+            if measured:
+                _, others = after_a_guess(text)
+                text = "\n\n".join(others)
+            text = re.sub(r"\A## [^\n]*|<details>.*?</details>", "", text, flags=re.S)
+            before["text"] = rendered(text)
             measured = False
             heading, _, statement = found.partition("\n")
             if heading.startswith(f"{number_of(exercise)} "):
-                return Task(
-                    section.title,
-                    [before[kind] for kind in sorted(before)],
-                    statement,
-                    after["source"],
-                )
+                shown = [before[kind] for kind in sorted(before)]
+                return Task(section.title, shown, statement=statement, stub=after["source"])
             if found:
                 before = {}
     raise ValueError(f"notebook {exercise.notebook} does not have the exercise {exercise.name}")
 
 
 def heading(exercise: Exercise, section: str) -> str:
-    """Which exercise of which notebook, how hard, how long; where it stands."""
+    """Return notebook, number, difficulty, minutes and section of an exercise."""
     name = f"{exercise.notebook}, exercise {number_of(exercise)}: {exercise.title}"
     return (
         f"<h2>{escape(name)} {exercise.stars} {exercise.minutes} minutes</h2>"
@@ -130,7 +132,7 @@ def heading(exercise: Exercise, section: str) -> str:
 
 
 def for_people(exercise: Exercise) -> str:
-    """The exercise with what it needs of its section, and lines to write on."""
+    """Return the exercise with the figure and code that it needs, and lines to write on."""
     task = task_of(exercise)
     stub = re.sub(r"  # noqa[^\n]*|\n    raise NotImplementedError\n.*", "", task.stub, flags=re.S)
     lines = '<div class="line"></div>' * min(2 + len(exercise.source.splitlines()), MOST_LINES)
@@ -140,10 +142,10 @@ def for_people(exercise: Exercise) -> str:
 
 def for_teachers(exercise: Exercise) -> str:
     """Return task, tested solution, common wrong answers with their messages, and hints."""
-    task, rows, told = task_of(exercise), "", set[str]()
-    print(
-        f"{exercise.notebook} {exercise.name}: what its check says of common mistakes", flush=True
-    )
+    task = task_of(exercise)
+    rows = ""
+    told: set[str] = set()
+    print(f"{exercise.notebook} {exercise.name}: running its check on common mistakes", flush=True)
     for wrong in wrong_answers(exercise)[:MOST_MISTAKES]:
         verdict = judge(exercise, wrong)
         if verdict.cause and verdict.cause not in told:

@@ -1,8 +1,9 @@
-"""Build the site from the executed notebooks, the pages in Markdown, and the docstrings: python
-docs/make_site.py
+"""Build the site from the executed notebooks, the pages in Markdown, and the docstrings.
 
-The pages go to runs/site/html. Nothing is executed, and nothing is loaded from elsewhere, neither
-here nor by a reader.
+    python docs/make_site.py
+
+The pages go to runs/site/html. Nothing is executed. Neither this script nor a reader's browser
+loads anything from elsewhere.
 """
 
 import argparse
@@ -21,10 +22,9 @@ from out import folder_for
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "runs" / "site"
 NEEDED = {"sphinx": "sphinx", "myst_nb": "myst-nb", "pydata_sphinx_theme": "pydata-sphinx-theme"}
-# What the site shows lies where it lies in the repository, so a link holds on a host of the code
-# and here.
+# Files lie on the site as they lie in the repository, so that a link holds in both places.
 FOLDERS = ("docs", "notebooks", "images", "source_code")
-# The parts of the site: title, what they hold, and their pages.
+# The parts of the site: title, summary, and pages.
 PARTS = (
     ("Course", "The chapters, with all outputs, figures and hints.", "docs/start notebooks/*"),
     (
@@ -56,7 +56,7 @@ PARTS = (
 
 
 def main() -> int:
-    """Assemble and build. The exit status tells whether it is whole."""
+    """Assemble and build the site. The exit status tells whether it is whole."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,37 +64,31 @@ def main() -> int:
         "--out", type=Path, default=SITE, help="folder for the sources put together and the pages"
     )
     out = parser.parse_args().out.resolve()
-    if lacking := [
-        package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None
-    ]:
-        print(
-            f"the site needs {', '.join(lacking)}: make setup, or pip install -c constraints.txt"
-            " '.[site]'"
-        )
+    lacking = []
+    for module, package in NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            lacking.append(package)
+    if lacking:
+        remedy = "make setup, or pip install -c constraints.txt '.[site]'"
+        print(f"the site needs {', '.join(lacking)}: {remedy}")
         return 1
     folder_for(out)
     begun = time.monotonic()
     source = assemble(out / "source")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", str(ROOT / "docs")]
     done = subprocess.run(
         [*command, "-d", str(out / "doctrees"), str(source), str(out / "html")],
-        env=environment,
-        check=False,
+        env={**os.environ, "PYTHONPATH": path},
     )
     if done.returncode:
         print("the site is not whole: mend what is said above")
         return done.returncode
     name_switches(out / "html")
     (out / "html" / ".nojekyll").touch()
-    print(
-        f"{out / 'html' / 'index.html'}: {len(list((out / 'html').rglob('*.html')))} pages, ",
-        end="",
-    )
-    print(f"{time.monotonic() - begun:.0f} s")
+    n_pages = len(list((out / "html").rglob("*.html")))
+    seconds = time.monotonic() - begun
+    print(f"{out / 'html' / 'index.html'}: {n_pages} pages, {seconds:.0f} s")
     return 0
 
 
@@ -111,7 +105,7 @@ def name_switches(folder: Path) -> None:
 def assemble(source: Path) -> Path:
     """Put the sources of all pages into a folder, those made from the package among them."""
     sys.path.insert(0, str(ROOT / "docs"))
-    # What is on the boards of whoever builds is not for readers.
+    # The progress of the person who builds the site is not for readers.
     os.environ["COURSE_PP_PROGRESS"] = str(source / "nobody" / "progress.json")
     import pages
     from chapters import with_hints
@@ -124,14 +118,11 @@ def assemble(source: Path) -> Path:
         )
     shutil.copytree(ROOT / "docs" / "_static", source / "_static")
     for page in ROOT.glob("*.md"):
-        text = page.read_text(encoding="utf-8")
-        (source / ("index.md" if page.name == "README.md" else page.name)).write_text(
-            text, encoding="utf-8"
-        )
+        name = "index.md" if page.name == "README.md" else page.name
+        shutil.copyfile(page, source / name)
     for page in source.rglob("*.md"):
-        text = re.sub(
-            r"\]\(((?:\.\./)*)README\.md\b", r"](\1index.md", page.read_text(encoding="utf-8")
-        )
+        text = page.read_text(encoding="utf-8")
+        text = re.sub(r"\]\(((?:\.\./)*)README\.md\b", r"](\1index.md", text)
         page.write_text(text, encoding="utf-8")
     for extra in (
         "LICENSE",
@@ -151,17 +142,16 @@ def assemble(source: Path) -> Path:
 
 
 def _add_contents(source: Path) -> None:
-    """A page for each part that lists its pages, and the parts at the end of the first page."""
+    """Write a page for each part that lists its pages, and list the parts on the first page."""
     parts = []
     for title, sentence, patterns in PARTS:
         found = []
         for pattern in patterns.split():
-            pages = (
-                path
-                for path in source.glob(f"{pattern}.*")
-                if path.suffix in (".md", ".ipynb", ".rst")
-            )
-            found += sorted(f"/{path.relative_to(source).with_suffix('')}" for path in pages)
+            pages = []
+            for path in source.glob(f"{pattern}.*"):
+                if path.suffix in (".md", ".ipynb", ".rst"):
+                    pages.append(f"/{path.relative_to(source).with_suffix('')}")
+            found += sorted(pages)
         if found:
             parts.append(f"/parts/{title.lower().replace(' ', '_')}")
             page = source / f"{parts[-1][1:]}.md"

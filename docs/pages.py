@@ -46,9 +46,10 @@ def write(folder: Path, notebooks: list[Path]) -> None:
 
 
 def exercise_page(notebooks: list[Path]) -> str:
-    """A table of all exercises: where, how hard, how long, how many hints."""
+    """Return a table of all exercises: place, difficulty, minutes, number of hints."""
     paths = {path.stem[:2]: path for path in notebooks}
-    rows, minutes = [], 0
+    rows = []
+    minutes = 0
     for exercise in exercises():
         if (path := paths.get(exercise.notebook)) is None:
             continue
@@ -78,7 +79,7 @@ def exercise_page(notebooks: list[Path]) -> str:
 
 
 def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
-    """All figures of the chapters, small, each a link to its place."""
+    """Return all figures of the chapters, small, each a link to its place."""
     thumbnails.mkdir()
     parts = [
         "# Figures",
@@ -114,14 +115,16 @@ def figure_page(notebooks: list[Path], thumbnails: Path) -> str:
 
 
 def _pictures(notebook: dict) -> list[str]:
-    datas = (
-        output.get("data", {}) for cell in notebook["cells"] for output in cell.get("outputs", ())
-    )
-    return ["".join(data["image/png"]) for data in datas if "image/png" in data]
+    pictures = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            if picture := output.get("data", {}).get("image/png"):
+                pictures.append("".join(picture))
+    return pictures
 
 
 def schedule_page() -> str:
-    """Every schedule as a timeline that moves, and the file from which torch loads it."""
+    """Return the page of all schedules as timelines that move."""
     parts = [
         "# Schedules that move",
         "",
@@ -141,50 +144,36 @@ def schedule_page() -> str:
 
 
 def reference_page(notebooks: list[Path]) -> str:
-    """The lists of references of all chapters."""
+    """Return the lists of references of all chapters."""
     parts = ["# References", ""]
     for path in notebooks:
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        found = re.search(
-            r"\*\*References\*\*\n(.*?)(?=\n\*\*|\nPrevious|\n#|\Z)",
-            "\n\n".join(
-                "".join(cell["source"])
-                for cell in notebook["cells"]
-                if cell["cell_type"] == "markdown"
-            ),
-            re.S,
-        )
+        prose = [
+            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+        ]
+        end = r"(?=\n\*\*|\nPrevious|\n#|\Z)"
+        found = re.search(rf"\*\*References\*\*\n(.*?){end}", "\n\n".join(prose), re.S)
         if found:
-            parts += [
-                f"## [{title_of(notebook)}](../notebooks/{path.name})",
-                "",
-                found[1]
-                .strip()
-                .replace("](", "](../notebooks/")
-                .replace("../notebooks/http", "http"),
-                "",
-            ]
+            # A link from one notebook to another starts from this page's folder here.
+            listed = re.sub(r"\]\((?!http)", "](../notebooks/", found[1].strip())
+            parts += [f"## [{title_of(notebook)}](../notebooks/{path.name})", "", listed, ""]
     return "\n".join(parts)
 
 
 @cache
 def public_modules() -> list[ModuleType]:
-    """The packages and modules directly below `course_pp` that list what is public."""
-    names = sorted(
-        info.name
-        for info in pkgutil.iter_modules(course_pp.__path__)
-        if not info.name.startswith("_")
-    )
-    return [
-        module
-        for name in names
-        if (module := importlib.import_module(f"course_pp.{name}"))
-        and getattr(module, "__all__", None)
-    ]
+    """Return the packages and modules directly below `course_pp` that list their public names."""
+    modules = []
+    for name in sorted(info.name for info in pkgutil.iter_modules(course_pp.__path__)):
+        if not name.startswith("_"):
+            module = importlib.import_module(f"course_pp.{name}")
+            if getattr(module, "__all__", None):
+                modules.append(module)
+    return modules
 
 
 def write_api(folder: Path) -> None:
-    """One page a package with every public name, and their list."""
+    """Write one page a package with every public name, and their list."""
     folder.mkdir()
     modules = public_modules()
     listed = "\n".join(f"   {module.__name__}" for module in modules)
@@ -206,7 +195,7 @@ def write_api(folder: Path) -> None:
 
 
 def api_page(module: ModuleType) -> str:
-    """The page of one module in reStructuredText: its docstring, and each of its public names."""
+    """Return a module's page in reStructuredText: its docstring, and each of its public names."""
     name = module.__name__
     lines = [name, "=" * len(name), "", f".. automodule:: {name}", f".. currentmodule:: {name}", ""]
     for public in module.__all__:
@@ -246,12 +235,11 @@ def _owner(value: object, public: str) -> str | None:
 
     That is its own package, or the first one that passes it on.
     """
-    home = (
-        getattr(value, "__module__", "")
-        if inspect.isclass(value) or inspect.isroutine(value)
-        else ""
-    )
-    home = ".".join(home.split(".")[:2])
-    listing = [each.__name__ for each in public_modules() if getattr(each, public, None) is value]
-    listing = [each for each in listing if public in importlib.import_module(each).__all__]
+    home = ""
+    if inspect.isclass(value) or inspect.isroutine(value):
+        home = ".".join(getattr(value, "__module__", "").split(".")[:2])
+    listing = []
+    for module in public_modules():
+        if getattr(module, public, None) is value and public in module.__all__:
+            listing.append(module.__name__)
     return home if home in listing or not listing else listing[0]

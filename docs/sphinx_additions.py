@@ -70,18 +70,18 @@ class AltText(SphinxTransform):
 
 
 def figure_id(notebook: str, number: int) -> str:
-    """The anchor of a figure, numbered from 1 in its notebook."""
+    """Return the anchor of a figure, numbered from 1 in its notebook."""
     return f"figure-{notebook[:2]}-{number}"
 
 
 def alt_texts(notebook: dict) -> list[str]:
-    """The alt text of each output that is shown as a picture, in order."""
-    outputs = (output for cell in notebook["cells"] for output in cell.get("outputs", ()))
-    return [
-        output["metadata"].get("image/png", {}).get("alt", "")
-        for output in outputs
-        if "image/png" in output.get("data", {})
-    ]
+    """Return the alt text of each picture in the outputs, in order."""
+    texts = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                texts.append(output["metadata"].get("image/png", {}).get("alt", ""))
+    return texts
 
 
 def _output_of(node: nodes.Node) -> nodes.container | None:
@@ -92,7 +92,7 @@ def _output_of(node: nodes.Node) -> nodes.container | None:
 
 
 class Terms(SphinxTransform):
-    """Link the first use of each term of the glossary on a page to what it means."""
+    """Link the first use of each term of the glossary on a page to its meaning."""
 
     default_priority = 8  # before references are resolved
 
@@ -106,15 +106,16 @@ class Terms(SphinxTransform):
 
 
 def glossary_terms(path: Path) -> dict[str, str]:
-    """What is written, in lower case → the term of the glossary, plurals included."""
+    """Return {spelling in lower case: term of the glossary}, plurals included."""
     terms = re.findall(r"^(\w.*)\n  \w", path.read_text(encoding="utf-8"), re.M)
     found = {}
     for term in terms:
-        plural = (
-            term[:-1] + "ies"
-            if term.endswith("y")
-            else term + ("es" if term.endswith(("s", "ch")) else "s")
-        )
+        if term.endswith("y"):
+            plural = term[:-1] + "ies"
+        elif term.endswith(("s", "ch")):
+            plural = term + "es"
+        else:
+            plural = term + "s"
         found |= {term.lower(): term, plural.lower(): term}
     return found
 
@@ -137,9 +138,9 @@ def _is_linked_or_heading(node: nodes.Node) -> bool:
 def _link_terms(text: nodes.Text, waiting: dict[str, str]) -> None:
     if not waiting:
         return
-    pattern = re.compile(
-        r"\b(" + "|".join(sorted(map(re.escape, waiting), key=len, reverse=True)) + r")\b", re.I
-    )
+    # The longest first, or "pipeline" would be linked within "pipeline stage".
+    spellings = sorted(map(re.escape, waiting), key=len, reverse=True)
+    pattern = re.compile(rf"\b({'|'.join(spellings)})\b", re.I)
     parts: list[nodes.Node] = []
     rest = str(text)
     while match := pattern.search(rest):
@@ -164,7 +165,7 @@ def _link_terms(text: nodes.Text, waiting: dict[str, str]) -> None:
         text.parent.replace(text, [*parts, nodes.Text(rest)])
 
 
-# What docutils' converter does not know, in words that it knows.
+# Commands that the converter of docutils does not know, in commands that it knows.
 _SPELLINGS = {r"\bmod": r"\;\operatorname{mod}\;", r"\Big(": r"\left(", r"\Big)": r"\right)"}
 
 

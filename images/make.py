@@ -75,14 +75,14 @@ def moving(figure: show.ChartFigure) -> str:
     """
     wide, high = (inches * 72 for inches in figure.get_size_inches())
     x0, y0, x1, y1 = figure.axes[0].get_position().extents
-    left, right, top, bottom = x0 * wide, x1 * wide, (1 - y1) * high, (1 - y0) * high
+    # SVG counts from the top, matplotlib from the bottom.
     place = {
-        "left": left,
-        "right": right,
-        "top": top,
-        "bottom": bottom,
-        "width": right - left,
-        "height": bottom - top,
+        "left": x0 * wide,
+        "right": x1 * wide,
+        "top": (1 - y1) * high,
+        "bottom": (1 - y0) * high,
+        "width": (x1 - x0) * wide,
+        "height": (y1 - y0) * high,
     }
     return figure.svg().rstrip().removesuffix("</svg>").rstrip() + MOVING.format(**place)
 
