@@ -76,7 +76,7 @@ def start(name: str) -> Part:
 
 
 def run(names: list[str], at_once: int) -> list[Part]:
-    """Run the targets in this order, at most so many at once; show the output of each as it ends."""
+    """Run the targets in this order, at most so many at once; show the output of each at its end."""
     waiting = list(names)
     running: list[Part] = []
     done: list[Part] = []

@@ -67,7 +67,7 @@ def slowest(costs: list[float], ends: tuple[int, ...]) -> float:
 
 def ends_of(stages: list[nn.Module]) -> tuple[int, ...]:
     """Return the numbers of the calls with which stages begin."""
-    return tuple(stage._board.first for stage in stages[1:])
+    return tuple(stage._segment.first for stage in stages[1:])
 
 
 def row(name: str, repeats: int, n_stages: int) -> str:

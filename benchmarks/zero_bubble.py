@@ -32,11 +32,11 @@ ROWS = 128
 
 
 def main(repeats: int = 30) -> None:
-    halves = time_halves(stage_of(0), torch.randn(ROWS, WIDTH))
+    halves = time_halves()
     shown = ", ".join(f"{kind} {1e3 * seconds:.1f} ms" for kind, seconds in halves.items())
     split = (halves["I"] + halves["W"]) / halves["B"]
     print(f"torch {torch.__version__}, {N_RANKS} ranks")
-    print(f"a stage alone: {shown}; (I + W) / B {split:.2f}")
+    print(f"a transformer block alone: {shown}; (I + W) / B {split:.2f}")
     print(f"{'m':>3}  {'order':<14}{'ms':>8}{'of 1f1b':>10}{'quartiles':>14}{'predicted':>11}")
     for m in (2, 4, 8):
         orders = orders_of(m)
