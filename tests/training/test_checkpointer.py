@@ -325,7 +325,8 @@ def alone_in(rank: int, root: Path) -> list[str]:
             with pytest.raises(ValueError, match="same calls") as refusal:
                 (run.train_step if rank and "fit" not in call.__code__.co_names else call)()
             said.append(str(refusal.value).partition(":")[0])
-    assert not list(root.iterdir())
+    # Rank 0 alone looks: it may begin the next draft before rank 1 comes here.
+    assert rank or not list(root.iterdir())
 
     saving = Checkpointer(run, root, device_mesh=mesh, save_every=1).after_step
 
