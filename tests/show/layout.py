@@ -1,4 +1,4 @@
-"""What is wrong with how a figure is laid out: words over each other, out of their box, off the sheet, or too small."""
+"""Flaws in the layout of a figure: words that overlap, leave their place, or are too small."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -24,29 +24,29 @@ def flaws(figure: ChartFigure) -> list[str]:
     """One sentence for each flaw; empty for a figure whose words can all be read."""
     figure.draw_without_rendering()
     words = list(_words(figure))
-    boxes = _edges(
-        patch.get_window_extent()
-        for axes in figure.axes
-        for patch in axes.findobj(lambda artist: isinstance(artist, Rectangle | FancyBboxPatch))
-        if patch is not axes.patch and patch.get_visible()
-    )
-    sheet = figure.bbox
+    extents = []
+    for axes in figure.axes:
+        for patch in axes.findobj(lambda artist: isinstance(artist, Rectangle | FancyBboxPatch)):
+            if patch is not axes.patch and patch.get_visible():
+                extents.append(patch.get_window_extent())
+    boxes = _edges(extents)
+
     found = []
     for text, size, extent in words:
         if size < LEAST_POINTS:
             found.append(f"{text!r} has letters of {size} points")
-        if not (
-            sheet.x0 <= extent.x0
-            and extent.x1 <= sheet.x1
-            and sheet.y0 <= extent.y0
-            and extent.y1 <= sheet.y1
-        ):
+        if not _contains(figure.bbox, extent):
             found.append(f"{text!r} leaves the sheet")
         if _leaves_its_box(extent, boxes):
             found.append(f"{text!r} leaves its box")
-    return found + [
-        f"{words[one][0]!r} and {words[other][0]!r} overlap" for one, other in _overlaps(words)
-    ]
+    for one, other in _overlaps(words):
+        found.append(f"{words[one][0]!r} and {words[other][0]!r} overlap")
+    return found
+
+
+def _contains(outer: Bbox, inner: Bbox) -> bool:
+    across = outer.x0 <= inner.x0 and inner.x1 <= outer.x1
+    return across and outer.y0 <= inner.y0 and inner.y1 <= outer.y1
 
 
 def _edges(extents: Iterable[Bbox]) -> Edges:
@@ -87,25 +87,21 @@ def _beyond(axis: Axis) -> Iterator[Text]:
 
 def _words(figure: ChartFigure) -> Iterator[tuple[str, float, Bbox]]:
     """Text, size and extent, in pixels, of all words."""
-    hidden = {
-        label
-        for axes in figure.axes
-        for axis in (axes.xaxis, axes.yaxis)
-        for label in _beyond(axis)
-    }
+    hidden: set[Text] = set()
+    for axes in figure.axes:
+        hidden.update(_beyond(axes.xaxis), _beyond(axes.yaxis))
     for text in figure.findobj(Text):
         if text not in hidden and text.get_visible() and text.get_text().strip():
             extent = Text.get_window_extent(text)
             if extent.width:
                 yield text.get_text(), float(text.get_fontsize()), extent
+
+    pixels = figure.dpi / 72
     for axes in figure.axes:
         for labels in axes.findobj(Labels):
             for text, size, x, y in labels.placed:
                 middle_x, middle_y = axes.transData.transform((x, y))
-                wide = chart.text_width(text, size) * figure.dpi / 72
-                high = 0.8 * size * figure.dpi / 72
-                yield (
-                    text,
-                    size,
-                    Bbox.from_bounds(middle_x - wide / 2, middle_y - high / 2, wide, high),
-                )
+                wide = chart.text_width(text, size) * pixels
+                high = 0.8 * size * pixels
+                corner = (middle_x - wide / 2, middle_y - high / 2)
+                yield text, size, Bbox.from_bounds(*corner, wide, high)

@@ -6,10 +6,10 @@ from course_pp.show.timelines import Labels
 
 def texts(figure: ChartFigure) -> list[str]:
     figure.draw_without_rendering()
-    return [
-        *(text.get_text() for axes in figure.axes for text in axes.texts),
-        *(placed[0] for placed in _placed(figure)),
-    ]
+    found = []
+    for axes in figure.axes:
+        found += [text.get_text() for text in axes.texts]
+    return found + [text for text, *_ in _placed(figure)]
 
 
 def labels(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
@@ -24,18 +24,18 @@ def rank_names(figure: ChartFigure) -> list[tuple[str, float]]:
 
 
 def notes(figure: ChartFigure) -> list[str]:
-    """What the right margin says of each rank."""
-    return [
-        text
-        for text, _, x, _ in sorted(_placed(figure), key=lambda each: each[3])
-        if x > figure.axes[0].get_xlim()[1]
-    ]
+    """The note in the right margin of each rank, from the top down."""
+    _, right = figure.axes[0].get_xlim()
+    from_top = sorted(_placed(figure), key=lambda each: each[3])
+    return [text for text, _, x, _ in from_top if x > right]
 
 
 def _placed(figure: ChartFigure) -> list[tuple[str, float, float, float]]:
-    return [
-        each for axes in figure.axes for artist in axes.findobj(Labels) for each in artist.placed
-    ]
+    found = []
+    for axes in figure.axes:
+        for artist in axes.findobj(Labels):
+            found += artist.placed
+    return found
 
 
 def title(figure: ChartFigure) -> str:

@@ -1,4 +1,4 @@
-"""The widget around the rules: its state, what is kept of it, and what it shows where no browser runs."""
+"""The widget around the rules: its state, what is kept, and its picture without a browser."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -53,23 +53,19 @@ def test_placing_undoing_and_redoing_by_methods() -> None:
 
 def test_an_illegal_action_is_refused_with_its_reason_and_places_nothing() -> None:
     board = show.board(3)
-    with pytest.raises(
-        ValueError, match="0B0 needs the gradient of microbatch 0 from stage 1: place 1B0 first"
-    ):
+    with pytest.raises(ValueError, match="place 1B0 first"):
         board.place("0F0 0B0")
     assert board.moves == []
-    assert board.why_not("1F0").startswith("1F0 needs the activation")
+    assert "activation" in board.why_not("1F0")
     assert board.why_not("0F0") == ""
     board.place("0F1")
-    with pytest.raises(
-        ValueError, match="1f1b does not finish this board: rank 0 has 0F1 where 1f1b has 0F0; undo"
-    ):
+    with pytest.raises(ValueError, match="0F1 where 1f1b has 0F0"):
         board.fill("1f1b")
-    with pytest.raises(ValueError, match="unknown policy 'x': use one of forward first"):
+    with pytest.raises(ValueError, match="policy 'x'"):
         board.fill("x")
-    with pytest.raises(ValueError, match="rank is 2: give a rank from 0 to 1"):
+    with pytest.raises(ValueError, match="rank is 2"):
         board.legal(2)
-    with pytest.raises(ValueError, match="the board is not complete: 1 action placed"):
+    with pytest.raises(ValueError, match="not complete"):
         board.run()
 
 
@@ -101,10 +97,7 @@ def test_another_level_opens_on_the_same_board_where_it_was_left() -> None:
 
 def test_who_cannot_finish_a_board_says_why_and_places_nothing() -> None:
     board = show.board(3)
-    with pytest.raises(
-        ValueError,
-        match="gpipe does not finish this board: with 0F2, rank 0 would hold 3 activations",
-    ):
+    with pytest.raises(ValueError, match=r"with 0F2, .* 3 activations"):
         board.fill("gpipe")
     assert board.moves == []
 

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+from matplotlib.patches import FancyArrowPatch
 
 from course_pp import show
 from course_pp.schedule import Action, Costs, build, names, simulate
@@ -11,25 +12,16 @@ from tests.show.reading import labels, title
 
 def arrows(figure: ChartFigure) -> list[bool]:
     """For each arrow whether it is solid."""
-    return [
-        a.get_linestyle() == "-"
-        for a in figure.axes[0].patches
-        if type(a).__name__ == "FancyArrowPatch"
-    ]
+    found = [each for each in figure.axes[0].patches if isinstance(each, FancyArrowPatch)]
+    return [arrow.get_linestyle() == "-" for arrow in found]
 
 
 def test_the_chain_leads_back_to_the_first_forward() -> None:
     figure = show.dependencies(naive(3), "0B0")
-    assert (
-        title(figure)
-        == "0B0 starts at 7.0, after 5 actions in a row; last for the gradient of microbatch 0 from"
-        " stage 1"
-    )
+    for words in ("0B0 starts at 7.0", "5 actions", "gradient of microbatch 0 from stage 1"):
+        assert words in title(figure)
     assert "The chain: 0F0 → 1F0 → 2F0 → 2B0 → 1B0 → 0B0." in figure.alt_text
-    assert (
-        "It also needs the activation of microbatch 0 from stage 0, which is ready before."
-        in figure.alt_text
-    )
+    assert "also needs the activation of microbatch 0 from stage 0" in figure.alt_text
     assert sorted(text for text, *_ in labels(figure)) == ["B0", "B0", "B0", "F0", "F0", "F0"]
     assert sorted(arrows(figure)) == [False, True, True, True, True]
 
@@ -57,18 +49,15 @@ def test_no_arrow_leaves_the_frame(n_ranks: int, action: str) -> None:
 def test_each_message_takes_the_time_of_its_own_boundary(action: str, cause: str) -> None:
     # Over the slow boundary the message would arrive after the rank was free, and be the cause
     # instead.
-    tl = simulate(
-        build("gpipe", 3, 2), Costs(forward=(1, 3, 1), input_grad=(2, 1, 1), latency=(1, 4))
-    )
+    costs = Costs(forward=(1, 3, 1), input_grad=(2, 1, 1), latency=(1, 4))
+    tl = simulate(build("gpipe", 3, 2), costs)
     assert f" → {cause} → {action}." in show.dependencies(tl, action).alt_text
 
 
 def test_a_busy_rank_is_a_cause_too() -> None:
     figure = show.dependencies(gpipe(2, 3), Action(0, "F", 2))
-    assert (
-        title(figure)
-        == "0F2 starts at 2.0, after 2 actions in a row; last for rank 0, busy with 0F1"
-    )
+    assert "2 actions" in title(figure)
+    assert "rank 0, busy with 0F1" in title(figure)
 
 
 def test_the_first_action_waits_for_nothing() -> None:
@@ -97,5 +86,6 @@ def test_every_action_of_every_schedule_has_a_chain_without_a_hole(name: str) ->
 def test_one_action_of_an_overlapped_pair_stands_for_the_pair() -> None:
     tl = simulate(build("dualpipe_v", 2, 4))
     pair = next(span.action for span in tl.spans if len(span.action.parts) == 2)
-    by_part, by_text = show.dependencies(tl, pair.parts[0]), show.dependencies(tl, str(pair))
+    by_part = show.dependencies(tl, pair.parts[0])
+    by_text = show.dependencies(tl, str(pair))
     assert by_part.alt_text == by_text.alt_text

@@ -23,9 +23,9 @@ def measured(tl: Timeline, seconds: float) -> Timeline:
 
 def test_the_title_says_how_much_longer_and_both_bubbles() -> None:
     figure = show.compare(gpipe(4, 8), replace(gpipe(4, 8, latency=1), measured=True))
-    assert (
-        title(figure) == "Measured is 18.2 % longer than predicted: bubble 38.5 % instead of 27.3 %"
-    )
+    assert title(figure).startswith("Measured")
+    for words in ("18.2 % longer", "38.5 %", "27.3 %"):
+        assert words in title(figure)
     assert {"predicted 33.0", "measured 39.0"} <= set(texts(figure))
 
 
@@ -60,25 +60,21 @@ def test_names_stand_beside_their_rank_and_not_over_it(names: tuple[str, str]) -
     figure = show.compare(gpipe(4, 8), simulate(build("zb_h1", 4, 8)), names=names)
     assert flaws(figure) == []
     axes = figure.axes[0]
-    ranks = [
-        axes.transData.transform((x, y))[0] + chart.text_width(text, size) * figure.dpi / 144
-        for artist in axes.findobj(Labels)
-        for text, size, x, y in artist.placed
-        if text.startswith("rank")
-    ]
-    assert len(ranks) == 4
-    assert max(ranks) < min(
-        text.get_window_extent().x0 for text in axes.texts if text.get_text() in names
-    )
+    ends = []
+    for artist in axes.findobj(Labels):
+        for text, size, x, y in artist.placed:
+            if text.startswith("rank"):
+                middle, _ = axes.transData.transform((x, y))
+                ends.append(middle + chart.text_width(text, size) * figure.dpi / 144)
+    starts = [text.get_window_extent().x0 for text in axes.texts if text.get_text() in names]
+    assert len(ends) == 4
+    assert max(ends) < min(starts)
 
 
 def test_no_end_runs_through_a_label() -> None:
     axes = show.compare(simulate(build("1f1b", 4, 8)), simulate(build("zb_h1", 4, 8))).axes[0]
-    boxes = [
-        artist
-        for artist in axes.findobj(PathPatch)
-        if artist.get_facecolor() == to_rgba(chart.VERMILION)
-    ]
+    vermilion = to_rgba(chart.VERMILION)
+    boxes = [path for path in axes.findobj(PathPatch) if path.get_facecolor() == vermilion]
     ends = [line for line in axes.get_lines() if len(set(line.get_xdata())) == 1]
     assert len(ends) == 2
     assert max(line.get_zorder() for line in ends) < min(box.get_zorder() for box in boxes)

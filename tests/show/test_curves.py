@@ -38,9 +38,7 @@ def test_stashed_weights_make_pipedream_larger() -> None:
 
 def test_one_schedule_may_beat_all_others() -> None:
     figure = show.pareto(4, 8, schedules=["gpipe", "zb_v"])
-    assert (
-        title(figure) == "4 ranks, 8 microbatches: zb_v has the least bubble and the least memory"
-    )
+    assert "zb_v has the least bubble and the least memory" in title(figure)
 
 
 def test_schedules_that_do_not_allow_the_sizes_are_named() -> None:
@@ -54,10 +52,9 @@ RAN = replace(simulate(build("1f1b", 2, 4)), measured=True)
 
 
 def lines(figure: ChartFigure) -> list[dict[float, float]]:
-    """What is drawn in the axes' own units, the line of linear speed-up first."""
-    drawn = [
-        line for line in figure.axes[0].lines if line.get_transform() == figure.axes[0].transData
-    ]
+    """The curves in the axes' own units, the line of linear speed-up first."""
+    axes = figure.axes[0]
+    drawn = [line for line in axes.lines if line.get_transform() == axes.transData]
     return [dict(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in drawn]
 
 
@@ -80,11 +77,8 @@ def test_messages_cost_the_same_however_finely_the_model_is_cut() -> None:
 @pytest.mark.slow
 def test_the_title_says_where_near_linear_ends() -> None:
     figure = show.speed_up(n_microbatches=16, n_chunks=4)
-    assert (
-        title(figure)
-        == "16 microbatches: near linear up to 16 (interleaved_1f1b), 4 (gpipe and 1f1b), 1 (naive)"
-        " ranks"
-    )
+    for ranks in ("16 (interleaved_1f1b)", "4 (gpipe and 1f1b)", "1 (naive)"):
+        assert ranks in title(figure)
     assert "gpipe 1 on 1, 1.88 on 2, 3.37 on 4" in figure.alt_text
     assert title(show.speed_up("1f1b", title="own")) == "own"
 

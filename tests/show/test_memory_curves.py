@@ -9,29 +9,22 @@ from tests.show.reading import notes, title
 
 def areas(figure: ChartFigure) -> list[set[tuple[float, float]]]:
     """The corners of each coloured area."""
-    collections = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)][
-        1:
-    ]
-    return [
-        {(x, round(y, 6)) for x, y in path.vertices}
-        for each in collections
-        for path in each.get_paths()
-    ]
+    _, *coloured = [each for each in figure.axes[0].collections if isinstance(each, PolyCollection)]
+    found = []
+    for each in coloured:
+        for path in each.get_paths():
+            found.append({(x, round(y, 6)) for x, y in path.vertices})
+    return found
 
 
 def test_the_curve_rises_with_each_forward_and_falls_with_each_backward() -> None:
     (area,) = areas(show.memory(gpipe(1, 2)))
-    low, half, high = 0.43, 0.0, -0.43
-    assert area == {
-        (0, low),
-        (0, half),
-        (1, half),
-        (1, high),
-        (4, high),
-        (4, half),
-        (6, half),
-        (6, low),
-    }
+    low = 0.43
+    half = 0.0
+    high = -0.43
+    forwards = {(0, low), (0, half), (1, half), (1, high)}
+    backwards = {(4, high), (4, half), (6, half), (6, low)}
+    assert area == forwards | backwards
 
 
 def test_one_released_and_the_next_taken_at_once_is_no_step() -> None:
@@ -64,16 +57,15 @@ def test_the_peaks_are_in_the_title_the_margin_and_the_alt_text() -> None:
 def test_values_of_edges_are_memory_too() -> None:
     tl = simulate(build("1f1b", 4, 8).with_edges(Edge("skip", 0, (3,)), Edge("mask", 0, (2, 3))))
     assert tl.peak_values == (0, 0, 2, 2)
-    assert (
-        title(show.memory(tl)) == "Peak activations and values held: 4, 3, 4 and 3 on ranks 0 to 3"
-    )
+    heading = title(show.memory(tl))
+    assert "values" in heading
+    assert heading.endswith("4, 3, 4 and 3 on ranks 0 to 3")
     weighed = show.memory(tl, Costs(activation=4, edge_activation=(8, 1, 2), weights=1))
     assert title(weighed) == "Peak memory: 17, 13, 11 and 15 on ranks 0 to 3"
     assert weighed.axes[0].get_legend().get_texts()[1].get_text() == "activations and values"
-    held = (
-        "held: 4, 3, 2 and 1 on ranks 0 to 3; values of edges held: 0, 0, 2 and 2 on ranks 0 to 3."
-    )
-    assert held in show.timeline(tl).alt_text
+    told = show.timeline(tl).alt_text
+    assert "activations held: 4, 3, 2 and 1" in told
+    assert "values of edges held: 0, 0, 2 and 2" in told
     assert "Values of edges held: predicted 0, 0, 2 and 2" in show.compare(tl, tl).alt_text
 
 

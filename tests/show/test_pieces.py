@@ -25,11 +25,12 @@ NORM = [Piece((0,), (32,), 1)]
 
 
 def boxes(figure: ChartFigure) -> list[tuple[float, ...]]:
-    """Left, top, width and height in inches of each piece, without the grey boxes that lie under them."""
-    patches = [patch for patch in figure.axes[0].patches if isinstance(patch, Rectangle)]
-    return [
-        (*p.get_xy(), p.get_width(), p.get_height()) for p in patches if p.get_linestyle() != ":"
-    ]
+    """Left, top, width and height in inches of each piece, without the grey boxes below them."""
+    found = []
+    for patch in figure.axes[0].patches:
+        if isinstance(patch, Rectangle) and patch.get_linestyle() != ":":
+            found.append((*patch.get_xy(), patch.get_width(), patch.get_height()))
+    return found
 
 
 def test_each_piece_is_drawn_in_its_place_with_the_number_of_its_rank() -> None:
@@ -56,24 +57,21 @@ def test_checkpoints_are_drawn_side_by_side_and_what_one_lacks_is_called_absent(
 
 def test_the_alt_text_names_every_rectangle_and_what_is_missing() -> None:
     figure = show.pieces({"up": ROWS, "down": COLUMNS[1:]})
-    assert (
-        "up (48 × 32): rank 0 wrote [0:24, 0:32] and rank 1 wrote [24:48, 0:32];" in figure.alt_text
-    )
-    assert (
-        "down (32 × 96): rank 13 wrote [0:32, 48:96], 1,536 numbers are in no piece"
-        in figure.alt_text
-    )
+    up, down = figure.alt_text.split(";")
+    assert "up (48 × 32)" in up
+    assert "rank 0 wrote [0:24, 0:32] and rank 1 wrote [24:48, 0:32]" in up
+    assert "down (32 × 96)" in down
+    assert "rank 13 wrote [0:32, 48:96], 1,536 numbers" in down
 
 
 def test_it_shows_itself_with_its_alt_text_under_any_title() -> None:
-    figure = show.pieces(
-        {"a name that is longer than any other": ROWS}, title="Who wrote what " * 8
-    )
+    heading = "Who wrote what " * 8
+    figure = show.pieces({"a name that is longer than any other": ROWS}, title=heading)
     data, metadata = figure._repr_mimebundle_()
     assert metadata["image/png"]["alt"] == figure.alt_text
     width, _ = Image.open(io.BytesIO(data["image/png"])).size
     assert width == pytest.approx(2 * metadata["image/png"]["width"], abs=1)
-    assert title(figure) == ("Who wrote what " * 8).strip()
+    assert title(figure) == heading.strip()
 
 
 def test_many_ranks_differ_in_number_and_in_colour_or_hatch() -> None:

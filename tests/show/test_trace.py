@@ -1,5 +1,4 @@
 import json
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ def events(tl: Timeline, *phases: str) -> list[dict[str, Any]]:
 
 
 def test_every_rank_is_a_thread_in_order() -> None:
-    named = [
-        event["args"].get("name")
-        for event in events(gpipe(3, 2), "M")
-        if event["name"] == "thread_name"
-    ]
+    named = []
+    for event in events(gpipe(3, 2), "M"):
+        if event["name"] == "thread_name":
+            named.append(event["args"]["name"])
     assert named == ["rank 0", "rank 1", "rank 2"]
 
 
@@ -27,19 +25,18 @@ def test_slices_fill_every_thread_from_the_start_to_the_makespan(name: str) -> N
     tl = simulate(build(name, 4, 8), Costs(latency=0.25))
     slices = sorted(events(tl, "X"), key=lambda event: (event["tid"], event["ts"]))
     assert sum(event["cat"] != "idle" for event in slices) == len(tl.spans)
-    for _, of_thread in groupby(
-        (event for event in slices if event["dur"]), key=lambda event: event["tid"]
-    ):
-        clock = 0
-        for event in of_thread:
-            assert event["ts"] == clock
-            clock += event["dur"]
-        assert clock == 1000 * tl.makespan
+    clocks = dict.fromkeys(range(1, 5), 0)
+    for event in slices:
+        if event["dur"]:
+            assert event["ts"] == clocks[event["tid"]]
+            clocks[event["tid"]] += event["dur"]
+    assert set(clocks.values()) == {1000 * tl.makespan}
 
 
 def test_a_gap_carries_its_cause() -> None:
-    causes = [event["args"]["cause"] for event in events(naive(2), "X") if event["name"] == "idle"]
-    assert "rank 0 waits from 1.0 to 4.0 for the gradient of microbatch 0 from stage 1" in causes
+    idle = [event for event in events(naive(2), "X") if event["name"] == "idle"]
+    causes = [event["args"]["cause"] for event in idle]
+    assert any("gradient of microbatch 0 from stage 1" in cause for cause in causes)
 
 
 def test_there_is_an_arrow_for_each_message_between_ranks() -> None:
@@ -59,10 +56,8 @@ def test_the_counter_of_a_rank_reaches_its_peak_and_returns_to_zero() -> None:
 
 
 def test_a_second_stays_a_second() -> None:
-    assert (
-        max(event["ts"] + event["dur"] for event in events(naive(2, 0.25, 0.5, "s"), "X"))
-        == 1_500_000
-    )
+    slices = events(naive(2, 0.25, 0.5, "s"), "X")
+    assert max(event["ts"] + event["dur"] for event in slices) == 1_500_000
 
 
 def test_an_empty_timeline_is_a_trace_of_idle_ranks() -> None:
