@@ -89,19 +89,22 @@ def refuse_unless(holds: bool, function: str, argument: str, value: object, reme
 
 
 def refuse_below(least: int, function: str, **sizes: int | None) -> None:
-    """Raise WrongArgument for the first of ``sizes`` that is smaller; one that is None was left out."""
+    """Raise WrongArgument for the first of ``sizes`` that is too small; None was left out."""
     for name, size in sizes.items():
         refuse_unless(size is None or size >= least, function, name, size, f"give at least {least}")
 
 
 def refuse_bad_timeout(function: str, timeout_s: float, argument: str = "timeout_s") -> None:
-    """Raise WrongArgument unless ``timeout_s`` is seconds above 0, and so few that no clock overflows."""
+    """Raise WrongArgument unless ``timeout_s`` is above 0 and so small that no clock overflows."""
     remedy = f"give seconds above 0, at most {_MOST_TIMEOUT_S:,} (a year)"
     refuse_unless(0 < timeout_s <= _MOST_TIMEOUT_S, function, argument, timeout_s, remedy)
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return whether ``value`` is what an annotation promises, as far as can be told without consuming an iterator."""
+    """Return whether ``value`` keeps the promise of an annotation.
+
+    An iterator is not consumed for that.
+    """
     return _test_of(hint)(value)
 
 
@@ -151,7 +154,7 @@ def _test_of(hint: Any) -> Callable[[Any], bool]:
 
 
 def spelled(hint: Any, many: bool = False) -> str:
-    """Return an annotation in words: ``an integer``, ``a Costs``, ``a sequence of numbers``; a plural if ``many``."""
+    """Return an annotation in words, such as ``a sequence of numbers``; a plural if ``many``."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         words = dict.fromkeys(word for each in inner for word in spelled(each, many).split(" or "))
@@ -174,7 +177,7 @@ _WORDS = {int: "integer", float: "number", Fraction: "number", str: "text", Call
 
 
 def described(value: object) -> str:
-    """Return a short value as it prints, with its class; of anything else, which may be large, the class alone."""
+    """Return a short value as it prints, with its class; the class alone of a value that may be large."""
     kind = _with_article(type(value).__name__)
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -184,7 +187,7 @@ def described(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a short value as it prints; of anything else, which may be large or not print at all, the class."""
+    """Return a short value as it prints; the class of a value that may be large or not print at all."""
     return _printed(value) or described(value)
 
 

@@ -1,4 +1,7 @@
-"""Who waits for whom in a ring; used for schedules on paper, for pictures of waits, and for ranks that hang."""
+"""Rings of ranks that wait for one another.
+
+Used for schedules on paper, for pictures of waits, and for ranks that hang.
+"""
 
 from collections.abc import Collection, Mapping
 

@@ -1,4 +1,4 @@
-"""The folder for what is kept of a learner, files that several processes write, and errors that name their file."""
+"""The folder of a learner's progress, files that several processes write, and errors of files."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ _LOCK_LIMIT_S = 2.0
 
 
 def state_folder() -> Path:
-    """Return the folder of ``COURSE_PP_PROGRESS``, or the user's state directory; it may begin with ``~``."""
+    """Return the folder of ``COURSE_PP_PROGRESS``, which may begin with ``~``, or the state directory."""
     if chosen := os.environ.get("COURSE_PP_PROGRESS"):
         return Path(chosen).parent
     if sys.platform == "darwin":
@@ -33,7 +33,10 @@ def naming(file: str | Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[Path]:
-    """Hold the lock of a file and yield its real path. The lock lies beside the file, which is replaced."""
+    """Hold the lock of a file and yield its real path.
+
+    The lock is a file beside it, as the file itself is replaced.
+    """
     given, path = path, Path(os.path.realpath(path))
     if str(given).startswith("~"):
         raise OSError("nobody has that home directory")
@@ -54,7 +57,10 @@ def locked(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by ``text`` so that nobody ever sees half of it; a link stays one, a mode stays as it is."""
+    """Replace the file by ``text`` so that no reader ever sees half of it.
+
+    A link stays a link, and the mode stays as it is.
+    """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # to a device; a directory refuses

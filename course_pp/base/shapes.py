@@ -13,7 +13,10 @@ from course_pp.base.sizes import ModelConfig, compute_layer_assignment
 
 
 def shards_head(config: ModelConfig, tp: int) -> bool:
-    """Return whether the head is cut over the vocabulary; a head that is, or mirrors, a replicated embedding is not."""
+    """Return whether the head is cut over the vocabulary.
+
+    A head that is a replicated embedding, or its copy, is not cut.
+    """
     return not config.tie_embeddings and config.vocab_size % tp == 0
 
 
@@ -50,7 +53,7 @@ class Group:
 
 
 Layer = tuple[Group, ...]
-"""One decoder layer: its group, and that of its experts where expert parallelism shards them over other ranks."""
+"""One decoder layer: its group, and a second group of its experts under expert parallelism."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,10 @@ def gathered_elements(group: Group, dp_shard: int) -> int:
 
 
 def held_elements(group: Group, dp_shard: int, at: int) -> int:
-    """Return the elements of a group that rank ``at`` of ``dp_shard`` holds: the last ones may have few, or none."""
+    """Return the elements of a group that rank ``at`` of ``dp_shard`` holds.
+
+    The last ranks may have few, or none.
+    """
     n_shards, shard, held = dp_shard // group.ep, at // group.ep, 0
     for n, size in _cut(group, n_shards):
         each = -(-n // n_shards)
@@ -162,7 +168,10 @@ def held_elements(group: Group, dp_shard: int, at: int) -> int:
 
 
 def _cut(group: Group, n_shards: int) -> list[tuple[int, int]]:
-    """Return for each shape how many slices FSDP2 shares out, and their size: rows; of experts columns, if it can."""
+    """Return for each shape how many slices FSDP2 shares out, and their size.
+
+    The slices are rows; of experts they are columns, if FSDP2 can cut those.
+    """
     by_columns = [int(group.ep > 1 and shape[1] % n_shards == 0) for shape in group.shapes]
     return [
         (shape[i], prod(shape) // shape[i])
@@ -227,7 +236,10 @@ def _sparse(config: ModelConfig, tp: int, ep: int) -> Layer:
 
 
 def _attention(config: ModelConfig, tp: int) -> tuple[Shape, ...]:
-    """Return the shapes of attention and both norms: column-wise matrices lose rows, row-wise ones columns."""
+    """Return the shapes of attention and both norms.
+
+    Tensor parallelism takes rows from column-wise matrices, and columns from row-wise ones.
+    """
     dim, q_dim, kv_dim = config.dim, config.q_dim, config.kv_heads * config.head_dim
     shapes: tuple[Shape, ...] = (
         (dim,),

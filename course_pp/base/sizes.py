@@ -259,7 +259,10 @@ class ModelConfig:
 
     @property
     def n_layer_parameters(self) -> int:
-        """Parameters of one decoder layer without experts: q and o, k and v, feed-forward, two norms, biases."""
+        """Parameters of one decoder layer without experts.
+
+        These are q and o, k and v, feed-forward, two norms, biases.
+        """
         return self.n_layer_matrices + self.n_layer_vectors
 
     @property
@@ -283,7 +286,10 @@ class ModelConfig:
 
     @property
     def layer_matrices(self) -> tuple[int, ...]:
-        """Parameters of each layer that one token is multiplied with: of its experts, `top_k` and the shared ones."""
+        """Parameters of each layer that one token is multiplied with.
+
+        Of the experts these are `top_k` and the shared ones.
+        """
         experts = (self.top_k + self.n_shared_experts) * self.n_expert_parameters
         with_experts = self.n_attention_matrices + self.n_experts * self.dim + experts
         return tuple(

@@ -128,7 +128,7 @@ def is_flat(parameter: nn.Parameter) -> bool:
 
 
 def ddp_without_wrapper() -> type | None:
-    """Return the class that torch's ``replicate`` puts on a module, None if nobody has imported it."""
+    """Return the class that torch's ``replicate`` puts on a module, None if it is not imported."""
     module = sys.modules.get("torch.distributed._composable.replicate")
     return None if module is None else module.DDP
 

@@ -41,7 +41,7 @@ _WITH_EXPERTS = ("mixtral", "qwen3_moe")
 _QK_NORM = ("qwen3", "qwen3_moe")
 
 Form = Literal["packed", "mixtral", "qwen3_moe"]
-"""How experts are stored: as transformers holds them in memory, or one matrix an expert as published files do."""
+"""How experts are stored: packed as in transformers, or one matrix an expert as in files."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _PACKED: dict[str, tuple[tuple[str, Literal[0, 1] | None], ...]] = {
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
@@ -192,7 +192,10 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
-    """Return the configuration of the same model in transformers; of the simplest class that has all of it."""
+    """Return the configuration of the same model in transformers.
+
+    It is of the simplest class that has all of it.
+    """
     kind = _kind_of(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
@@ -228,7 +231,7 @@ def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
 
 
 def config_class(kind: str) -> Any:
-    """Return transformers' class for one of the kinds that this decoder computes, by its ``model_type``."""
+    """Return transformers' class for a ``model_type`` that this decoder computes."""
     with imports_of_extra("hf"):
         import transformers
 

@@ -21,7 +21,7 @@ from course_pp.base.sizes import (
 from course_pp.model.transformer import Transformer
 
 Tie = Mapping[int, str]
-"""A parameter's name by stage: weights that are one."""
+"""{stage: name of its parameter} of a weight that several stages share."""
 
 
 @checked
@@ -45,7 +45,7 @@ class PipelineStageModule(Transformer):
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The weights that stages of this model share: embedding and head, if they are tied and lie apart."""
+        """The weights that stages share: embedding and head, if they are tied and lie apart."""
         apart = self.config.tie_embeddings and self.num_stages > 1
         return ({0: "embed.weight", self.num_stages - 1: "head.weight"},) if apart else ()
 
@@ -150,7 +150,10 @@ def partition_by_cost(
 def split_by_cost(
     n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]
 ) -> list[LayerRange]:
-    """Split as :func:`partition_by_cost` does by ``stage_cost(stage, first layer, end)``, a whole number."""
+    """Split as :func:`partition_by_cost` does.
+
+    ``stage_cost(stage, first layer, end)`` is a whole number.
+    """
 
     def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
         cost = stage_cost(stage, start, end)
@@ -208,7 +211,10 @@ def _best_split(
     cost: Callable[[int, int, int], int | None],
     combine: Callable[[int, int], int],
 ) -> tuple[int, list[LayerRange]]:
-    """Least combined cost of a split, and the split; `cost(stage, start, end)` is None where forbidden."""
+    """Return the least combined cost of a split, and the split.
+
+    `cost(stage, start, end)` is None where it is forbidden.
+    """
     # For each start, the least combined cost of the stages from here on.
     rest: dict[int, int] = {n_layers: 0}
     choices: list[dict[int, int]] = []
@@ -233,7 +239,10 @@ def _best_split(
 
 
 def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Costs over a common denominator: sums of floats depend on their order, and ties must be ties."""
+    """Return the costs over a common denominator.
+
+    Sums of floats depend on their order, and ties must be ties.
+    """
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(

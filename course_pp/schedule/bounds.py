@@ -1,4 +1,4 @@
-"""What no schedule can beat: a lower bound on the makespan, so that a schedule can be scored."""
+"""A lower bound on the makespan of all schedules, so that a schedule can be scored."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -131,7 +131,7 @@ class _LeastTimes:
         self.round_trip.reverse()
 
     def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
-        """Bounds from the work and the memory of one rank; none for a rank without a stage."""
+        """Yield bounds from the work and the memory of one rank; none for a rank without a stage."""
         load = self.loads[rank]
         if not load:
             return
@@ -152,7 +152,10 @@ class _LeastTimes:
             yield self._making_room([*load][:count] if together else [stage], load[stage], room)
 
     def _room(self, rank: int, limit: Time) -> Time:
-        """Return what ``limit`` leaves for activations. A copy of a stage that sees no microbatch need not be there."""
+        """Return the memory that ``limit`` leaves for activations.
+
+        A copy of a stage that sees no microbatch need not be there.
+        """
         load = self.loads[rank]
         # At its loss, a microbatch is held by every stage it passes on this rank.
         shared = lcm(*(len(self.placement[stage]) for stage in load))
@@ -171,7 +174,7 @@ class _LeastTimes:
         return max(room, least)
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
-        """Bounds on the time from the rank's first forward on, if at most ``room`` is held."""
+        """Yield bounds on the time from the rank's first forward on, if at most ``room`` is held."""
         held = sum(
             count
             * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
@@ -187,11 +190,14 @@ class _LeastTimes:
             yield (rounds - 1) * stay + last
 
     def _last_to_go(self, stage: int) -> Time:
-        """Return how long after ``I`` all of the activation is still there, at least."""
+        """Return the least time after ``I`` for which all of the activation is still there."""
         return 0 if self.early[stage] else self.finish[stage]
 
     def _making_room(self, stages: Sequence[int], n: int, room: Time) -> Time:
-        """Bound by a rank's first stages, whose last sees ``n`` microbatches: the proof is in ``bound``."""
+        """Return the bound of a rank's first stages, whose last sees ``n`` microbatches.
+
+        The proof is in ``bound``.
+        """
         last = stages[-1]
         smallest = min(self.kept[stage] for stage in stages)
         fits = _how_many(room, smallest) if smallest else len(stages) * n
@@ -199,7 +205,7 @@ class _LeastTimes:
         backward = min(self.inputs[stage] + self._last_to_go(stage) for stage in stages)
 
         def apart(d: int) -> Time:
-            """From the start of one forward to that of another, ``d`` microbatches later."""
+            """Return the time from the start of a forward to that of one ``d`` microbatches later."""
             x = len(stages) * (d + 1) - fits
             # A forward may run with a backward, as a pair.
             work = x * backward + (0 if self.paired else (x - 1) * forward)

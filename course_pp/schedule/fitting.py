@@ -85,7 +85,7 @@ class Fit:
 
     @property
     def total_lost(self) -> float:
-        """How much longer the measured run is than the ideal one."""
+        """The time by which the measured run is longer than the ideal one."""
         return float(self.measured.makespan - self.ideal.makespan)
 
     @checked
@@ -97,7 +97,7 @@ class Fit:
 
     @cached_property
     def findings(self) -> tuple[str, ...]:
-        """What costs at least a hundredth of the makespan, each cause in a sentence, largest first."""
+        """The causes that cost a hundredth of the makespan or more, each in a sentence, largest first."""
         whole = float(self.measured.makespan)
         said = [
             f"{self._what(loss)}: {self._time(loss.time)}, {self._share(loss.time):.1%} of the"
@@ -139,7 +139,7 @@ class Fit:
         return "\n".join([*rows, "", *self.findings])
 
     def _share(self, time: float) -> float:
-        """Return the part of the makespan; what would be written as -0.0% is 0."""
+        """Return the part of the makespan; a value that would be written as -0.0% is 0."""
         share = time / (float(self.measured.makespan) or 1)
         return share if abs(share) >= 0.0005 else 0.0
 
@@ -234,7 +234,7 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
 
 
 class ActionGroup(NamedTuple):
-    """Actions that should take equally long. Of an overlapped pair there are two kinds and stages."""
+    """Actions that should take equally long. An overlapped pair has two kinds and stages."""
 
     rank: int
     kinds: str
@@ -267,7 +267,7 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class MeasuredStep(Precedence):
-    """What had to wait for what in a step that was run, with the measured times of the actions."""
+    """The precedence of the actions of a step that was run, with their measured times."""
 
     spans: tuple[Span, ...]
 
@@ -405,7 +405,10 @@ def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tupl
 
 
 def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
-    """Return for each rank the median gap before actions that waited for no message; of all ranks, if it has few."""
+    """Return for each rank the median gap before actions that waited for no message.
+
+    A rank with few such gaps gets the median of all ranks.
+    """
     gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
     for number, span in enumerate(graph.spans):
         free = graph.free_from(number)
@@ -423,7 +426,10 @@ def _transfers(
     links: Mapping[Link, float],
     longest: Mapping[Link, float],
 ) -> dict[Link, float]:
-    """Return for each link the median over messages that were waited for; without any, what is usual and possible."""
+    """Return for each link the median over messages that were waited for.
+
+    A link without any gets the median of the others, or its longest possible time if that is less.
+    """
     times = defaultdict(list)
     for number, span in enumerate(graph.spans):
         if not graph.received[number]:
@@ -499,18 +505,18 @@ def _latencies(
 
 
 class LossPlace(NamedTuple):
-    """Where time is lost: on a rank; if by a message, on the rank that receives it over ``link``."""
+    """The place where time is lost: a rank, and the ``link`` of a message that the rank receives."""
 
     rank: int
     link: Link | None
 
 
 Shares = Mapping[LossPlace, float]
-"""What is lost at each place."""
+"""The time lost at each place."""
 
 
 class Lengths(NamedTuple):
-    """How long each action takes, from when its rank and inputs allow it, and each message over a link."""
+    """The time of each action, from when its rank and inputs allow it, and of a message on each link."""
 
     actions: Sequence[float]
     links: Mapping[Link, float]
@@ -526,7 +532,7 @@ class Counterfactual(NamedTuple):
 def attribute(
     graph: Precedence, causes: Sequence[str], lengths_with: Callable[[frozenset[str]], Lengths]
 ) -> dict[str, Shares]:
-    """Split what all ``causes`` together add to the makespan among them.
+    """Split the time that all ``causes`` together add to the makespan among them.
 
     A cause may hide behind another: a slow link costs nothing while a slower rank is waited for
     anyway. So each cause is charged the average of what it adds, over all orders in which they can
@@ -575,7 +581,7 @@ def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Sh
 def _added_along(
     graph: Precedence, imagined: Counterfactual, before: Lengths, after: Lengths
 ) -> Shares:
-    """Split what the lengths after have more than those before, along the path that is longest as imagined."""
+    """Split the lengths that ``after`` has beyond ``before``, along the longest imagined path."""
     added: defaultdict[LossPlace, float] = defaultdict(float)
     for number, product in graph.longest_path(
         imagined.times.ends, graph.delays(imagined.lengths.links)

@@ -25,13 +25,13 @@ _MOST_PACED = 200_000  # forwards in a simulation; it takes seconds
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs.
+    """The costs of a layer.
 
     Attributes:
-        time: of its forward and backward for one microbatch, in seconds or any other unit.
-        output_bytes: of its output for one microbatch, which crosses a boundary behind it, and back
-            as a gradient.
-        weight_bytes: of its weights, and so of their gradients.
+        time: time of its forward and backward for one microbatch, in seconds or any other unit.
+        output_bytes: size of its output for one microbatch, which crosses a boundary behind it, and
+            back as a gradient.
+        weight_bytes: size of its weights, and so of their gradients.
     """
 
     time: float
@@ -41,7 +41,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ClusterLevel:
-    """``size`` ranks of a node, or nodes, with ``bandwidth`` bytes in a unit of time between any two."""
+    """``size`` ranks of a node, or nodes; ``bandwidth`` bytes in a unit of time between any two."""
 
     size: int
     bandwidth: float = math.inf
@@ -64,7 +64,7 @@ class Partition:
         slowest: what the planner minimises: the time between two microbatches in the steady state,
             if nobody waits and the exchange of gradients is hidden behind work. No run is faster;
             :meth:`pace` says how much slower one is.
-        work: of each stage, for one microbatch on one rank.
+        work: time of each stage, for one microbatch on one rank.
         messages: for each boundary, the time that an activation is on its way, and a gradient back.
     """
 
@@ -75,11 +75,11 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """How many ranks share each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
+        """The number of ranks of each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
         return tuple(stage.replicas for stage in self.stages)
 
     def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:
-        """Return what `simulate` and an emulated cluster take.
+        """Return the costs for `simulate` and an emulated cluster.
 
         Of a stage's work ``forward`` and ``update`` are the shares of the forward and of the
         optimizer step; the rest is backward, half of it for the weights.
@@ -166,7 +166,7 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
 
     @cache
     def best(depth: int, start: int, end: int, size: int) -> _BestStages:
-        """A^k(start → end, size) of the paper: these layers on ``size`` parts of level ``depth``."""
+        """Return A^k(start → end, size) of the paper: these layers on ``size`` parts of a level."""
         bandwidth = levels[depth - 1].bandwidth
         found = [one_stage(depth, start, end, size)]
         for cut in range(start + 1, end):
@@ -183,7 +183,7 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
         return min(found)
 
     def one_stage(depth: int, start: int, end: int, size: int) -> _BestStages:
-        """T^k(start → end, size): the same as one stage that all parts share."""
+        """Return T^k(start → end, size): the same as one stage that all parts share."""
         exchanged = 2 * (size - 1) * (weights[end] - weights[start]) / levels[depth - 1].bandwidth
         if depth == 1:
             inside = _BestStages(times[end] - times[start], 1, (PlannedStage(start, end, 1),), ())

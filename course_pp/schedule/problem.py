@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     """A run of words.
 
     Attributes:
-        total: of all ranks' ends, which tells equal makespans apart.
+        total: sum of all ranks' ends, which tells equal makespans apart.
         ends: for each letter, when its k-th occurrence ends.
     """
 
@@ -47,12 +47,12 @@ class OrderProblem:
         ranks: for each stage its rank.
         split: whether the backward is in two halves, ``I`` and ``W``; if not, the letter of ``I``
             stands for ``B``.
-        durations: of each letter.
-        waits_for: for each letter the one whose k-th occurrence its k-th needs; -1 for the first
-            stage's ``F``.
-        delays: for each letter how long what it waits for is on its way.
-        caps: for each rank how many activations it may hold.
-        scale: by which times were multiplied, to calculate with integers where costs are fractions.
+        durations: time of each letter.
+        waits_for: for each letter the letter whose k-th occurrence its k-th occurrence needs; -1
+            for the first stage's ``F``.
+        delays: for each letter the time of its input on its way.
+        caps: for each rank the most activations it may hold.
+        scale: the factor of all times, to calculate with integers where costs are fractions.
     """
 
     ranks: tuple[int, ...]
@@ -123,7 +123,10 @@ class OrderProblem:
         return letter % 3 == (WEIGHT if self.split else INPUT)
 
     def fits(self, words: Words) -> bool:
-        """Return whether no rank ever holds more than its cap. It depends on each rank's order alone, not on times."""
+        """Return whether no rank ever holds more than its cap.
+
+        That depends on each rank's order alone, not on times.
+        """
         return all(self.row_fits(rank, word) for rank, word in enumerate(words))
 
     def row_fits(self, rank: int, word: Iterable[int]) -> bool:
@@ -139,7 +142,10 @@ class OrderProblem:
         return True
 
     def run(self, words: Words) -> Pass | None:
-        """Do every letter as early as its rank and its input allow; None if ranks wait for one another in a circle."""
+        """Do every letter as early as its rank and its input allow.
+
+        Return None if ranks wait for one another in a circle.
+        """
         durations, waits_for, delays = self.durations, self.waits_for, self.delays
         ends: list[list[Time]] = [[] for _ in durations]
         clocks: list[Time] = [0] * self.n_ranks
@@ -180,7 +186,10 @@ class OrderProblem:
         return run.makespan
 
     def words_of(self, schedule: Schedule) -> Words:
-        """Return the orders of ``schedule``, with pairs taken apart and, if halves are allowed, backwards too."""
+        """Return the orders of ``schedule``, with pairs taken apart.
+
+        If halves are allowed, backwards are taken apart too.
+        """
         words: Words = []
         for row in schedule.actions:
             word = []

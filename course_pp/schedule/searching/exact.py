@@ -1,4 +1,4 @@
-"""The best order there is, by constraint programming, with the proof or what is missing of it."""
+"""The best order there is, by constraint programming, with the proof or the gap that is left."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -29,7 +29,7 @@ _LONGEST = 2**40
 
 @dataclass(frozen=True)
 class Optimum(Found):
-    """As :class:`Found`, with the bound that was proven, and whether the schedule is proven to be the best."""
+    """A :class:`Found` with the bound that was proven; ``proven`` if no schedule is better."""
 
     proven: bool = False
 
@@ -144,7 +144,7 @@ def _solved(solver: Any, model: Any) -> Any:
 
 
 class _Model:
-    """The question in CP-SAT's terms: for each letter and microbatch the time at which it starts."""
+    """The question in CP-SAT's terms: the start of each letter of each microbatch."""
 
     def __init__(
         self, cp_model: ModuleType, problem: OrderProblem, hint: Words, bound: Time
@@ -210,7 +210,7 @@ class _Model:
         self.model.add_cumulative(held, [1] * len(held), cap)
 
     def words(self, solver: Any) -> Words:
-        """Return the solution's orders. What takes no time comes before what starts with it."""
+        """Return the solution's orders. At equal starts, letters that take no time come first."""
         words: Words = [[] for _ in range(self.problem.n_ranks)]
         durations = self.problem.durations
         timed = [

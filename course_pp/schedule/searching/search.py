@@ -1,4 +1,4 @@
-"""The best order that can be found in some seconds, under a memory cap, and how far from the best it may be."""
+"""The best order found in some seconds, under a memory cap, and its distance from a bound."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ _ROUND = 400  # tries from one fall of the threshold to the next
 
 @dataclass(frozen=True)
 class PlacementQuestion:
-    """Which order of one placement is best? ``costs`` are those given, an activation weighing 1."""
+    """Which order of one placement is best? In ``costs`` an activation weighs 1."""
 
     placement: tuple[tuple[int, ...], ...]
     problem: OrderProblem
@@ -38,7 +38,10 @@ class PlacementQuestion:
     bound: Time
 
     def named(self) -> list[Schedule]:
-        """Return the catalogue's schedules that answer it: same placement, same kinds of backward, within the caps."""
+        """Return the catalogue's schedules that answer it.
+
+        They have the same placement and kinds of backward, and fit in the caps.
+        """
         problem, found = self.problem, []
         for name in names():
             entry = find(name)
@@ -79,7 +82,7 @@ def questions(
             f" action many times, so keep it at {_MOST_ACTIONS:,} or below"
         )
     times = costs.durations(n_ranks * n_chunks)
-    # W may take no time, as that of a frozen stage does
+    # W may take no time, as in a frozen stage.
     for name, kind in (("forward", "F"), ("input_grad", "I")):
         if 0 in times[kind]:
             raise ValueError(
@@ -112,16 +115,15 @@ def questions(
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search: the best order, and its simulation under the costs that were searched
-    for.
+    """The result of a search: the best order, and its simulation under the costs of the search.
 
     Attributes:
-        bound: what no order of this placement and memory can beat: see
+        bound: a time that no order of this placement and memory beats: see
             :func:`course_pp.schedule.bound`.
         stopped: why the search ended: ``bound`` (nothing can be better), ``patience`` (nothing was
             gained for thousands of tries; the same seed then gives the same result everywhere) or
             ``time``.
-        tries: how many orders were simulated.
+        tries: the number of orders simulated.
     """
 
     schedule: Schedule
@@ -132,7 +134,7 @@ class Found:
 
     @property
     def gap(self) -> Time:
-        """How far the makespan is above the bound, as a share of it: 0 if the schedule is proven to be the best."""
+        """The share of the bound by which the makespan is above it: 0 if no schedule is better."""
         gap = divide(self.timeline.makespan - self.bound, self.bound)
         return 0 if isinstance(gap, float) and gap < 1e-12 else gap
 
@@ -190,7 +192,10 @@ AnyFound = TypeVar("AnyFound", bound=Found)
 
 
 def best_of(found: Sequence[AnyFound]) -> AnyFound:
-    """Return the best of several placements' results; it stopped at the ``bound`` if none can hold anything better."""
+    """Return the best of several placements' results.
+
+    It stopped at the ``bound`` if no placement can hold anything better.
+    """
     best = min(found, key=lambda each: each.timeline.makespan)
     unsettled = {
         each.stopped
@@ -263,7 +268,7 @@ def _starts(
 
 
 def _ranked(problem: OrderProblem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
-    """Return the makespan, sum of the ranks' ends and words, best first; of equals the first alone."""
+    """Return makespan, sum of the ranks' ends and words, best first; one of several equals."""
     ranked: dict[tuple[Time, Time], Words] = {}
     for words in tried:
         if (run := problem.run(words)) is not None:
@@ -283,8 +288,8 @@ class Improver:
 
     Attributes:
         score: of the best words, the makespan and the sum of the ranks' ends.
-        tries: how many words were simulated.
-        last_gain: after how many tries the makespan last fell.
+        tries: the number of words simulated.
+        last_gain: the number of tries after which the makespan last fell.
     """
 
     def __init__(self, problem: OrderProblem, words: Words, seed: int) -> None:
@@ -346,7 +351,10 @@ class Improver:
                     return
 
     def _moved(self, rank: int, word: list[int], taken: int, put: int) -> list[int]:
-        """Return the word with a letter elsewhere. Where the rank is then too full, what makes room comes first."""
+        """Return the word with a letter elsewhere.
+
+        Where the rank is then too full, a letter that makes room comes first.
+        """
         problem, cap = self.problem, self.problem.caps[rank]
         word = word.copy()
         word.insert(put, word.pop(taken))
@@ -403,7 +411,10 @@ class Improver:
         return rank, taken, put
 
     def _blocks(self, words: Words, run: Pass) -> list[tuple[int, int, int]]:
-        """Return the longest path, from its end back: each rank it is on, with the first and last place there."""
+        """Return the longest path, from its end back.
+
+        Each block of it is a rank with the first and last place there.
+        """
         problem, ends = self.problem, run.ends
         waits_for, delays, durations = problem.waits_for, problem.delays, problem.durations
         counts: list[list[int]] = []
