@@ -177,7 +177,7 @@ _WORDS = {int: "integer", float: "number", Fraction: "number", str: "text", Call
 
 
 def described(value: object) -> str:
-    """Return a short value as it prints, with its class; the class alone of a value that may be large."""
+    """Return a short value as it prints, with its class; of another value the class alone."""
     kind = _with_article(type(value).__name__)
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -187,7 +187,7 @@ def described(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a short value as it prints; the class of a value that may be large or not print at all."""
+    """Return a short value as it prints; the class of one that may be large or fail to print."""
     return _printed(value) or described(value)
 
 

@@ -14,7 +14,10 @@ _LOCK_LIMIT_S = 2.0
 
 
 def state_folder() -> Path:
-    """Return the folder of ``COURSE_PP_PROGRESS``, which may begin with ``~``, or the state directory."""
+    """Return the folder of ``COURSE_PP_PROGRESS``, or the user's state directory.
+
+    The variable may begin with ``~``.
+    """
     if chosen := os.environ.get("COURSE_PP_PROGRESS"):
         return Path(chosen).parent
     if sys.platform == "darwin":

@@ -136,11 +136,14 @@ class Ranks:
         return [pickle.loads(part) for part in parts]  # which stops where the pickle does
 
     def largest(self, number: int) -> int:
-        """Return the largest ``number`` that a rank passes, on every rank: one all-reduce of 24 bytes."""
+        """Return on every rank the largest ``number`` that any passes: one small all-reduce."""
         return number if self.size == 1 else self._meet(number)
 
     def refuse(self, problem: str | Exception | None) -> None:
-        """Raise on every rank if any has a problem, that of the lowest rank: a sentence, or the exception to raise."""
+        """Raise on every rank if any has a problem: the problem of the lowest such rank.
+
+        A problem is a sentence, or the exception to raise.
+        """
         if self.size > 1 and not self.largest(int(problem is not None)):
             return
         for found in self.gather(problem):
@@ -148,13 +151,16 @@ class Ranks:
                 raise found if isinstance(found, Exception) else self.refusal(found)
 
     def require_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raise on every rank unless all ranks pass equal ``facts``, in words that name the first that differs."""
+        """Raise on every rank unless all pass equal ``facts``; name the first fact that differs."""
         problem = difference(self.gather(dict(facts)))
         if problem is not None:
             raise self.refusal(problem)
 
     def collectively(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on every rank and return its result on this one; if it fails on any, raise its words on all."""
+        """Do ``work`` on every rank and return its result on this one.
+
+        If it fails on any rank, every rank raises its words.
+        """
         result: list[T] = []
         failure: Exception | None = None
         try:
@@ -177,7 +183,7 @@ class Ranks:
         return self.gather(self.collectively(work))
 
     def refusing_together(self) -> "RefusingTogether":
-        """Return a block that raises on every rank if it raises on any; see :class:`RefusingTogether`."""
+        """Return a block that raises on every rank if it raises on any: `RefusingTogether`."""
         return RefusingTogether([self])
 
     def _travels(self, error: Exception) -> bool:
@@ -206,11 +212,11 @@ class Ranks:
 
     @property
     def _device(self) -> torch.device:
-        """Where small messages live: the CPU if the group can carry them there, so that no GPU is waited for."""
+        """The device of small messages: the CPU if the group can, so that they wait for no GPU."""
         return torch.device("cpu" if "cpu" in dist.get_backend_config(self.group) else "cuda")
 
     def _meet(self, number: int) -> int:
-        """Return the largest ``number`` if all ranks are in the same call; otherwise refuse on all of them."""
+        """Return the largest ``number`` if all ranks are in the same call; else refuse on all."""
         call, tag = _call()
         most = torch.tensor([number, tag, -tag], device=self._device)
         self._wait(
@@ -245,7 +251,10 @@ class Ranks:
             raise RankMissing(self.rank, self.size, waited_s, self._missing()) from error
 
     def _missing(self) -> tuple[int, ...]:
-        """Return the ranks that do not report within a moment that they waited too; none if nobody can be asked."""
+        """Return the ranks that do not report within a moment that they waited too.
+
+        There are none if the store cannot be asked.
+        """
         try:
             store, ends = self._group.get_group_store(), time.monotonic() + _ROLL_CALL_S
             store.set(f"{_WAITED}{self.rank}", "")
@@ -356,7 +365,10 @@ def refusing_together(device_mesh: DeviceMesh | None) -> RefusingTogether:
 
 
 def difference(facts: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence on the first of each rank's ``facts`` that differs from rank 0's; None if there is none."""
+    """Return a sentence on the first of each rank's ``facts`` that differs from rank 0's.
+
+    None if all are equal.
+    """
     for rank, theirs in enumerate(facts):
         for name, value in facts[0].items():
             if theirs[name] != value:

@@ -219,7 +219,7 @@ class ModelConfig:
         return self.hidden_dim if self.expert_dim is None else self.expert_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether this layer, counted from 0, has experts in place of the feed-forward block."""
+        """Return whether this layer, counted from 0, has experts as its feed-forward block."""
         return (
             self.n_experts > 0
             and layer >= self.n_dense_layers
@@ -299,7 +299,7 @@ class ModelConfig:
 
     @property
     def n_head_parameters(self) -> int:
-        """Parameters of the output end: final norm and head, the head counted even when it is tied."""
+        """Parameters of the output end: final norm and head, which counts even if it is tied."""
         return self.dim + self.vocab_size * self.dim
 
     @property

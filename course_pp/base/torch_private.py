@@ -194,7 +194,7 @@ def is_collective(operation: Any) -> bool:
 def norms_of(
     tensors: Sequence[Tensor], norm_type: float, foreach: bool, device: torch.device
 ) -> Tensor:
-    """Return the norm of each tensor that is not empty, float64 (n,), summed in float32 or wider."""
+    """Return the norm of each non-empty tensor, float64 (n,), summed in float32 or wider."""
     tensors = [tensor for tensor in tensors if tensor.numel()]
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device=device)

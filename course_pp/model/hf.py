@@ -47,7 +47,7 @@ _PACKED: dict[str, tuple[tuple[str, Literal[0, 1] | None], ...]] = {
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
     "down_proj": (("down_proj", None),),
 }
-"""{packed weight of transformers: its matrices in files, each with its half of an expert's rows}."""
+"""{packed weight of transformers: its matrices in files, each with its half of the rows}."""
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 

@@ -131,7 +131,7 @@ class _LeastTimes:
         self.round_trip.reverse()
 
     def of_rank(self, rank: int, limit: Time | None) -> Iterator[Time]:
-        """Yield bounds from the work and the memory of one rank; none for a rank without a stage."""
+        """Yield bounds from the work and the memory of one rank; none if it has no stage."""
         load = self.loads[rank]
         if not load:
             return
@@ -174,7 +174,7 @@ class _LeastTimes:
         return max(room, least)
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
-        """Yield bounds on the time from the rank's first forward on, if at most ``room`` is held."""
+        """Yield bounds on the time from the rank's first forward, if it holds ``room`` at most."""
         held = sum(
             count
             * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
@@ -205,7 +205,7 @@ class _LeastTimes:
         backward = min(self.inputs[stage] + self._last_to_go(stage) for stage in stages)
 
         def apart(d: int) -> Time:
-            """Return the time from the start of a forward to that of one ``d`` microbatches later."""
+            """Return the time between the starts of two forwards ``d`` microbatches apart."""
             x = len(stages) * (d + 1) - fits
             # A forward may run with a backward, as a pair.
             work = x * backward + (0 if self.paired else (x - 1) * forward)

@@ -604,7 +604,7 @@ def _squeeze(
 
 
 def _inputs(rank: int, step: _Step, n_ranks: int) -> Iterator[tuple[int, _Step]]:
-    """Yield the steps that must come first: the inputs, and the same step one microbatch earlier."""
+    """Yield the steps that must come first: inputs, and the same step one microbatch earlier."""
     kind, chunk, i = step
     if i:
         yield rank, (kind, chunk, i - 1)

@@ -23,9 +23,12 @@ from course_pp.schedule.timeline import Timeline
 CAUSES = ("imbalance", "transfer", "launch", "straggler")
 """The causes that a simulation can take away. What they do not explain is called ``rest``."""
 
-_WORTH_SAYING = 0.01  # of the makespan
+# Shares of the makespan: smaller losses get no sentence, and no place in the table.
+_WORTH_SAYING = 0.01
 _WORTH_A_PLACE = 0.001
+# Rows of the table, one a rank.
 _ROWS = 16
+# A median of fewer gaps than this on one rank says little.
 _ENOUGH = 5
 
 
@@ -56,22 +59,21 @@ class Loss:
 
 @dataclass(frozen=True, repr=False)
 class Fit:
-    """What a measured timeline tells about stages, ranks and links, and what each of them cost.
-    Prints as a table.
+    """The costs of stages, ranks and links, as a measured timeline shows them. Prints as a table.
 
     Attributes:
-        predicted: simulated from what was fitted.
+        predicted: the run simulated with the fitted times.
         ideal: the same orders with equal stages, all ranks as fast as the median rank, and neither
             transfers nor launches. Its bubble is that of the schedule itself.
-        costs: of the stages at the speed of the median rank, and of the messages, in the timeline's
-            unit.
-        slowdown: for each rank, how many times as long as the median rank it takes for the work its
-            stages are expected to be. Of an even number of ranks, the lower of the two in the
-            middle is the median.
-        links: for each pair of ranks that exchange messages, how long a message is on its way.
+        costs: costs of the stages at the speed of the median rank, and of the messages, in the
+            timeline's unit.
+        slowdown: for each rank its time for the expected work of its stages, over that of the
+            median rank. With an even number of ranks, the lower of the two in the middle is the
+            median.
+        links: for each pair of ranks that exchange messages, the time of a message on its way.
         launch: for each rank, the time from when its own order and its inputs allow an action until
             that starts.
-        lost: what is lost to each cause, largest first; together exactly ``total_lost``.
+        lost: the loss to each cause, largest first; together exactly ``total_lost``.
     """
 
     measured: Timeline
@@ -97,43 +99,45 @@ class Fit:
 
     @cached_property
     def findings(self) -> tuple[str, ...]:
-        """The causes that cost a hundredth of the makespan or more, each in a sentence, largest first."""
+        """A sentence on each cause that costs a hundredth of the makespan, largest first."""
         whole = float(self.measured.makespan)
-        said = [
-            f"{self._what(loss)}: {self._time(loss.time)}, {self._share(loss.time):.1%} of the"
-            " makespan."
-            for loss in self.lost
-            if loss.time >= _WORTH_SAYING * whole > 0
-        ]
+        said = []
+        for loss in self.lost:
+            if loss.time >= _WORTH_SAYING * whole > 0:
+                share = self._share(loss.time)
+                said.append(
+                    f"{self._what(loss)}: {self._time(loss.time)}, {share:.1%} of the makespan."
+                )
         return tuple(said) or ("No cause costs a hundredth of the makespan.",)
 
     def __repr__(self) -> str:
         tl = self.measured
-        makespans = [self._time(float(each.makespan)) for each in (tl, self.predicted, self.ideal)]
+        measured, predicted, ideal = (
+            self._time(float(each.makespan)) for each in (tl, self.predicted, self.ideal)
+        )
         rows = [
-            (
-                f"{tl.name or 'run'} on {tl.n_ranks} ranks: {tl.how} {makespans[0]}, predicted"
-                f" {makespans[1]}, ideal {makespans[2]}"
-            ),
+            f"{tl.name or 'run'} on {tl.n_ranks} ranks: {tl.how} {measured}, predicted {predicted},"
+            f" ideal {ideal}",
             f"{'lost to':<12}{'time':>10}{'makespan':>10}   most of it on",
         ]
         for loss in self.lost:
             share = self._share(loss.time)
-            where = "" if loss.where is None or share < _WORTH_A_PLACE else name_of(loss.where)
-            rows.append(
-                f"{loss.cause:<12}{self._time(loss.time):>10}{share:>10.1%}   {where}".rstrip()
-            )
+            where = ""
+            if loss.where is not None and share >= _WORTH_A_PLACE:
+                where = name_of(loss.where)
+            row = f"{loss.cause:<12}{self._time(loss.time):>10}{share:>10.1%}   {where}"
+            rows.append(row.rstrip())
         total = self.total_lost
-        rows += [f"{'together':<12}{self._time(total):>10}{self._share(total):>10.1%}", ""]
-        rows.append(
-            f"{'rank':>4}{'slowdown':>10}{'launch':>10}"
-            + "".join(f"{loss.cause:>11}" for loss in self.lost)
-        )
+        rows.append(f"{'together':<12}{self._time(total):>10}{self._share(total):>10.1%}")
+        rows.append("")
+
+        causes = "".join(f"{loss.cause:>11}" for loss in self.lost)
+        rows.append(f"{'rank':>4}{'slowdown':>10}{'launch':>10}{causes}")
         for rank in range(min(tl.n_ranks, _ROWS)):
+            slowdown = self.slowdown[rank]
+            launch = self._time(self.launch[rank])
             parts = "".join(f"{self._time(loss.per_rank[rank]):>11}" for loss in self.lost)
-            rows.append(
-                f"{rank:>4}{self.slowdown[rank]:>10.2f}{self._time(self.launch[rank]):>10}{parts}"
-            )
+            rows.append(f"{rank:>4}{slowdown:>10.2f}{launch:>10}{parts}")
         if tl.n_ranks > _ROWS:
             rows.append(f"   … and {tl.n_ranks - _ROWS} more ranks")
         return "\n".join([*rows, "", *self.findings])
@@ -144,8 +148,10 @@ class Fit:
         return share if abs(share) >= 0.0005 else 0.0
 
     def _time(self, time: float) -> str:
+        """Return a time as text, with a sign before it; a rounding error counts as 0."""
         rounded = 0.0 if abs(time) < 1e-9 * float(self.measured.makespan) else time
-        return f"{'-' if rounded < 0 else ''}{format_time(abs(rounded), self.measured.unit)}"
+        sign = "-" if rounded < 0 else ""
+        return sign + format_time(abs(rounded), self.measured.unit)
 
     def _what(self, loss: Loss) -> str:
         where = loss.where
@@ -273,15 +279,17 @@ class MeasuredStep(Precedence):
 
     @classmethod
     def read_off(cls, tl: Timeline) -> "MeasuredStep":
+        """Return the step that the timeline shows."""
         graph = Precedence.of(schedule_of(tl))
-        return cls(
-            **vars(graph), spans=tuple(tl.by_rank[rank][place] for rank, place in graph.places)
-        )
+        spans = tuple(tl.by_rank[rank][place] for rank, place in graph.places)
+        return cls(**vars(graph), spans=spans)
 
     def made(self, product: int) -> float:
+        """Return when the product was made."""
         return float(self.spans[self.makers[product]].end)
 
     def free_from(self, number: int) -> float:
+        """Return when the rank of an action became free for it."""
         before = self.before[number]
         return 0.0 if before is None else float(self.spans[before].end)
 
@@ -308,19 +316,18 @@ def schedule_of(tl: Timeline) -> Schedule:
 
 
 def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
-    """Tell slow ranks from large stages, as far as ``expected`` and stages that share a rank tell
-    them apart.
+    """Tell slow ranks from large stages.
 
-    The slowdown of a rank is its work over the expected work of its stages, each kind of action in
-    its own unit of time. What remains is due to the stages.
+    ``expected``, and stages that share a rank, tell them apart. The slowdown of a rank is its work
+    over the expected work of its stages, each kind of action in its own unit of time. The rest is
+    due to the stages.
     """
     durations = defaultdict(list)
     groups = []
     for span in graph.spans:
         parts = span.action.parts
-        group = ActionGroup(
-            span.rank, "".join(part.kind for part in parts), tuple(part.stage for part in parts)
-        )
+        kinds = "".join(part.kind for part in parts)
+        group = ActionGroup(span.rank, kinds, tuple(part.stage for part in parts))
         groups.append(group)
         durations[group].append(float(span.duration))
     measured = {group: median(times) for group, times in durations.items()}
@@ -330,9 +337,8 @@ def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
     mean = {}
     for kinds in {group.kinds for group in alone}:
         same = [group for group in alone if group.kinds == kinds]
-        mean[kinds] = sum(many[group] * alone[group] for group in same) / sum(
-            many[group] for group in same
-        )
+        total = sum(many[group] * alone[group] for group in same)
+        mean[kinds] = total / sum(many[group] for group in same)
     at_median_speed = tuple(alone[group] for group in groups)
     balanced = tuple(mean[group.kinds] for group in groups)
     return Durations(slowdown, alone, at_median_speed, balanced)
@@ -345,27 +351,28 @@ def _slowdown(
     expected: Costs,
 ) -> tuple[float, ...]:
     per_kind = expected.durations(graph.schedule.n_stages)
-
-    def units(group: ActionGroup) -> float:
-        return float(
-            sum(
-                per_kind[kind][stage] for kind, stage in zip(group.kinds, group.stages, strict=True)
-            )
-        )
-
+    units = {}
     rates = defaultdict(list)
     for group, time in measured.items():
-        if units(group):
-            rates[group.kinds].append(time / units(group))
-    took, should_take = [0.0] * graph.schedule.n_ranks, [0.0] * graph.schedule.n_ranks
+        parts = zip(group.kinds, group.stages, strict=True)
+        units[group] = float(sum(per_kind[kind][stage] for kind, stage in parts))
+        if units[group]:
+            rates[group.kinds].append(time / units[group])
+    took = [0.0] * graph.schedule.n_ranks
+    should_take = [0.0] * graph.schedule.n_ranks
     for group, time in measured.items():
-        if units(group):
+        if units[group]:
             took[group.rank] += many[group] * time
-            should_take[group.rank] += many[group] * units(group) * median(rates[group.kinds])
-    ratios = [a / b if a and b else None for a, b in zip(took, should_take, strict=True)]
+            should_take[group.rank] += many[group] * units[group] * median(rates[group.kinds])
+
+    # A rank without work, or whose work should take no time, counts as usual.
+    ratios: dict[int, float] = {}
+    for rank, (own, usual_time) in enumerate(zip(took, should_take, strict=True)):
+        if own and usual_time:
+            ratios[rank] = own / usual_time
     # Of two ranks the faster one is the measure.
-    usual = median_low([ratio for ratio in ratios if ratio is not None] or [1.0])
-    return tuple(1.0 if ratio is None else ratio / usual for ratio in ratios)
+    usual = median_low(ratios.values() or [1.0])
+    return tuple(ratios.get(rank, usual) / usual for rank in range(graph.schedule.n_ranks))
 
 
 def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
@@ -505,7 +512,7 @@ def _latencies(
 
 
 class LossPlace(NamedTuple):
-    """The place where time is lost: a rank, and the ``link`` of a message that the rank receives."""
+    """The place where time is lost: a rank, and the ``link`` of a message that it receives."""
 
     rank: int
     link: Link | None
@@ -516,7 +523,7 @@ Shares = Mapping[LossPlace, float]
 
 
 class Lengths(NamedTuple):
-    """The time of each action, from when its rank and inputs allow it, and of a message on each link."""
+    """The time of each action, once its rank and inputs allow it, and of messages by link."""
 
     actions: Sequence[float]
     links: Mapping[Link, float]
@@ -595,11 +602,8 @@ def _added_along(
 
 
 def _subsets(things: Sequence[str]) -> Iterator[frozenset[str]]:
-    return (
-        frozenset(chosen)
-        for size in range(len(things) + 1)
-        for chosen in combinations(things, size)
-    )
+    for size in range(len(things) + 1):
+        yield from map(frozenset, combinations(things, size))
 
 
 def _loss(cause: str, shares: Shares, n_ranks: int) -> Loss:
@@ -640,4 +644,5 @@ def _timeline(
 
 
 def name_of(where: Link | int) -> str:
+    """Return a link or a rank in words."""
     return f"rank {where}" if isinstance(where, int) else f"link {where[0]}–{where[1]}"

@@ -75,7 +75,7 @@ class Partition:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The number of ranks of each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
+        """The ranks of each stage, as ``build("pipedream", …, replicas=…)`` takes them."""
         return tuple(stage.replicas for stage in self.stages)
 
     def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:

@@ -77,36 +77,37 @@ class OrderProblem:
         """Read the times off ``costs``; ``placement`` has one rank for each stage."""
         n = len(placement)
         ranks = tuple(rank for (rank,) in placement)
-        times, transfers = costs.durations(n), costs.transfers(n)
+        times = costs.durations(n)
         kinds = ("F", "I", "W") if split else ("F", "B", "B")
         durations = [times[kind][stage] for stage in range(n) for kind in kinds]
-        waits_for, delays = [-1] * (3 * n), [0] * (3 * n)
+        waits_for = [-1] * (3 * n)
         for stage in range(n):
-            waits_for[3 * stage + FORWARD] = 3 * (stage - 1) + FORWARD if stage else -1
-            waits_for[3 * stage + INPUT] = (
-                3 * (stage + 1) + INPUT if stage + 1 < n else 3 * stage + FORWARD
-            )
-            waits_for[3 * stage + WEIGHT] = 3 * stage + INPUT
-        for stage, transfer in enumerate(transfers):
+            forward, input_grad, weight_grad = range(3 * stage, 3 * stage + 3)
+            if stage > 0:
+                waits_for[forward] = forward - 3
+            waits_for[input_grad] = input_grad + 3 if stage + 1 < n else forward
+            waits_for[weight_grad] = input_grad
+        delays: list[Time] = [0] * (3 * n)
+        for stage, transfer in enumerate(costs.transfers(n)):
             if ranks[stage] != ranks[stage + 1]:
-                delays[3 * (stage + 1) + FORWARD] = delays[3 * stage + INPUT] = transfer  # type: ignore[call-overload]
-        scale, every = 1, (*durations, *delays)
+                delays[3 * (stage + 1) + FORWARD] = transfer
+                delays[3 * stage + INPUT] = transfer
+        scale = 1
+        every = (*durations, *delays)
         if not any(isinstance(t, float) for t in every):
             scale = lcm(*(t.denominator for t in every if isinstance(t, Fraction)))
-            durations, delays = (
-                [int(t * scale) for t in durations],
-                [int(t * scale) for t in delays],
-            )
+            durations = [int(t * scale) for t in durations]
+            delays = [int(t * scale) for t in delays]
         return cls(
-            ranks,
-            1 + max(ranks),
-            n_microbatches,
-            split,
-            tuple(durations),
-            tuple(waits_for),
-            tuple(delays),
-            tuple(caps),
-            scale,
+            ranks=ranks,
+            n_ranks=1 + max(ranks),
+            n_microbatches=n_microbatches,
+            split=split,
+            durations=tuple(durations),
+            waits_for=tuple(waits_for),
+            delays=tuple(delays),
+            caps=tuple(caps),
+            scale=scale,
         )
 
     @property
@@ -114,12 +115,13 @@ class OrderProblem:
         return len(self.ranks) // self.n_ranks
 
     def letters_of(self, rank: int) -> tuple[int, ...]:
+        """Return the letters of a rank's words."""
         kinds = (FORWARD, INPUT, WEIGHT) if self.split else (FORWARD, INPUT)
-        return tuple(
-            3 * stage + kind for stage, r in enumerate(self.ranks) if r == rank for kind in kinds
-        )
+        stages = [stage for stage, each in enumerate(self.ranks) if each == rank]
+        return tuple(3 * stage + kind for stage in stages for kind in kinds)
 
     def releases(self, letter: int) -> bool:
+        """Return whether the letter releases an activation."""
         return letter % 3 == (WEIGHT if self.split else INPUT)
 
     def fits(self, words: Words) -> bool:
@@ -130,7 +132,10 @@ class OrderProblem:
         return all(self.row_fits(rank, word) for rank, word in enumerate(words))
 
     def row_fits(self, rank: int, word: Iterable[int]) -> bool:
-        held, cap, last = 0, self.caps[rank], WEIGHT if self.split else INPUT
+        """Return whether the rank never holds more than its cap."""
+        held = 0
+        cap = self.caps[rank]
+        last = WEIGHT if self.split else INPUT
         for letter in word:
             kind = letter % 3
             if kind == FORWARD:
@@ -181,6 +186,7 @@ class OrderProblem:
         return Pass(max(clocks), sum(clocks), ends)
 
     def makespan(self, words: Words) -> Time:
+        """Return the makespan of words that can run."""
         run = self.run(words)
         assert run is not None
         return run.makespan
@@ -195,31 +201,26 @@ class OrderProblem:
             word = []
             for action in row:
                 for part in action.parts:
-                    if part.kind == "B" and self.split:
-                        word += [3 * part.stage + INPUT, 3 * part.stage + WEIGHT]
-                    else:
-                        word.append(
-                            3 * part.stage
-                            + (INPUT if part.kind == "B" else _KINDS.index(part.kind))
-                        )
+                    first = 3 * part.stage
+                    if part.kind != "B":
+                        word.append(first + _KINDS.index(part.kind))
+                        continue
+                    word.append(first + INPUT)
+                    if self.split:
+                        word.append(first + WEIGHT)
             words.append(word)
         return words
 
     def schedule_of(self, name: str, words: Words) -> Schedule:
-        """Number the microbatches of each stage and kind as they come."""
+        """Return the schedule, numbering microbatches of each stage and kind as they come."""
         counts = [0] * len(self.durations)
+        kinds = "FIW" if self.split else "FB"
         rows = []
         for word in words:
             row = []
             for letter in word:
                 stage, kind = divmod(letter, 3)
-                row.append(
-                    Action(
-                        stage,
-                        _KINDS[kind] if self.split or kind == FORWARD else "B",
-                        counts[letter],
-                    )
-                )
+                row.append(Action(stage, kinds[kind], counts[letter]))
                 counts[letter] += 1
             rows.append(tuple(row))
         return Schedule(name, tuple((rank,) for rank in self.ranks), tuple(rows))

@@ -197,15 +197,17 @@ def best_of(found: Sequence[AnyFound]) -> AnyFound:
     It stopped at the ``bound`` if no placement can hold anything better.
     """
     best = min(found, key=lambda each: each.timeline.makespan)
-    unsettled = {
-        each.stopped
-        for each in found
-        if each.stopped != "bound" and each.bound < best.timeline.makespan
-    }
+    unsettled = set()
+    for each in found:
+        if each.stopped != "bound" and each.bound < best.timeline.makespan:
+            unsettled.add(each.stopped)
+    stopped = "bound"
+    if unsettled:
+        stopped = "time" if "time" in unsettled else "patience"
     return replace(
         best,
         bound=min(each.bound for each in found),
-        stopped="time" if "time" in unsettled else "patience" if unsettled else "bound",
+        stopped=stopped,
         tries=sum(each.tries for each in found),
     )
 
@@ -222,18 +224,20 @@ def answer(question: PlacementQuestion, deadline: float, seed: int) -> Found:
 
     starts = _starts(question, seed, enough, over)
     improvers = [Improver(problem, words, seed + number) for number, words in enumerate(starts)]
-    for improver in improvers if improvers[0].score[0] > enough else ():
-        improver.improve(enough, _SCOUTING, over)
+    if improvers[0].score[0] > enough:
+        for improver in improvers:
+            improver.improve(enough, _SCOUTING, over)
     # With two stages a rank there are many more orders, and a start that looks worse often leads
     # further.
     improvers.sort(key=lambda each: each.score)
-    for improver in improvers[: 1 if problem.n_chunks == 1 else None]:
+    worth_it = improvers[:1] if problem.n_chunks == 1 else improvers
+    for improver in worth_it:
         stopped = improver.improve(enough, _PATIENCE, over)
         if stopped == "bound":
             break
     best = min(improvers, key=lambda each: each.score)
     orders = [problem.schedule_of("found", best.best)]
-    # pairs run as one may be quicker than what was searched
+    # The search takes pairs apart, so a named order whose pairs run as one may be quicker.
     if question.costs.overlapped is not None:
         orders += question.named()
     timed = [(order, simulate(order, question.costs)) for order in orders]
@@ -250,9 +254,9 @@ def _starts(
     The latter have their place kept: improved, they often end before what was ahead of them.
     """
     problem = question.problem
-    tried: list[Words] = [
-        problem.words_of(filled(each, question.costs, problem.caps)) for each in question.named()
-    ]
+    tried: list[Words] = []
+    for named in question.named():
+        tried.append(problem.words_of(filled(named, question.costs, problem.caps)))
     tried += zero_bubble_heuristic(problem)
     for rule in rules_for(problem):
         # One rule always gets its turn, so that there is an answer whatever the time.
@@ -355,24 +359,27 @@ class Improver:
 
         Where the rank is then too full, a letter that makes room comes first.
         """
-        problem, cap = self.problem, self.problem.caps[rank]
+        problem = self.problem
+        cap = problem.caps[rank]
         word = word.copy()
         word.insert(put, word.pop(taken))
-        held, place = 0, 0
+        held = 0
+        place = 0
         while place < len(word):
             letter = word[place]
+            if letter % 3 == FORWARD and held == cap:
+                later = place + 1
+                while later < len(word) and not problem.releases(word[later]):
+                    later += 1
+                if later == len(word):
+                    break
+                # Either the release moves forward, or the forward moves back.
+                if self.random.random() < 0.5:
+                    word.insert(place, word.pop(later))
+                else:
+                    word.insert(later, word.pop(place))
+                continue
             if letter % 3 == FORWARD:
-                if held == cap:
-                    later = next(
-                        (i for i in range(place + 1, len(word)) if problem.releases(word[i])), None
-                    )
-                    if later is None:
-                        break
-                    if self.random.random() < 0.5:
-                        word.insert(place, word.pop(later))
-                    else:
-                        word.insert(later, word.pop(place))
-                    continue
                 held += 1
             elif problem.releases(letter):
                 held -= 1
@@ -387,25 +394,22 @@ class Improver:
         rank, first, last = blocks[random.randrange(len(blocks))]
         word = words[rank]
         if random.random() < 0.5:
-            # What the next block waits for comes sooner.
+            # The letter that the next block waits for comes sooner.
             taken = last
-            put = (
-                random.randrange(first, last)
-                if last > first and random.random() < 0.7
-                else max(0, last - 1)
-            )
+            put = max(0, last - 1)
+            if last > first and random.random() < 0.7:
+                put = random.randrange(first, last)
             if first > 0 and random.random() < 0.3:
                 put = random.randrange(max(0, first - 6), first)
         else:
-            # Something of the block gives way.
+            # A letter of the block gives way.
             taken = random.randrange(first, last + 1)
-            put = (
-                last
-                if random.random() < 0.5
-                else random.randrange(last, min(len(word) - 1, last + 8) + 1)
-            )
+            put = last
+            if random.random() >= 0.5:
+                put = random.randrange(last, min(len(word) - 1, last + 8) + 1)
             if random.random() < 0.2:
                 put = random.randrange(max(0, first - 8), first + 1)
+        # Equal letters side by side: nothing would change.
         if put == taken or (word[put] == word[taken] and abs(put - taken) == 1):
             return None
         return rank, taken, put
