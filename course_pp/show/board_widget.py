@@ -9,6 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from anywidget import AnyWidget
+from traitlets import Dict, Int, List, Unicode
+
 from course_pp.base.arguments import checked, refuse_unless
 from course_pp.base.files import locked, state_folder, write_atomically
 from course_pp.schedule import Action, Costs, Schedule, Time, Timeline, names, to_torch_csv
@@ -29,16 +32,6 @@ from course_pp.show.chart import ChartFigure
 from course_pp.show.player import asset
 from course_pp.show.timelines import draw_idle, timeline
 from course_pp.show.wording import counted, listed
-
-try:
-    from anywidget import AnyWidget
-    from traitlets import Dict, Int, List, Unicode
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "board() needs anywidget and ipywidgets, which this kernel lacks: start with `make lab`, or"
-        " choose the kernel of .venv",
-        name=error.name,
-    ) from None
 
 _EQUAL = 1e-12
 _MOST_ACTIONS = 600

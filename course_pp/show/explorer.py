@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
+from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
 from matplotlib.patches import Rectangle
 
 from course_pp.base.arguments import shown
@@ -18,15 +19,6 @@ from course_pp.show import chart
 from course_pp.show.chart import ChartFigure
 from course_pp.show.timelines import ROW_FILL, timeline
 from course_pp.show.wording import ScheduleReport, percent
-
-try:
-    from ipywidgets import HTML, Dropdown, FloatSlider, HBox, IntSlider, Layout, VBox, Widget
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "explore() needs ipywidgets, which this kernel lacks: start with `make lab`, or choose the"
-        " kernel of .venv",
-        name=error.name,
-    ) from None
 
 # Sharper than one dot a pixel, and little enough to draw while a slider moves.
 _DOTS_PER_INCH = 120

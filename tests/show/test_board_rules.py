@@ -55,9 +55,8 @@ def test_the_levels_are_twelve_and_the_last_has_no_name() -> None:
     fitting = []
     for name in references(last.game.placement, last.n_microbatches, last.split):
         tl = simulate(build(name, last.n_ranks, last.n_microbatches), last.costs)
-        if all(
-            held <= cap for held, cap in zip(tl.peak_activations, last.memory_limit, strict=True)
-        ):
+        peaks = zip(tl.peak_activations, last.memory_limit, strict=True)
+        if all(held <= cap for held, cap in peaks):
             fitting.append((tl.makespan, name))
     assert min(fitting) == (28, "1f1b")
 
@@ -65,16 +64,15 @@ def test_the_levels_are_twelve_and_the_last_has_no_name() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_drawn_can_run_at_the_times_the_board_shows(seed: int) -> None:
     random = Random(seed)
-    split, latency = random.random() < 0.7, random.choice([0, 0.5, 1])
+    split = random.random() < 0.7
+    latency = random.choice([0, 0.5, 1])
     placement = random.choice([(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)])
     costs = Costs(random.choice([1, 2]), 1, random.choice([0.5, 1]), latency=latency)
-    position = Position(game_of(placement, 3, costs, 4, split))
+    position = Position(game_of(placement, 3, costs, memory_limit=4, split=split))
     moves = []
     for _ in range(40):
-        rank, at = (
-            random.randrange(position.game.n_ranks),
-            random.choice([None, None, random.randrange(20)]),
-        )
+        rank = random.randrange(position.game.n_ranks)
+        at = random.choice([None, None, random.randrange(20)])
         options = position.legal(rank, at)
         if random.random() < 0.05 and position.rows[rank]:
             action = random.choice(position.rows[rank]).action
@@ -217,7 +215,8 @@ def test_where_no_row_can_be_continued_no_gap_can_be_filled_either() -> None:
     """So the board may say that nothing is legal when it has looked at the rows' ends alone."""
     full = after("0F0 1F0 1B0 0B0 0F1", memory_limit=1)
     assert (full.legal(0), full.legal(0, 1.0)) == ([], [])
-    stuck = gaps = 0
+    stuck = 0
+    gaps = 0
     for seed in range(60):
         board = random_board(seed)
         position = Position(board["game"])
@@ -227,8 +226,7 @@ def test_where_no_row_can_be_continued_no_gap_can_be_filled_either() -> None:
         for gap in position.timeline.idle_gaps:
             gaps += 1
             assert set(position.legal(gap.rank, float(gap.start))) <= set(position.legal(gap.rank))
-        stuck += position.left > 0 and not any(
-            position.legal(rank) for rank in range(board["game"].n_ranks)
-        )
+        can_go_on = any(position.legal(rank) for rank in range(board["game"].n_ranks))
+        stuck += position.left > 0 and not can_go_on
     assert gaps > 100
     assert stuck

@@ -2,6 +2,9 @@
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,85 +44,72 @@ def cut(config: ModelConfig, n_stages: int) -> show.ChartFigure:
 
 def carried(n_cuts: int, begins: tuple[int, ...] | None = None) -> Any:
     """A model of 24 modules whose third is read by its last but one as well."""
-    begins = (
-        tuple(24 * (i + 1) // (n_cuts + 1) for i in range(n_cuts)) if begins is None else begins
-    )
+    if begins is None:
+        begins = tuple(24 * (i + 1) // (n_cuts + 1) for i in range(n_cuts))
     values = [SimpleNamespace(made=begin - 1, read=(begin,), n_bytes=4096) for begin in begins]
-    values += [SimpleNamespace(made=2, read=(3, 22), n_bytes=8192)] if begins else []
-    return SimpleNamespace(
-        calls=tuple(f"model.blocks.{i}" for i in range(24)), begins=begins, values=values
-    )
+    if begins:
+        values.append(SimpleNamespace(made=2, read=(3, 22), n_bytes=8192))
+    calls = tuple(f"model.blocks.{i}" for i in range(24))
+    return SimpleNamespace(calls=calls, begins=begins, values=values)
 
 
-FIGURES = {
-    "message": lambda: show.message(),
-    "message of 4": lambda: show.message([1.5, 2, 3, 4, 5, 6, 7, 8], n_ranks=4, receiver=2),
-    "message of 8": lambda: show.message(n_ranks=8, sender=6, receiver=1),
-    "ring step": lambda: show.ring(4, step=2, n_bytes=2**20),
-    **{f"ring of {n}": lambda n=n: show.ring(n) for n in (2, 3, 4, 5, 8)},
-    **{f"cut in {p}": lambda p=p: cut(CONFIG, p) for p in (1, 2, 4, 8)},
-    **{f"large cut in {p}": lambda p=p: cut(LARGE, p) for p in (2, 8)},
-    **{f"tensor cut over {n}": lambda n=n: show.tensor_cut(n) for n in (2, 4, 8)},
-    **{
-        f"{a}, {b}": lambda a=a, b=b: show.tensor_cut(2, (a, b))
-        for a in ("column", "row")
-        for b in ("column", "row")
-    },
-    "2 × 2": lambda: show.mesh({"pp": 2, "tp": 2}, gpus_per_node=2),
-    "2 × 8": lambda: show.mesh({"pp": 2, "tp": 8}),
-    "8 × 2, sums across": lambda: show.mesh({"tp": 8, "pp": 2}, rank=3),
-    "4 × 2 × 2 × 4": lambda: show.mesh(
-        DistributedConfig(pp=4, dp_replicate=2, dp_shard=2, tp=4), rank=5
-    ),
-    "one node": lambda: show.mesh({"tp": 4}),
-    "fsdp": lambda: show.fsdp_step(),
-    "fsdp, a number": lambda: show.fsdp_step((True, 2, False), n_layers=4),
-    **{
-        f"fsdp, 1f1b of {m}": lambda m=m: show.fsdp_step(schedule=build("1f1b", 2, m), n_shards=2)
-        for m in (2, 8)
-    },
-    **{
-        f"{name} placed on {p}": lambda name=name, p=p: show.placement(build(name, p, 2 * p))
-        for name in ("1f1b", "interleaved_1f1b", "zb_v")
-        for p in (2, 4, 8, 16)
-    },
-    "replicas": lambda: show.placement(build("pipedream", 4, 8, replicas=(2, 1, 1))),
-    **{
-        f"{p} stages, {m}": lambda p=p, m=m: show.autograd(p, m)
-        for p, m in ((1, 1), (2, 3), (4, 4), (8, 8))
-    },
-    **{
-        f"{name} of {p} and {m} on the way": lambda name=name, p=p, m=m: show.microbatches(
-            build(name, p, m)
-        )
-        for name, p, m in (
-            ("naive", 4, 1),
-            ("gpipe", 2, 4),
-            ("1f1b", 8, 16),
-            ("gpipe", 8, 64),
-            ("dualpipe_v", 4, 8),
-        )
-    },
-    "measured, on the way": lambda: show.microbatches(naive(2, 0.2, 0.4, unit="s")),
-    **{f"carried over {n} cuts": lambda n=n: show.carried(carried(n)) for n in (0, 1, 3, 7)},
-    "carried side by side": lambda: show.carried(carried(3, begins=(10, 11, 12))),
-    **{
-        f"{n} tokens to {e} experts": lambda n=n, e=e: show.routing(
-            [(i % e, i * i % e) for i in range(n)], e
-        )
-        for n, e in ((1, 1), (13, 8), (16, 12))
-    },
-    **{
-        f"loads of {e}": lambda e=e: show.loads({"a layer": range(e), "another": [10_000] * e})
-        for e in (1, 8, 16)
-    },
-    **{
-        f"exchange of {n}": lambda n=n: show.exchange([[i * j for j in range(n)] for i in range(n)])
-        for n in (1, 4, 8)
-    },
-    "course map": lambda: show.course_map(),
-    "course map here": lambda: show.course_map(here="03"),
-}
+def figures() -> dict[str, Callable[[], show.ChartFigure]]:
+    """Pictures of every concept, small and large."""
+    mesh = DistributedConfig(pp=4, dp_replicate=2, dp_shard=2, tp=4)
+    found: dict[str, Callable[[], show.ChartFigure]] = {
+        "message": show.message,
+        "message of 4": partial(show.message, [1.5, 2, 3, 4, 5, 6, 7, 8], n_ranks=4, receiver=2),
+        "message of 8": partial(show.message, n_ranks=8, sender=6, receiver=1),
+        "ring step": partial(show.ring, 4, step=2, n_bytes=2**20),
+        "2 × 2": partial(show.mesh, {"pp": 2, "tp": 2}, gpus_per_node=2),
+        "2 × 8": partial(show.mesh, {"pp": 2, "tp": 8}),
+        "8 × 2, sums across": partial(show.mesh, {"tp": 8, "pp": 2}, rank=3),
+        "4 × 2 × 2 × 4": partial(show.mesh, mesh, rank=5),
+        "one node": partial(show.mesh, {"tp": 4}),
+        "fsdp": show.fsdp_step,
+        "fsdp, a number": partial(show.fsdp_step, (True, 2, False), n_layers=4),
+        "replicas": lambda: show.placement(build("pipedream", 4, 8, replicas=(2, 1, 1))),
+        "measured, on the way": partial(show.microbatches, naive(2, 0.2, 0.4, unit="s")),
+        "carried side by side": partial(show.carried, carried(3, begins=(10, 11, 12))),
+        "course map": show.course_map,
+        "course map here": partial(show.course_map, here="03"),
+    }
+    for n in (2, 3, 4, 5, 8):
+        found[f"ring of {n}"] = partial(show.ring, n)
+    for p in (1, 2, 4, 8):
+        found[f"cut in {p}"] = partial(cut, CONFIG, p)
+    for p in (2, 8):
+        found[f"large cut in {p}"] = partial(cut, LARGE, p)
+    for n in (2, 4, 8):
+        found[f"tensor cut over {n}"] = partial(show.tensor_cut, n)
+    for plan in product(("column", "row"), repeat=2):
+        found[", ".join(plan)] = partial(show.tensor_cut, 2, plan)
+    for m in (2, 8):
+        step = partial(show.fsdp_step, schedule=build("1f1b", 2, m), n_shards=2)
+        found[f"fsdp, 1f1b of {m}"] = step
+    for name, p in product(("1f1b", "interleaved_1f1b", "zb_v"), (2, 4, 8, 16)):
+        found[f"{name} placed on {p}"] = partial(show.placement, build(name, p, 2 * p))
+    for p, m in ((1, 1), (2, 3), (4, 4), (8, 8)):
+        found[f"{p} stages, {m}"] = partial(show.autograd, p, m)
+    on_the_way = [("naive", 4, 1), ("gpipe", 2, 4), ("1f1b", 8, 16), ("gpipe", 8, 64)]
+    for name, p, m in [*on_the_way, ("dualpipe_v", 4, 8)]:
+        frames = partial(show.microbatches, build(name, p, m))
+        found[f"{name} of {p} and {m} on the way"] = frames
+    for n in (0, 1, 3, 7):
+        found[f"carried over {n} cuts"] = partial(show.carried, carried(n))
+    for n, e in ((1, 1), (13, 8), (16, 12)):
+        choices = [(i % e, i * i % e) for i in range(n)]
+        found[f"{n} tokens to {e} experts"] = partial(show.routing, choices, e)
+    for e in (1, 8, 16):
+        tokens = {"a layer": range(e), "another": [10_000] * e}
+        found[f"loads of {e}"] = partial(show.loads, tokens)
+    for n in (1, 4, 8):
+        sends = [[i * j for j in range(n)] for i in range(n)]
+        found[f"exchange of {n}"] = partial(show.exchange, sends)
+    return found
+
+
+FIGURES = figures()
 
 
 @pytest.mark.sample(8)
@@ -134,27 +124,24 @@ def test_every_size_is_legible_and_told_in_words(name: str) -> None:
 
 def test_what_a_cut_carries_is_told_and_added_up() -> None:
     figure = show.carried(carried(3))
-    assert title(figure) == "4 stages: each cut carries 2 tensors; 1 skip a stage"
+    assert "each cut carries 2 tensors; 1 skip a stage" in title(figure)
     assert texts(figure).count("2 tensors, 12 KiB") == 3
-    assert (
-        "the cut before model.blocks.12 carries 12 KiB, made by model.blocks.11 and "
-        "model.blocks.2 (for model.blocks.3 and model.blocks.22)" in figure.alt_text
-    )
+    assert "before model.blocks.12 carries 12 KiB" in figure.alt_text
+    assert "model.blocks.2 (for model.blocks.3 and model.blocks.22)" in figure.alt_text
 
 
 def test_an_arrow_leads_to_each_reader_and_says_how_many_tensors_it_is() -> None:
     # The second module's result goes to the third, to the fifth and into the model's result; the
     # fourth makes three.
-    values = [SimpleNamespace(made=1, read=(2, 4, 5), n_bytes=1)] + 3 * [
-        SimpleNamespace(made=3, read=(4,), n_bytes=1)
-    ]
+    values = [SimpleNamespace(made=1, read=(2, 4, 5), n_bytes=1)]
+    values += 3 * [SimpleNamespace(made=3, read=(4,), n_bytes=1)]
     figure = show.carried(SimpleNamespace(calls=tuple("abcde"), begins=(2, 4), values=values))
-    arrows = [each for each in figure.axes[0].get_children() if isinstance(each, FancyArrowPatch)]
-    heads = [
-        arrow for arrow in arrows if isinstance(arrow.get_arrowstyle(), ArrowStyle.CurveFilledB)
-    ]
-    assert (len(heads), texts(figure).count("×3")) == (4, 1)
-    assert "made by b (for c, e and the result) and d (3 tensors)" in figure.alt_text
+    n_heads = 0
+    for each in figure.axes[0].get_children():
+        if isinstance(each, FancyArrowPatch):
+            n_heads += isinstance(each.get_arrowstyle(), ArrowStyle.CurveFilledB)
+    assert (n_heads, texts(figure).count("×3")) == (4, 1)
+    assert "b (for c, e and the result) and d (3 tensors)" in figure.alt_text
 
 
 def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
@@ -173,25 +160,22 @@ def test_words_over_each_other_or_out_of_their_box_are_flaws() -> None:
 
 def test_experts_are_told_by_who_is_fullest() -> None:
     routed = show.routing([(0, 2), (2, 1), (2, 0)], 4, words=["a", "b", "c"])
-    assert (
-        title(routed)
-        == "3 tokens, 2 choices each: expert 2 gets 3, the mean is 1.5, and nobody chose expert 3"
-    )
+    for words in ("expert 2 gets 3", "mean is 1.5", "nobody chose expert 3"):
+        assert words in title(routed)
     assert "b to 2 and 1" in routed.alt_text
     loaded = show.loads({"even": [4, 4], "uneven": [6, 2]})
-    assert title(loaded) == "uneven: the fullest expert has 1.5 times the mean"
+    assert title(loaded).startswith("uneven: ")
+    assert "1.5 times the mean" in title(loaded)
     exchanged = show.exchange([[1, 5], [0, 2]])
-    assert title(exchanged) == "Rank 1 gets 7 rows, 1.75 times the mean: all others wait for it"
+    assert title(exchanged).startswith("Rank 1 gets 7 rows, 1.75 times the mean")
     assert {"1", "7", "6", "8"} <= set(texts(exchanged))  # what ranks get, send, and all of it
     assert title(show.exchange([[1, 2], [2, 1]])) == "Every rank gets 3 rows"
 
 
 def test_a_message_tells_its_bytes_and_who_learns_nothing() -> None:
     figure = show.message(torch.ones(3, dtype=torch.float64), n_ranks=3, sender=2, receiver=0)
-    assert (
-        title(figure)
-        == "24 B go from the memory of rank 2 to that of rank 0; rank 1 learns nothing"
-    )
+    for words in ("24 B", "memory of rank 2", "that of rank 0", "rank 1 learns nothing"):
+        assert words in title(figure)
     assert {"x before", "x after", "no x"} <= set(texts(figure))
 
 
@@ -200,31 +184,29 @@ def test_a_ring_ends_with_every_sum_everywhere_and_never_adds_a_part_twice(n_ran
     held, steps = ring_steps(n_ranks)
     for step in steps:
         for rank, chunk in enumerate(step.sends):
-            mine, theirs = held[rank][chunk], held[(rank + 1) % n_ranks][chunk]
+            mine = held[rank][chunk]
+            theirs = held[(rank + 1) % n_ranks][chunk]
             assert not step.adds or not mine & theirs
         held = step.held
     everyone = frozenset(range(n_ranks))
     assert len(steps) == 2 * (n_ranks - 1)
     assert all(parts == everyone for row in held for parts in row)
-    halfway = steps[n_ranks - 2].held  # each rank holds one complete chunk, the next one's number
-    assert [[chunk for chunk in range(n_ranks) if row[chunk] == everyone] for row in halfway] == [
-        [(rank + 1) % n_ranks] for rank in range(n_ranks)
-    ]
+
+    # After the reduce-scatter each rank holds one complete chunk, the next one's number.
+    for rank, row in enumerate(steps[n_ranks - 2].held):
+        complete = [chunk for chunk in range(n_ranks) if row[chunk] == everyone]
+        assert complete == [(rank + 1) % n_ranks]
 
 
 def test_a_ring_tells_what_each_rank_sends() -> None:
-    assert title(show.ring(4, n_bytes=2**20)).endswith(
-        "each rank sends 1.5 MiB for a tensor of 1 MiB"
-    )
+    assert "1.5 MiB for a tensor of 1 MiB" in title(show.ring(4, n_bytes=2**20))
 
 
 def test_a_cut_tells_the_bytes_that_cross_and_those_that_stay() -> None:
     figure = cut(CONFIG, 4)
     weights = show.format_bytes(4 * CONFIG.n_parameters)
-    assert (
-        title(figure)
-        == f"12 layers in 4 stages: 384 KiB go over each cut and back, {weights} of weights stay"
-    )
+    assert "384 KiB go over each cut" in title(figure)
+    assert f"{weights} of weights" in title(figure)
     assert "stage 3 holds layers 9 to 11, norm and head" in figure.alt_text
 
 
@@ -236,38 +218,29 @@ def test_a_model_of_ones_own_needs_sizes_only() -> None:
 @pytest.mark.parametrize(
     ("plan", "exchanges"),
     [
-        (("column", "row"), "one exchange in forward, all-reduce of 32 KiB"),
-        (
-            ("column", "column"),
-            "two exchanges in forward, all-gather of 128 KiB and all-gather of 32 KiB",
-        ),
-        (
-            ("row", "row"),
-            "two exchanges in forward, all-reduce of 128 KiB and all-reduce of 32 KiB",
-        ),
-        (
-            ("row", "column"),
-            "two exchanges in forward, all-reduce of 128 KiB and all-gather of 32 KiB",
-        ),
+        (("column", "row"), ["all-reduce of 32 KiB"]),
+        (("column", "column"), ["all-gather of 128 KiB", "all-gather of 32 KiB"]),
+        (("row", "row"), ["all-reduce of 128 KiB", "all-reduce of 32 KiB"]),
+        (("row", "column"), ["all-reduce of 128 KiB", "all-gather of 32 KiB"]),
     ],
+    ids=lambda given: "-".join(given),
 )
-def test_only_column_then_row_needs_one_exchange(plan: tuple[Any, Any], exchanges: str) -> None:
-    assert title(show.tensor_cut(2, plan)).endswith(exchanges)
+def test_only_column_then_row_needs_one_exchange(
+    plan: tuple[Any, Any], exchanges: list[str]
+) -> None:
+    assert re.findall(r"all-\w+ of \d+ KiB", title(show.tensor_cut(2, plan))) == exchanges
 
 
 def test_a_mesh_knows_whose_groups_leave_their_node() -> None:
     inside = {each.name: each for each in dimensions_of({"pp": 2, "dp": 1, "tp": 8}, 8)}
-    assert {name: (each.stride, each.crosses) for name, each in inside.items()} == {
-        "pp": (8, 8),
-        "tp": (1, 0),
-    }
+    assert set(inside) == {"pp", "tp"}
+    assert (inside["pp"].stride, inside["pp"].crosses) == (8, 8)
+    assert (inside["tp"].stride, inside["tp"].crosses) == (1, 0)
     assert inside["pp"].groups[3] == (3, 11)
     across = {each.name: each.crosses for each in dimensions_of({"tp": 8, "pp": 2}, 8)}
     assert across == {"tp": 2, "pp": 0}
-    assert (
-        title(show.mesh({"pp": 2, "tp": 8}))
-        == "16 ranks, 8 a node: tp stays inside a node, pp crosses the slow links"
-    )
+    finding = title(show.mesh({"pp": 2, "tp": 8}))
+    assert "tp stays inside a node, pp crosses" in finding
 
 
 def test_a_mesh_of_many_small_groups_has_no_letters_too_small_to_read() -> None:
@@ -324,46 +297,32 @@ def test_fsdp_in_a_pipeline_gathers_what_the_package_predicts(policy: bool, name
 
 
 @pytest.mark.parametrize(
-    ("name", "finding"),
+    ("name", "shape"),
     [
-        (
-            "1f1b",
-            "A line: 4 stages on 4 ranks, 3 messages each way, first and last stage far apart",
-        ),
-        (
-            "interleaved_1f1b",
-            "A loop: 8 stages on 4 ranks, 7 messages each way, first and last stage far apart",
-        ),
-        ("zb_v", "A V: 8 stages on 4 ranks, 6 messages each way, first and last stage on one rank"),
-        (
-            "hanayo 4",
-            "2 waves: 16 stages on 4 ranks, 12 messages each way, first and last stage on one rank",
-        ),
-        (
-            "chimera",
-            (
-                "Two ways, a copy of every stage for each: 4 stages on 4 ranks, 3 messages each"
-                " way, first and last stage on one rank"
-            ),
-        ),
+        ("1f1b", "A line: 4 stages on 4 ranks, 3 messages .* far apart"),
+        ("interleaved_1f1b", "A loop: 8 stages on 4 ranks, 7 messages .* far apart"),
+        ("zb_v", "A V: 8 stages on 4 ranks, 6 messages .* on one rank"),
+        ("hanayo 4", "2 waves: 16 stages on 4 ranks, 12 messages .* on one rank"),
+        ("chimera", "Two ways, .*: 4 stages on 4 ranks, 3 messages .* on one rank"),
     ],
 )
-def test_a_placement_tells_its_shape_and_its_messages(name: str, finding: str) -> None:
+def test_a_placement_tells_its_shape_and_its_messages(name: str, shape: str) -> None:
     name, _, chunks = name.partition(" ")
-    assert title(show.placement(build(name, 4, 8, int(chunks) if chunks else None))) == finding
+    figure = show.placement(build(name, 4, 8, int(chunks) if chunks else None))
+    assert re.fullmatch(shape, title(figure))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v", "dualpipe_v"])
 def test_frames_keep_what_the_timeline_says_and_lose_no_microbatch(name: str) -> None:
     tl = simulate(build(name, 4, 8))
-    frames = [frame_at(tl, span.start) for span in tl.spans]
-    assert (
-        tuple(max(len(frame.kept[rank]) for frame in frames) for rank in range(4))
-        == tl.peak_activations
-    )
-    for frame in frames:
+    most_kept = [0] * 4
+    for span in tl.spans:
+        frame = frame_at(tl, span.start)
+        for rank, kept in enumerate(frame.kept):
+            most_kept[rank] = max(most_kept[rank], len(kept))
+            assert set(kept).isdisjoint(frame.waiting)
         assert set(frame.waiting).isdisjoint(frame.done)
-        assert not {microbatch for row in frame.kept for microbatch in row} & set(frame.waiting)
+    assert tuple(most_kept) == tl.peak_activations
     assert frame_at(tl, tl.makespan).done == tuple(range(8))
 
 

@@ -38,44 +38,44 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a name to draw": (lambda: show.timeline(odd), "tl is '0F0'"),
     "an action that is not there": (
         lambda: show.dependencies(gpipe(2, 3), "2F0"),
-        "counted from 0",
+        "2F0 is not",
     ),
     "an action that is none": (lambda: show.dependencies(gpipe(2, 3), "F0"), "cannot read"),
-    "other ranks": (lambda: show.compare(gpipe(4, 8), gpipe(2, 8)), "the same number of ranks"),
-    "seconds first": (lambda: show.compare(SECONDS, gpipe(2, 1)), "give the measured one second"),
-    "no work": (lambda: show.compare(Timeline(2, ()), SECONDS), "cannot be matched"),
+    "other ranks": (lambda: show.compare(gpipe(4, 8), gpipe(2, 8)), "4 ranks"),
+    "seconds first": (lambda: show.compare(SECONDS, gpipe(2, 1)), "seconds"),
+    "no work": (lambda: show.compare(Timeline(2, ()), SECONDS), "no work"),
     "memory of other ranks": (
         lambda: show.memory(F1B, measured=[MEMORY]),
-        "memory of 1 ranks for a timeline of 2",
+        "1 ranks",
     ),
     "an unknown kind": (
         lambda: show.memory(F1B, kind="weights"),
-        "unknown kind 'weights': choose from activation",
+        "kind 'weights'",
     ),
     "two memories": (
         lambda: show.memory(F1B, Costs(), measured=[MEMORY] * 2),
-        "both costs and what was measured",
+        "costs",
     ),
     "no updates": (
         lambda: show.versions(F1B, ledger(build("pipedream", 2, 4), "stash")),
         r"has no updates \(U\)",
     ),
-    "an unknown schedule": (lambda: show.pareto(schedules=["gpipe", "1f2b"]), "use one of naive"),
+    "an unknown schedule": (lambda: show.pareto(schedules=["gpipe", "1f2b"]), "1f2b"),
     "costs of stages": (
         lambda: show.pareto(costs=Costs(activation=(1, 1, 1, 2))),
-        "give one number",
+        "activation",
     ),
     "no ranks to speed up": (lambda: show.speed_up(ranks=(0, 2)), "ranks is 0"),
-    "ranks not allowed": (lambda: show.speed_up("dualpipe_v", (64,), 16), "dualpipe_v allows none"),
-    "measured, not drawn": (lambda: show.speed_up("zb_h1", measured=[RAN]), "which is not drawn"),
-    "no bytes": (lambda: show.bytes_by_kind({}), "give at least one kind"),
+    "ranks not allowed": (lambda: show.speed_up("dualpipe_v", (64,), 16), "dualpipe_v"),
+    "measured, not drawn": (lambda: show.speed_up("zb_h1", measured=[RAN]), "not drawn"),
+    "no bytes": (lambda: show.bytes_by_kind({}), "no bytes"),
     "bytes below nothing": (
         lambda: show.bytes_by_kind({"weights": -1}),
-        "weights of -1 bytes: give a finite number",
+        "weights of -1",
     ),
     "a budget below nothing": (
         lambda: show.bytes_by_kind({"weights": 1}, -1),
-        "budget of -1 bytes",
+        "budget of -1",
     ),
     "numbers and mappings": (
         lambda: show.bytes_by_kind({"weights": 1, "rank 0": {"weights": 1}}),
@@ -87,54 +87,54 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no waits": (lambda: show.waits([]), "give one for each rank"),
     "two waits of one rank": (lambda: show.waits([wait(0), wait(0)]), "give one for each rank"),
-    "no pieces": (lambda: show.pieces({"up": []}), "no pieces to draw"),
+    "no pieces": (lambda: show.pieces({"up": []}), "no pieces"),
     "pieces and checkpoints": (
         lambda: show.pieces({"up": [piece(1)], "PP 4": {"up": [piece(1)]}}),
         "mixed",
     ),
     "pieces of two shapes": (
         lambda: show.pieces({"up": [piece(1, 1), piece(1)]}),
-        "up has pieces of 1 and 2 dim",
+        "1 and 2 dimensions",
     ),
-    "one rank alone": (lambda: show.message(n_ranks=1), "n_ranks is 1: give one from 2 to 8"),
+    "one rank alone": (lambda: show.message(n_ranks=1), "n_ranks is 1"),
     "a message to oneself": (lambda: show.message(sender=1), "give another rank"),
     "a step too many": (lambda: show.ring(4, step=7), "steps 1 to 6"),
     "a layer left out": (
         lambda: show.cut(CONFIG, [(0, 6), (7, 12)], tokens=1),
-        "cover each of 12 layers once",
+        "12 layers",
     ),
     "too many calls": (
         lambda: show.carried(SimpleNamespace(calls=("a",) * 25, begins=(), values=())),
-        "calls of cut is 25: give one from 1 to 24",
+        "calls of cut is 25",
     ),
     "a size that does not divide": (
         lambda: show.tensor_cut(3),
-        "hidden is 256 .*: give a multiple of the ranks, 3",
+        "hidden is 256",
     ),
-    "a dimension of nothing": (lambda: show.mesh({"pp": 0}), "pp is 0 .*give at least 1"),
+    "a dimension of nothing": (lambda: show.mesh({"pp": 0}), "pp is 0"),
     "nodes that are not full": (
         lambda: show.mesh({"pp": 3, "tp": 4}),
-        "12 ranks do not fill such nodes",
+        "12 ranks do not fill",
     ),
-    "three of four shards": (lambda: show.fsdp_step(3), "reshard is 3 .*that divides"),
+    "three of four shards": (lambda: show.fsdp_step(3), "reshard is 3"),
     "two stages a rank": (
         lambda: show.fsdp_step(True, schedule=build("zb_v", 2, 4)),
         "several stages",
     ),
     "a number in a pipeline": (
         lambda: show.fsdp_step(2, schedule=build("1f1b", 2, 4)),
-        "only without a pipeline",
+        "without a pipeline",
     ),
     "one rank in a table": (
         lambda: show.parallelisms(CONFIG, 1, 256),
-        "n_ranks is 1 .*give at least 2",
+        "n_ranks is 1",
     ),
     "a rank not in the plan": (
         lambda: show.plan(planned(Layout(4, 8), "4x8xA100"), rank=32),
-        "rank is 32 .*: give one from 0 to 31",
+        "rank is 32",
     ),
-    "a notebook that is none": (lambda: show.course_map("99"), "one of 00, 01"),
-    "nothing to play": (lambda: show.play(Timeline(2, ())), "give 1 to 5000"),
+    "a notebook that is none": (lambda: show.course_map("99"), "here is '99'"),
+    "nothing to play": (lambda: show.play(Timeline(2, ())), "0 spans"),
     "a page by another name": (
         lambda: show.play(F1B).save(Path("moves.gif")),
         r"end the name in \.html",
@@ -144,11 +144,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"end the name in \.png or \.svg",
     ),
     "too narrow": (lambda: show.timeline_text(F1B, width=20), "at least 40"),
-    "a level that is none": (lambda: show.board(13), "level is 13: give a level from 1 to 12"),
-    "a level of other sizes": (lambda: show.board(1, n_ranks=3), "a level has its own sizes"),
+    "a level that is none": (lambda: show.board(13), "level is 13"),
+    "a level of other sizes": (lambda: show.board(1, n_ranks=3), "own sizes"),
     "too large a board": (
         lambda: show.board(n_ranks=8, n_microbatches=64),
-        "nobody places more than 600 by hand",
+        "600",
     ),
     "a board of no ranks": (lambda: show.board(n_ranks=0), "give every rank"),
     "a rank without stages": (
@@ -157,10 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "too low a cap": (
         lambda: show.board(placement=(0, 1, 1, 0), memory_limit=1),
-        (
-            "memory_limit is 1 on rank 0: one microbatch is held by each of rank 0's stages, so"
-            " give at least 2"
-        ),
+        "memory_limit is 1 on rank 0",
     ),
     "too many caps": (
         lambda: show.board(memory_limit=(1, 1, 1)),

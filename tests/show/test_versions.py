@@ -19,18 +19,13 @@ def drawn(schedule: Schedule, versions: Versions) -> ChartFigure:
 @pytest.mark.parametrize("versions", get_args(Versions))
 def test_each_action_is_labelled_with_the_version_in_the_ledger(versions: Versions) -> None:
     schedule = build("pipedream", 3, 6, group=3 if versions == "2bw" else None)
-    figure, planned = drawn(schedule, versions), ledger(schedule, versions)
+    figure = drawn(schedule, versions)
+    planned = ledger(schedule, versions)
     expected = Counter[str]()
     for use in planned.uses:
         differs = "≠" * (use.forward != use.backward)
-        expected.update(
-            (
-                f"F{use.microbatch}",
-                f"v{use.forward}",
-                f"B{use.microbatch}",
-                f"{differs}v{use.backward}",
-            )
-        )
+        expected.update((f"F{use.microbatch}", f"v{use.forward}"))
+        expected.update((f"B{use.microbatch}", f"{differs}v{use.backward}"))
     for stage in range(3):
         expected.update(f"v{update + 1}" for update in range(len(planned.updates(stage))))
     assert Counter(text for text, *_ in labels(figure)) == expected
@@ -39,20 +34,17 @@ def test_each_action_is_labelled_with_the_version_in_the_ledger(versions: Versio
 
 def test_the_finding_says_how_late_gradients_are_and_whether_forward_and_backward_agree() -> None:
     schedule = build("pipedream", 4, 8)
-    agree = "forward and backward agree"
-    late = "stash: gradients are up to 3, 2, 1 and 0 updates late on stages 0 to 3"
-    assert title(drawn(schedule, "stash")) == f"{late}; {agree}"
-    every = "vertical: gradients are up to 3 updates late on every stage"
-    assert title(drawn(schedule, "vertical")) == f"{every}; {agree}"
+    late = title(drawn(schedule, "stash"))
+    assert "up to 3, 2, 1 and 0 updates late" in late
+    every = title(drawn(schedule, "vertical"))
+    assert "up to 3 updates late on every stage" in every
+    assert "agree" in late
+    assert "agree" in every
     mixed = drawn(schedule, "none")
-    assert title(mixed) == "none: 21 of 32 backwards use another version than their forward"
+    assert "21 of 32 backwards" in title(mixed)
     assert "Stage 0: F0 v0, B0 v0, F1 v0, B1 v1" in mixed.alt_text
-    assert (
-        show.versions(simulate(schedule), ledger(schedule, "none"), title="Mixed")
-        .axes[0]
-        .get_title("left")
-        == "Mixed"
-    )
+    named = show.versions(simulate(schedule), ledger(schedule, "none"), title="Mixed")
+    assert title(named) == "Mixed"
 
 
 def test_replicas_share_the_versions_of_their_stage() -> None:
