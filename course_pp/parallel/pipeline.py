@@ -118,20 +118,25 @@ def build_pipeline_schedule(
     """
     stages = list(stage) if isinstance(stage, Sequence) else [stage]
     problem = _problem_of_arguments(stages, locals())
-    group = _everyone_of(stages[0]) if stages and isinstance(stages[0], ModelStage) else None
-    Ranks(group, limit_s=float(timeout_s) if problem is None else _LIMIT_S).refuse(problem)
+    group = None
+    if stages and isinstance(stages[0], ModelStage):
+        group = _everyone_of(stages[0])
+    # A time limit that is refused cannot be waited for.
+    limit_s = float(timeout_s) if problem is None else _LIMIT_S
+    Ranks(group, limit_s=limit_s).refuse(problem)
+
     stages.sort(key=lambda s: s.stage_index)
     tied = None if tied is None else list(tied)
-    stages, rows = _agree(stages, n_microbatches, schedule, tied, scaler, float(timeout_s))
+    stages, rows = _agree(
+        stages, n_microbatches, schedule=schedule, tied=tied, scaler=scaler, limit_s=limit_s
+    )
+
     splits = splits_backward(schedule) != "none"
     for each in stages:
         each.can_split = each.can_split and splits
         each.defers = splits and not each.can_split and not is_compiled(each.submod)
-    if (
-        splits
-        and is_rank_zero()
-        and any(s.can_split and has_replaced(s.submod, Recomputed) for s in stages)
-    ):
+    slow = [s for s in stages if s.can_split and has_replaced(s.submod, Recomputed)]
+    if slow and is_rank_zero():
         warnings.warn(
             f"schedule={schedule!r} splits backward in two, and torch's weight-gradient half runs"
             " the forward of a checkpointed module again for each of its parameters: results are"
@@ -143,7 +148,10 @@ def build_pipeline_schedule(
 
 
 def _everyone_of(stage: ModelStage) -> dist.ProcessGroup | None:
-    """All ranks of the mesh: a rank that refuses alone leaves its pipeline waiting, and its replicas too."""
+    """Return the group of all ranks of the mesh.
+
+    A rank that refuses alone leaves its pipeline waiting, and the replicas of its pipeline too.
+    """
     return stage.group if stage.device_mesh is None else dist.group.WORLD
 
 
@@ -163,9 +171,9 @@ def _problem_of_arguments(stages: Sequence[object], given: dict[str, Any]) -> Ty
 
 
 class _Habit(Enum):
-    """Whether any stage does something in its steps. The first step shows it.
+    """Whether any stage does something in its steps, as the first step shows.
 
-    HERE: this rank's stages began later, and the other ranks do not know yet.
+    HERE means that this rank's stages began later, and that the other ranks do not know yet.
     """
 
     UNKNOWN = "no step yet"
@@ -218,8 +226,8 @@ class PipelineSchedule(AnyPipeline):
     """A schedule ready to train and evaluate; made by :func:`build_pipeline_schedule`.
 
     Attributes:
-        stages: this rank's stages, first to last, made anew of those that it was built of.
-        ties: for each weight that several stages share its name by stage.
+        stages: this rank's stages, first to last. They are new objects, not the stages given.
+        ties: for each weight that several stages share, its name by stage.
         attached: the sums of the last step's attached losses by name, on every rank; see
             :func:`attach_loss`.
     """
@@ -235,7 +243,8 @@ class PipelineSchedule(AnyPipeline):
     ) -> None:
         self.stages = list(stages)
         self.n_microbatches = n_microbatches
-        self._loss, self._counts_tokens = counted(loss_fn), isinstance(loss_fn, TokenLoss)
+        self._loss = counted(loss_fn)
+        self._counts_tokens = isinstance(loss_fn, TokenLoss)
         self._batch = Batch(self.stages, n_microbatches, rows, self._loss, self._counts_tokens)
         self._divisor: torch.Tensor | float = 1.0
         self._scaler = scaler
@@ -243,8 +252,8 @@ class PipelineSchedule(AnyPipeline):
             scaler.in_pipeline = True
 
         self.attached: dict[str, float] = {}
-        self._attaching = _Habit.UNKNOWN  # of attaching losses
-        self._drawing = _Habit.UNKNOWN  # of drawing random numbers
+        self._attaching = _Habit.UNKNOWN  # losses, by attach_loss
+        self._drawing = _Habit.UNKNOWN  # random numbers
         self._streams = RandomStreams(stages[0].device, get_dp_rank(stages[0].device_mesh))
         for stage in self.stages:
             stage.streams = self._streams
@@ -261,7 +270,7 @@ class PipelineSchedule(AnyPipeline):
 
         self._witness = _Witness(self._peers.everyone.group)
         self._crossings = Crossings(self.stages, self._peers.everyone)
-        # of keyword arguments that ranks have compared, and whether they were None
+        # The names of keyword arguments that ranks have compared, and whether these were None.
         self._names: dict[str, bool] = {}
 
     @property
@@ -287,25 +296,28 @@ class PipelineSchedule(AnyPipeline):
         """Run torch's schedule once; :meth:`AnyPipeline.step` says what each argument is.
 
         A whole batch has ``n_microbatches`` times the rows that the stages were built for.
-        Ready-made microbatches need not be like the one that the stages were built for, but for
-        containers and dtypes. If any rank is given one of the three lists, no rank may give a whole
-        batch.
+        Ready-made microbatches must have the containers and dtypes that the stages were built for,
+        but may have other shapes. If any rank is given one of the three lists, no rank may give a
+        whole batch.
 
-        What crosses between stages is agreed before the first message. That costs a small exchange,
-        and for shapes not seen before one more for each stage, which runs a copy on the meta device
-        with the microbatch's keyword arguments. A stage that cannot run there runs once in place,
-        on zeros and without gradients. What a stage returns may depend on shapes, and on the
-        numbers and strings that are keyword arguments, but not on what is in tensors or objects. So
-        a number of another value counts as not seen before; in an object, or a tuple, it does not.
+        Ranks agree on the shapes between stages before the first message. That costs a small
+        exchange. For shapes not seen before it costs one more exchange a stage, and each stage runs
+        a copy on the meta device with the microbatch's keyword arguments. A stage that cannot run
+        there runs once in place, on zeros and without gradients.
 
-        A weight that no microbatch used has no gradient afterwards, as in one process; what FSDP2
-        shards may have zeros.
+        The shapes that a stage returns may depend on the shapes of its arguments, and on numbers
+        and strings among its keyword arguments. They may not depend on the content of tensors or
+        objects. So a new value of a number counts as a shape not seen before, but a number inside
+        an object or a tuple does not.
+
+        A weight that no microbatch used has no gradient afterwards, as in one process. A weight
+        that FSDP2 shards may have zeros.
 
         Raises:
-            ValueError: on every rank, before any message, if an argument does not fit what the
-                stages were built for, is missing on a rank, or is of a whole batch beside
-                ready-made microbatches; or if tied weights are frozen, sharded or filled
-                differently. A loss that counts samples needs at least one in each microbatch.
+            ValueError: on every rank, before any message, if an argument does not fit the stages,
+                is missing on a rank, or belongs to a whole batch beside ready-made microbatches.
+                Also if tied weights are frozen, sharded or filled differently. A loss that counts
+                samples needs at least one in each microbatch.
             StepFailed: on the other ranks, if one raises in mid-step and their messages to it fail.
         """
         problem = problem_of_hooks({stage.stage_index: stage.submod for stage in self.stages})
@@ -322,9 +334,11 @@ class PipelineSchedule(AnyPipeline):
             divisor=divisor,
         )
         microbatches = self._prepare(given, problem=problem)
+        # Only now: weights may be loaded between the building of a pipeline and its first step.
         if not self._starts_equal:
             self._peers.everyone.refuse(self._tied.problem(values=True))
             self._starts_equal = True
+
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         if scale != 1.0 and microbatches.targets is not None:
             # A smaller divisor scales the loss and the attached losses up by the same factor.
@@ -332,6 +346,7 @@ class PipelineSchedule(AnyPipeline):
         self._weigh(microbatches)
         for stage in self.stages:
             stage.keywords = microbatches.keywords
+
         losses: list[torch.Tensor] = []
         with called_once(self.modules), self._witness.watching():
             with self._tied.summed(), self._streams.step(), all_reducing_as_set(self.modules):
@@ -372,12 +387,14 @@ class PipelineSchedule(AnyPipeline):
             target_mbs=target_mbs,
         )
         microbatches = self._prepare(given)
-        targets, losses = microbatches.targets or [], []
+        targets = microbatches.targets or []
+        losses: list[torch.Tensor] = []
+
+        def take_loss(microbatch: int, output: Any) -> None:
+            losses.append(self._share_of_loss(output, targets[microbatch]))
+
         with self._witness.watching():
-            self._forward(
-                microbatches,
-                lambda i, output: losses.append(self._share_of_loss(output, targets[i])),
-            )
+            self._forward(microbatches, take_loss)
             return self._tell_everyone(losses)
 
     def evaluate(
@@ -406,27 +423,32 @@ class PipelineSchedule(AnyPipeline):
             output = merge(outputs) if outputs else None
             return self._from_last(output) if on == "all" else output
 
-    def _forward(self, microbatches: Microbatches, consume: Any) -> None:
+    def _forward(self, microbatches: Microbatches, consume: Callable[[int, Any], None]) -> None:
         inputs = microbatches.arguments if self.stages[0].is_first else None
         forward_only(self.stages, inputs, microbatches.keywords, consume)
         for stage in self.stages:
-            # forward alone may keep gathered parameters, in place of those that are trained
+            # A forward without backward may leave FSDP2's parameters gathered, and an optimizer
+            # would then change the wrong ones.
             reshard(stage.submod)
 
     def _from_last(self, output: Any) -> Any:
         """Return the last stage's ``output``, on every rank of the pipeline."""
         is_last = self.stages[-1].is_last
-        told = Ranks(self._peers.pipeline).gather((tree_map(meta_of, output),) if is_last else None)
-        (tree,) = next(one for one in told if one is not None)
-        mine, spec = tree_flatten(output if is_last else tree)
-        whole = [
-            leaf.empty(self.stages[0].device) if isinstance(leaf, TensorMeta) else leaf
-            for leaf in mine
-        ]
-        for leaf in whole:
-            if isinstance(leaf, torch.Tensor):
-                dist.broadcast(leaf, group=self._peers.pipeline, group_src=self._peers.last_rank)
-        return tree_unflatten(whole, spec)
+        # In a tuple, as the output itself may be None.
+        described = (tree_map(meta_of, output),) if is_last else None
+        told = Ranks(self._peers.pipeline).gather(described)
+        if not is_last:
+            (output,) = next(one for one in told if one is not None)
+
+        leaves, spec = tree_flatten(output)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, TensorMeta):
+                leaves[i] = leaf.empty(self.stages[0].device)
+            if isinstance(leaves[i], torch.Tensor):
+                dist.broadcast(
+                    leaves[i], group=self._peers.pipeline, group_src=self._peers.last_rank
+                )
+        return tree_unflatten(leaves, spec)
 
     def _share_of_loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss_share(self._loss, output, target, self._divisor)
@@ -438,10 +460,9 @@ class PipelineSchedule(AnyPipeline):
         problem: str | None = None,
         needs_target: bool = True,
     ) -> Microbatches:
-        """Refuse what does not fit, all ranks together; agree on what crosses; count the tokens."""
-        problem = problem or next(
-            filter(None, (stage.problem_of_dtypes() for stage in self.stages)), None
-        )
+        """Return this rank's microbatches, and count the tokens; refuse together if any do not fit."""
+        for stage in self.stages:
+            problem = problem or stage.problem_of_dtypes()
         problem = problem or given.problem_of_divisor()
         mine = self._agreed(given, problem, needs_target)
         if mine.targets is not None:
@@ -453,14 +474,16 @@ class PipelineSchedule(AnyPipeline):
         return mine
 
     def _agreed(self, given: Given, problem: str | None, needs_target: bool) -> Microbatches:
-        """Return what this rank's stages are given, once all ranks know that it fits, and what crosses."""
+        """Return this rank's microbatches, once all ranks know that theirs fit; agree on shapes."""
         for stage in self.stages:
             stage.crossing = ()
-        mine, unfit = self._batch.nothing(), None
+        mine = self._batch.nothing()
+        unfit = None
         try:
             mine = self._batch.microbatches(given, needs_target)
-        except Exception as error:  # also of a loss that counts
+        except Exception as error:  # any exception, as the user's loss counts tokens in there
             unfit = Ranks.sentence(error)
+
         # Most batches are whole and fit, with the keywords of the last, which ranks tell one
         # another by one number.
         names = {name: value is None for name, value in given.kwargs.items()}
@@ -468,6 +491,12 @@ class PipelineSchedule(AnyPipeline):
         news = problem or unfit or given.lists or names != self._names or draws_here
         if not self._peers.everyone.largest(int(bool(news))):
             return mine
+
+        named, lacking = [], []
+        for keywords in mine.keywords:
+            named.append({name for name, value in keywords.items() if value is not None})
+            lacking.append(set().union(*[stage.lacking(keywords) for stage in self.stages]))
+        fits = not (problem or unfit or given.whole)
         told = self._peers.everyone.gather(
             RankBatch(
                 self._peers.number,
@@ -476,15 +505,9 @@ class PipelineSchedule(AnyPipeline):
                 problem,
                 unfit,
                 self._batch.missing(needs_target),
-                [
-                    {name for name, value in each.items() if value is not None}
-                    for each in mine.keywords
-                ],
-                [
-                    {name for stage in self.stages for name in stage.lacking(each)}
-                    for each in mine.keywords
-                ],
-                [] if problem or unfit or given.whole else kinds_of(mine),
+                named,
+                lacking,
+                kinds_of(mine) if fits else [],
                 draws_here,
             )
         )
@@ -501,7 +524,10 @@ class PipelineSchedule(AnyPipeline):
         return mine
 
     def _weigh(self, microbatches: Microbatches) -> None:
-        """Tell every rank of the pipeline the weights of microbatches, which the last stage's targets make."""
+        """Tell every rank of the pipeline the weights of microbatches, for attached losses.
+
+        They come from the targets, which only the rank of the last stage has.
+        """
         for stage in self.stages:
             stage.attached.clear()
         if self._attaching is _Habit.NO:
@@ -516,15 +542,17 @@ class PipelineSchedule(AnyPipeline):
             stage.weights = weights
 
     def _tell_attached(self, scale: float) -> None:
-        """Tell all ranks what is attached, the mean over data ranks; or refuse together what was wrong with it."""
+        """Sum the attached losses over stages, and average them over data ranks, on every rank.
+
+        If any stage attached a loss in a wrong way, all ranks raise.
+        """
         if self._attaching is _Habit.NO:
             return
 
         def mine() -> Sums:
-            found = attached_sums(
-                {stage.stage_index: stage.attached.values() for stage in self.stages}
-            )
-            return {name: (index, value.item()) for name, (index, value) in found.items()}
+            attached = {stage.stage_index: stage.attached.values() for stage in self.stages}
+            sums = attached_sums(attached)
+            return {name: (index, value.item()) for name, (index, value) in sums.items()}
 
         total: Sums = {}
         everyone = self._peers.everyone.each(mine)
@@ -577,13 +605,13 @@ def forward_only(
     """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for
     V placements.)
 
-    All ranks order their work by (stage, microbatch), an order in which whatever is needed comes
-    first, so blocking receives cannot deadlock. Between two given ranks, sends and receives happen
-    in the same order on both sides, which is what NCCL, having no tags, requires. Outputs are kept
-    until all are sent, at most one a microbatch.
+    All ranks order their work by (stage, microbatch). In this order an action comes after the
+    actions it needs, so blocking receives cannot deadlock. Two ranks send and receive in the same
+    order on both sides, as NCCL needs, which has no tags. Outputs are kept until all are sent, at
+    most one a microbatch.
 
     Args:
-        stages: what crosses their boundaries is settled.
+        stages: this rank's stages, whose values are settled.
         inputs: the arguments of each microbatch, where this rank holds the first stage.
         kwargs: keyword arguments of each microbatch, for every stage.
         consume: called on the last stage's rank with each microbatch's index and output.
@@ -609,8 +637,10 @@ def forward_only(
                 in_flight += _sent(stage, stage.message(output, i), target)
         if target == here:
             local = outputs
-        else:  # two ranks in a loop: all receives from the peer come before the first send to it
-            in_flight += [work for tensors in outputs for work in _sent(stage, tensors, target)]
+        else:
+            # Two ranks in a loop: all receives from the peer come before the first send to it.
+            for tensors in outputs:
+                in_flight += _sent(stage, tensors, target)
     for work in in_flight:
         work.wait()
 
@@ -635,17 +665,18 @@ def _sent(
 def _agree(
     stages: Sequence[ModelStage],
     n_microbatches: int,
+    *,
     schedule: str | Schedule,
     tied: Iterable[SharedName] | None,
     scaler: MeshGradScaler | None,
     limit_s: float | None,
 ) -> tuple[list[ModelStage], int | None]:
-    """Agree on what every stage takes and returns, and on which weights are tied; a collective.
+    """Agree on the values between stages, and on which weights are tied; a collective.
 
     Returns:
-        The stages as torch runs them in this pipeline, and the rows of a microbatch; None if the
-        tensors that the first stage takes do not share their first dimension, so that only
-        ready-made microbatches can come.
+        The stages as torch runs them in this pipeline, and the rows of a microbatch. The rows are
+        None if the first stage's tensors do not share their first dimension. A whole batch cannot
+        be cut then, and only ready-made microbatches can come.
     """
     everyone = Ranks(_everyone_of(stages[0]), limit_s=limit_s)
     pipeline = Ranks(stages[0].group, limit_s=limit_s)
@@ -654,26 +685,29 @@ def _agree(
         or _problem_of_sharding(stages, schedule)
         or _problem_of_compiling(stages, schedule)
     )
+
     ours = [stage.submod for stage in stages if isinstance(stage.submod, PipelineStageModule)]
+    told_ties = None
+    if tied is not None:
+        told_ties = [dict(tie) if isinstance(tie, Mapping) else tuple(tie) for tie in tied]
     everyone.require_equal(
         {
             "schedule": name_of(schedule),
             "n_microbatches": n_microbatches,
             **_facts_of_transformer(stages[0]),
             "config": ours[0].config if ours else None,
-            "tied": (
-                None
-                if tied is None
-                else [dict(t) if isinstance(t, Mapping) else tuple(t) for t in tied]
-            ),
+            "tied": told_ties,
             "scaler": None if scaler is None else scaler.state_dict(),
         }
     )
     everyone.refuse(_problem_of_layers(stages, pipeline))
     everyone.refuse(_find_values(stages, pipeline))
+
     first = stages[0].takes if stages[0].is_first else None
+    # In a tuple, as the rows themselves may be None.
     told = pipeline.gather(None if first is None else (rows_of(first),))
     (rows,) = next(one for one in told if one is not None)
+
     modules = {stage.stage_index: stage.submod for stage in stages}
     ties = everyone.collectively(lambda: agree_on_ties(modules, tied, pipeline))
     settled = [stage.settled() for stage in stages]
@@ -685,8 +719,9 @@ def _agree(
 def _problem_of_placement(
     stages: Sequence[ModelStage], n_microbatches: int, schedule: str | Schedule
 ) -> str | None:
-    """Return why this rank's stages cannot run under ``schedule``, as far as the rank can tell alone."""
-    pp_rank, pp_size, n_stages = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
+    """Return the reason why this rank's stages cannot run under ``schedule``, if it knows one."""
+    pp_rank, pp_size = stages[0].group_rank, stages[0].group_size
+    n_stages = stages[0].num_stages
     indices = [s.stage_index for s in stages]
     try:
         expected = get_stage_indices(schedule, pp_rank, pp_size, n_stages // pp_size)
@@ -714,15 +749,16 @@ def _problem_of_placement(
 
 
 def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
-    """Return why FSDP2 would miss the second half of a split backward; None if it would not.
+    """Return the reason why FSDP2 would miss the second half of a split backward, or None.
 
     torch tells the stage itself to reduce after the last microbatch. Parts that are sharded alone
     reduce at the end of every backward, and gradients that come later would be silently lost.
     """
-    for stage in stages if splits_backward(schedule) != "none" else ():
-        inside = [
-            name for name, part in stage.submod.named_modules() if isinstance(part, FSDPModule)
-        ]
+    if splits_backward(schedule) == "none":
+        return None
+    for stage in stages:
+        parts = stage.submod.named_modules()
+        inside = [name for name, part in parts if isinstance(part, FSDPModule)]
         if inside and "" not in inside:
             return (
                 f"schedule {name_of(schedule)!r} splits backward in two, and FSDP2 shards"
@@ -733,21 +769,20 @@ def _problem_of_sharding(stages: Sequence[ModelStage], schedule: str | Schedule)
 
 
 def _problem_of_compiling(stages: Sequence[ModelStage], schedule: str | Schedule) -> str | None:
-    """Return which stage is, or holds, what ``torch.compile`` returned, if torch's class of the schedule refuses it."""
-    if (
-        splits_backward(schedule) == "none"
-        or isinstance(schedule, Schedule)
-        or not runnable(schedule).torch_name
-    ):
+    """Return the problem of a module from ``torch.compile`` in a stage; None without a problem.
+
+    Only torch's own classes of schedules that split backward refuse it.
+    """
+    if splits_backward(schedule) == "none":
+        return None
+    if isinstance(schedule, Schedule) or not runnable(schedule).torch_name:
         return None
     for stage in stages:
         for path, part in stage.submod.named_modules():
             if uncompiled(part) is not part:
-                what = (
-                    f"{path!r} of stage {stage.stage_index}"
-                    if path
-                    else f"stage {stage.stage_index}"
-                )
+                what = f"stage {stage.stage_index}"
+                if path:
+                    what = f"{path!r} of {what}"
                 return (
                     f"{what} is what torch.compile returned, and schedule {name_of(schedule)!r}"
                     " splits backward in two, which torch then refuses: leave torch.compile out,"
@@ -757,11 +792,8 @@ def _problem_of_compiling(stages: Sequence[ModelStage], schedule: str | Schedule
 
 
 def _facts_of_transformer(stage: ModelStage) -> dict[str, object]:
-    if (
-        not isinstance(stage.submod, PipelineStageModule)
-        or stage.takes is None
-        or stage.returns is None
-    ):
+    is_ours = isinstance(stage.submod, PipelineStageModule)
+    if not is_ours or stage.takes is None or stage.returns is None:
         return {}
     return {
         "(batch_size, seq_len)": stage.takes.metas[0].shape[:2],
@@ -789,10 +821,10 @@ def _problem_of_layers(stages: Sequence[ModelStage], pipeline: Ranks) -> str | N
 
 
 def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
-    """Find what every stage takes and returns; return the problem, the same on all ranks, or None.
+    """Find the values that every stage takes and returns; return the problem, or None.
 
-    What a stage returns can be found once its inputs are known, so each round settles at least one
-    more stage.
+    The problem is the same on all ranks. A stage can be run once its inputs are known, so each
+    round settles at least one more stage.
     """
     n_stages = stages[0].num_stages
     taken: dict[int, ValueMeta] = {}
@@ -820,10 +852,11 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
         if problem is not None:
             return problem
         for theirs, _ in told:
-            taken |= {index: inputs for index, (inputs, _) in theirs.items() if inputs is not None}
-            given |= {
-                index: outputs for index, (_, outputs) in theirs.items() if outputs is not None
-            }
+            for index, (inputs, outputs) in theirs.items():
+                if inputs is not None:
+                    taken[index] = inputs
+                if outputs is not None:
+                    given[index] = outputs
     problem = _problem_between(taken, given)
     if problem is None:
         for stage in stages:
@@ -833,7 +866,7 @@ def _find_values(stages: Sequence[ModelStage], pipeline: Ranks) -> str | None:
 
 def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -> str | None:
     for before, after in pairwise(sorted(given)):
-        # this package's model built for two configurations
+        # They differ if this package's model was built for two configurations.
         if taken.setdefault(after, given[before]) != given[before]:
             return (
                 f"stage {before} returns {given[before]}, but stage {after} takes {taken[after]}:"
@@ -858,7 +891,11 @@ def _problem_between(taken: dict[int, ValueMeta], given: dict[int, ValueMeta]) -
 
 
 class _Witness:
-    """Keeps in the group's store which rank was the first to fail, of those that share the step; None is this alone."""
+    """The rank that was the first to fail in a step, kept in the group's store for the others.
+
+    Args:
+        group: the ranks that share the step; None is this rank alone.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         ranks = Ranks(group, alone=group is None)
@@ -869,7 +906,10 @@ class _Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run this rank's part of a step; raise StepFailed for a failed message to a rank that has failed."""
+        """Run this rank's part of a step.
+
+        If a message fails because another rank has failed, raise StepFailed with that rank's words.
+        """
         try:
             yield
         except Exception as error:
@@ -878,7 +918,8 @@ class _Witness:
                 cause = cause.__cause__
             mine = told = f"{self._rank}\n{type(cause).__name__}: {cause}"
             if self._group is not None:
-                # Missing in some releases of torch; and the store may have been the other rank's.
+                # Some releases of torch have no compare_set, and the store may have lived in the
+                # rank that failed.
                 with suppress(AttributeError, RuntimeError):
                     told = str(
                         self._group.get_group_store().compare_set(self._key, "", mine).decode()
