@@ -117,7 +117,7 @@ FAULTS = [
     ),
     Fault("parallel/pipeline.py", "value / pipelines", "value", ATTACHED),
     Fault("parallel/pipeline.py", "stage.attached.clear()", "pass", ATTACHED),
-    Fault("parallel/stage.py", "and bwd_chunk_id not in self.attached\n", "\n", ATTACHED),
+    Fault("parallel/stage.py", "bwd_chunk_id not in self.attached and ", "", ATTACHED),
     Fault(
         "parallel/stage.py",
         "_fit(self.args_recv_info[fwd_chunk_id], self.taken_by(fwd_chunk_id))",
@@ -126,8 +126,8 @@ FAULTS = [
     ),
     Fault(
         "parallel/stage.py",
-        "return meta.empty(self.device).zero_() if meta",
-        "return None if meta",
+        "sent.append(meta.empty(self.device).zero_())",
+        "sent.append(None)",
         SIZED,
     ),
     Fault(

@@ -460,7 +460,7 @@ class PipelineSchedule(AnyPipeline):
         problem: str | None = None,
         needs_target: bool = True,
     ) -> Microbatches:
-        """Return this rank's microbatches, and count the tokens; refuse together if any do not fit."""
+        """Return this rank's microbatches, and count the tokens; refuse together."""
         for stage in self.stages:
             problem = problem or stage.problem_of_dtypes()
         problem = problem or given.problem_of_divisor()

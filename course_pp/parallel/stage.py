@@ -1,4 +1,4 @@
-"""A stage of a pipeline as torch's pipelining runs it: any module, its index, and what it takes and returns."""
+"""A stage of a pipeline as torch's pipelining runs it: any module, its index, its values."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +39,7 @@ from course_pp.step.hooks import problem_of_wrappers
 from course_pp.step.late_weights import Deferring, WeightGradients
 from course_pp.step.loss import Attached
 from course_pp.step.random_streams import RandomStreams
-from course_pp.step.values import TensorMeta, ValueMeta, as_value, call
+from course_pp.step.values import ValueMeta, as_value, call
 
 _TOO_LATE = (
     "no loss was attached in this pipeline's first step: attach 0 × loss from there on, until it is"
@@ -62,16 +62,18 @@ def build_pipeline_stage(
 ) -> "ModelStage":
     """Wrap a stage module for torch's schedules.
 
-    A stage is called with what the stage before it returned: a tuple or list gives its positional
-    arguments, a dict its keyword arguments, anything else is its only one. Tensors may stand in
-    tuples, dicts and dataclasses that torch's pytree knows. Those of a floating-point dtype carry
-    gradients back. If a schedule splits backward in two, a stage of another model leaves only the
-    weights of linear layers to the second half; layers that are compiled, recomputed or cut by
-    tensor parallelism do all in the first.
+    A stage is called with the value that the stage before it returned. A tuple or list gives the
+    positional arguments, a dict the keyword arguments, and any other value is the only argument.
+    Tensors may stand in tuples, dicts and dataclasses that torch's pytree knows. Tensors of a
+    floating-point dtype carry gradients back.
 
-    Of modules that are not this package's, declare what the first stage takes: ``inputs``, or token
-    ids by ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then runs a copy of each
-    stage on the meta device.
+    If a schedule splits backward in two, a stage of another model leaves only the weights of linear
+    layers to the second half. Layers that are compiled, recomputed or cut by tensor parallelism do
+    all in the first half.
+
+    For modules that are not this package's, declare the first stage's arguments: ``inputs``, or
+    token ids by ``batch_size`` and ``seq_len``. :func:`build_pipeline_schedule` then runs a copy of
+    each stage on the meta device.
 
     Args:
         stage_module: one stage, already on ``device``; any module.
@@ -80,13 +82,14 @@ def build_pipeline_stage(
         batch_size: rows in one *microbatch*.
         seq_len: tokens in a sequence.
         param_dtype: dtype of the activations and gradients that cross stage boundaries; None is
-            what the module computes in. If given, the module's own dtype must be the same.
-        stage, n_stages: index of the stage, and how many there are. This package's modules and
-            those of :func:`auto_split` know; by default others are one stage a rank.
-        inputs: what the first stage is called with for one microbatch; other stages ignore it. Only
-            shapes and dtypes count, so meta tensors will do.
-        outputs: what this stage returns, likewise; needed only if it cannot run on the meta device,
-            without the keyword arguments of a step. For the last stage ``()`` will do.
+            the dtype that the module computes in. If given, both must be the same.
+        stage, n_stages: index of the stage, and number of stages. This package's modules and those
+            of :func:`auto_split` know both; by default other modules are one stage a rank.
+        inputs: the first stage's arguments for one microbatch; other stages ignore it. Only shapes
+            and dtypes count, so meta tensors will do.
+        outputs: this stage's return value for one microbatch. It is needed only if the stage cannot
+            run on the meta device without the keyword arguments of a step. Meta tensors will do,
+            and ``()`` for the last stage.
 
     Raises:
         ValueError: on every rank of the mesh, if the module or the mesh cannot be used. Also on a
@@ -121,7 +124,7 @@ def build_pipeline_stage(
 def _place(
     module: nn.Module, device_mesh: DeviceMesh | None, stage: int | None, n_stages: int | None
 ) -> tuple[int, int]:
-    """Which stage of how many a module is."""
+    """Return the index of a module's stage, and the number of stages."""
     if isinstance(module, Transformer) and not isinstance(module, PipelineStageModule):
         raise TypeError(
             f"a pipeline stage must be a PipelineStageModule, not {type(module).__name__}: "
@@ -157,7 +160,7 @@ def _values(
     inputs: Any,
     outputs: Any,
 ) -> tuple[ValueMeta | None, ValueMeta | None]:
-    """Return what a stage takes and returns, as far as that is known before it runs."""
+    """Return the values that a stage takes and returns, as far as they are known before it runs."""
     if isinstance(module, PipelineStageModule):
         if inputs is not None or outputs is not None:
             raise ValueError(
@@ -165,7 +168,7 @@ def _values(
                 " returns"
             )
         return _values_of_transformer(module, batch_size, seq_len, param_dtype)
-    # looked at by all, so that all refuse
+    # Other stages ignore inputs, but look at them, so that all ranks refuse bad ones.
     taken = _declared("inputs", inputs) or _tokens(batch_size, seq_len)
     given = _declared("outputs", outputs)
     check_declared_dtype(stage, given, param_dtype)
@@ -183,25 +186,25 @@ def _values_of_transformer(
     if param_dtype is None:
         param_dtype = dtypes[0]
     if dtypes != (param_dtype,):
-        remedy = (
-            "pass the module's own dtype, or convert it before building the stage"
-            if mixed_precision(module) is None
-            else (
+        remedy = "pass the module's own dtype, or convert it before building the stage"
+        if mixed_precision(module) is not None:
+            remedy = (
                 f"pass param_dtype={spelled(dtypes)}, or apply FSDP2 with"
                 f" default_mp_policy({param_dtype})"
             )
-        )
-        raise ValueError(  # its neighbour would misread the message's bytes
+        # The neighbour would misread the message's bytes.
+        raise ValueError(
             f"stage {module.stage_id} computes in {spelled(dtypes)}, but param_dtype declares that"
             f" {param_dtype} crosses its boundary: {remedy}"
         )
-    first, last = module.stage_id == 0, module.stage_id == module.num_stages - 1
-    tokens = torch.empty(rows, positions, dtype=torch.int64, device="meta")
+
     hidden = torch.empty(rows, positions, module.config.dim, dtype=param_dtype, device="meta")
-    logits = torch.empty(
-        rows, positions, module.config.vocab_size, dtype=param_dtype, device="meta"
-    )
-    return ValueMeta.of(tokens if first else hidden), ValueMeta.of(logits if last else hidden)
+    takes = returns = hidden
+    if module.stage_id == 0:
+        takes = torch.empty(rows, positions, dtype=torch.int64, device="meta")
+    if module.stage_id == module.num_stages - 1:
+        returns = hidden.new_empty(rows, positions, module.config.vocab_size)
+    return ValueMeta.of(takes), ValueMeta.of(returns)
 
 
 def _declared(name: str, value: Any) -> ValueMeta | None:
@@ -241,11 +244,8 @@ def _check_mesh(
             f"equally: cut the model into a multiple of {pp_size} stages"
         )
     # Sends and receives would take a pointer to GPU memory for one to host memory.
-    if (
-        device.type == "cuda"
-        and get_pp_size(device_mesh) > 1
-        and "cuda:gloo" in dist.get_backend_config()
-    ):
+    sends_from_gpu = device.type == "cuda" and pp_size > 1
+    if sends_from_gpu and "cuda:gloo" in dist.get_backend_config():
         raise ValueError(
             f"device={str(device)!r} over gloo: torch's pipeline cannot send GPU tensors through"
             " host memory, so train with engine='runtime' (course_pp.runtime) to share GPUs, or"
@@ -273,27 +273,26 @@ def _check_size(name: str, size: int | None) -> int:
 
 
 class ModelStage(LocalNeighboursStage):
-    """torch's stage, and what it is called with and gives back.
+    """torch's stage, with values of any shape and container between stages.
 
     Attributes:
-        takes, returns: for one microbatch of a whole batch; None where that is not known yet.
-        crossing: for each microbatch of a step what the stage takes and returns, where these are
-            ready-made.
-        keywords: for each microbatch of a step what the stage is called with beside. torch never
-            sees it.
+        takes, returns: the stage's argument and return value for a microbatch of a whole batch;
+            None where it is not known yet.
+        crossing: the same two values for each microbatch of a step, if microbatches are ready-made.
+        keywords: extra keyword arguments of the stage, one dict a microbatch. torch never sees
+            them.
         ties: tied weights, by stage; :func:`build_pipeline_schedule` finds them.
-        param_dtype: dtype of what crosses the boundaries; None is whatever the stages compute in.
-        can_split: whether torch is to split its backward in two.
-        weights: of the microbatches in the batch, for attached losses; None where nobody has
-            attached any.
-        attached: the losses that microbatches of this step attach
+        param_dtype: dtype of the tensors between stages; None is the dtype of each stage.
+        can_split: whether torch is to split the stage's backward in two.
+        weights: the microbatches' weights in the batch, for attached losses; None if no stage
+            attached any in the first step.
+        attached: the losses that microbatches of this step attach, by microbatch
             (:func:`course_pp.step.loss.attach_loss`).
-        defers: whether it puts off weight gradients itself, for a schedule that splits what torch
-            cannot.
-        runs_as: the stage that a pipeline made of this one, and runs; None until there is one.
+        defers: whether the stage puts off weight gradients itself. It does if the schedule splits
+            backward, and torch cannot split this stage's.
+        runs_as: the stage that a pipeline made from this one, and runs; None until there is one.
         unused: {(stage, microbatch): for each tensor that the stage sent, whether the next stage
-            left it unused}; one dict for all stages of this rank, each of which is told by the
-            next.
+            left it unused}. One dict for all stages of this rank.
     """
 
     def __init__(
@@ -310,18 +309,19 @@ class ModelStage(LocalNeighboursStage):
     ) -> None:
         shapes: dict[str, Any] = {}
         if takes is not None and returns is not None:
-            # torch would otherwise find out by one forward, which changes buffers.
+            # Without shapes torch would find them by one forward, which changes buffers. It takes
+            # an empty tuple for no shapes.
+            nothing = torch.empty(0, device="meta")
             shapes["input_args"] = takes.empty("meta", requires_grad=stage > 0)
-            shapes["output_args"] = returns.empty("meta", requires_grad=True) or torch.empty(
-                0, device="meta"
-            )
+            shapes["output_args"] = returns.empty("meta", requires_grad=True) or nothing
         super().__init__(module, stage, n_stages, device, group=group, **shapes)
         self.param_dtype = param_dtype
         self.device_mesh = device_mesh
-        self.takes, self.returns = takes, returns
+        self.takes = takes
+        self.returns = returns
         self.crossing: Sequence[tuple[ValueMeta, ValueMeta]] = ()
         self.keywords: Sequence[Mapping[str, Any]] = ()
-        self._microbatch = 0  # whose forward is at work
+        self._microbatch = 0  # the one whose forward is at work
         self.ties: tuple[Tie, ...] = ()
         self.runs_as: ModelStage | None = None
         self._dtypes = compute_dtypes(module)
@@ -342,7 +342,7 @@ class ModelStage(LocalNeighboursStage):
         self._telling: list[dist.Work] = []
 
     def settled(self) -> "ModelStage":
-        """Return a stage like this one, for one pipeline, now that it is known what this one takes and returns."""
+        """Return a stage like this one for one pipeline, once its values are known."""
         known = (
             self.takes,
             self.returns,
@@ -361,21 +361,20 @@ class ModelStage(LocalNeighboursStage):
         return self.takes.unflatten(tensors)
 
     def taken_by(self, microbatch: int) -> ValueMeta:
-        """Return what it is called with for a microbatch of this step."""
+        """Return the value that the stage is called with for a microbatch of this step."""
         assert self.takes is not None  # settled
         return self.crossing[microbatch][0] if self.crossing else self.takes
 
     def returned_for(self, microbatch: int) -> ValueMeta:
-        """Return what it gives back for a microbatch of this step."""
+        """Return the value that the stage returns for a microbatch of this step."""
         assert self.returns is not None  # settled
         return self.crossing[microbatch][1] if self.crossing else self.returns
 
     def message(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``output`` that are sent; refuse what the next stage does not expect."""
+        """Return the tensors of ``output`` that are sent; refuse those the next stage cannot take."""
         try:
-            return tuple(
-                _Handed.apply(tensor) for tensor in self.returned_for(microbatch).flatten(output)
-            )
+            tensors = self.returned_for(microbatch).flatten(output)
+            return tuple(_Handed.apply(tensor) for tensor in tensors)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"stage {self.stage_index} returned {error}: what crosses may depend on the shapes"
@@ -384,47 +383,51 @@ class ModelStage(LocalNeighboursStage):
             ) from error
 
     def problem_of_keywords(self, names: Iterable[str]) -> str | None:
-        known, tree = self._keywords, None if self.takes is None else self.takes.tree
+        """Return the reason to refuse keyword arguments of these names, or None."""
+        known = self._keywords
+        tree = None if self.takes is None else self.takes.tree
+        is_cut = isinstance(uncompiled(self.submod), SplitStage)
         for name in names:
-            what = f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a "
-            what += type(self.submod).__name__
+            what = (
+                f"keyword argument {name} goes to every stage, but stage {self.stage_index}, a"
+                f" {type(self.submod).__name__}"
+            )
             if isinstance(tree, Mapping) and name in tree:
                 return (
                     f"{what}, is called with one of this name already: leave it out, or give it"
                     " another name"
                 )
-            # so course_pp.runtime calls it
-            if name == "targets" and known is not None and name not in known:
+            if known is None or name in known:
+                continue
+            # A likely slip for target=, for which the general remedy below would be wrong.
+            if name == "targets":
                 return "targets is no argument of step or eval, nor of a stage: give it as target="
-            if (
-                known is not None
-                and name not in known
-                and isinstance(uncompiled(self.submod), SplitStage)
-            ):
+            if is_cut:
                 return (
                     f"{what}, was cut with an example without it: give auto_split a dict that has"
                     " it as its example, and such a dict to build_pipeline_stage and to each step"
                     " as inputs"
                 )
-            if known is not None and name not in known:
-                return (
-                    f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or"
-                    " **kwargs"
-                )
+            return (
+                f"{what}, takes {', '.join(known) or 'none'}: let its forward take it, or **kwargs"
+            )
         return None
 
     def lacking(self, keywords: Mapping[str, Any]) -> set[str]:
-        """Return the names of the arguments that the module takes beside what crosses, and that are not given."""
+        """Return the names of the module's arguments that neither cross nor are in ``keywords``."""
         assert self.takes is not None  # settled
-        tree = self.takes.tree
         if self._keywords is None or isinstance(uncompiled(self.submod), SplitStage):
             return set()
-        n_crossing = len(tree) if type(tree) is tuple else 1
-        crossing = set(tree) if isinstance(tree, Mapping) else set(self._keywords[:n_crossing])
+        tree = self.takes.tree
+        if isinstance(tree, Mapping):
+            crossing = set(tree)
+        else:
+            n_crossing = len(tree) if type(tree) is tuple else 1
+            crossing = set(self._keywords[:n_crossing])
         return set(self._keywords) - crossing - set(keywords)
 
     def problem_of_dtypes(self) -> str | None:
-        """Return the problem if the module was converted to another dtype after the stage was built."""
+        """Return the problem of a module that was converted after the stage was built, or None."""
         now = compute_dtypes(self.submod)
         if now == self._dtypes:
             return None
@@ -437,20 +440,20 @@ class ModelStage(LocalNeighboursStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on what torch received, and give torch what it sends."""
         if not self.is_first:
-            # Leaves that require a gradient could not be changed in place, as by
-            # nn.ReLU(inplace=True); what a stage of this rank returned is that stage's, and is
-            # copied.
+            # torch's tensors are leaves that require a gradient, which a module must not change in
+            # place, as nn.ReLU(inplace=True) does. A tensor from a stage of this rank still belongs
+            # to that stage, so it is copied.
             is_local = self.stage_index_to_group_rank[self.stage_index - 1] == self.group_rank
             own = torch.Tensor.clone if is_local else _Handed.apply
             args = tuple(map(own, args))
         keywords = self.keywords[self._microbatch]
-        output = call(
-            self.submod, as_value(args) if self.is_first else self.received(args), keywords
-        )
+        value = as_value(args) if self.is_first else self.received(args)
+        output = call(self.submod, value, keywords)
         if not self.is_last:
             return self.message(output, self._microbatch)
         self._output = output
-        return tuple(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor))
+        leaves, _ = tree_flatten(output)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def backward_one_chunk(
         self,
@@ -459,21 +462,18 @@ class ModelStage(LocalNeighboursStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run backward as torch does; but in a foreign module, ``I`` leaves only the weights of
-        linear layers to ``W``.
+        """Run backward as torch does; in a foreign module, ``I`` leaves only the weights of linear
+        layers to ``W``.
 
-        torch splits a graph where the paths from parameters meet those from inputs. There, a stage
-        whose inputs carry no gradient would silently lose its own, and a parameter used at two
-        depths, or a compiled block, would fail. A loss attached inside may put any parameter at two
-        depths.
+        torch splits a graph where the paths from parameters meet the paths from inputs. By this
+        rule a stage whose inputs carry no gradient would silently lose its own gradients. A
+        parameter used at two depths, or a compiled block, would fail. A loss attached inside may
+        put any parameter at two depths.
         """
         if not self.is_last and self._learns_unused():
             self._leave_unused(bwd_chunk_id)
-        if (
-            self.can_split
-            and bwd_chunk_id not in self.attached
-            and bwd_chunk_id not in self._queues
-        ):
+        is_whole = bwd_chunk_id not in self.attached and bwd_chunk_id not in self._queues
+        if self.can_split and is_whole:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         queue = self._queues.get(bwd_chunk_id)
@@ -499,22 +499,25 @@ class ModelStage(LocalNeighboursStage):
         """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did
         not use.
 
-        The stage before is told which they are: in one process what made such a tensor gets no
-        gradient, and an optimizer then leaves it alone, where it would decay and move it for a
-        gradient of zero.
+        The stage before is told which tensors were not used. In one process the weights behind such
+        a tensor get no gradient, and an optimizer leaves them alone. For a gradient of zero it
+        would decay and move them.
         """
         if self.is_first:
             return tuple(gradients)
         if self._learns_unused():
             self._tell_unused(microbatch, [gradient is None for gradient in gradients])
 
-        def sent(gradient: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor | None:
-            if gradient is not None:
-                return gradient.contiguous()
-            return meta.empty(self.device).zero_() if meta.dtype.is_floating_point else None
-
+        sent: list[torch.Tensor | None] = []
         metas = self.taken_by(microbatch).metas
-        return tuple(sent(gradient, meta) for gradient, meta in zip(gradients, metas, strict=True))
+        for gradient, meta in zip(gradients, metas, strict=True):
+            if gradient is not None:
+                sent.append(gradient.contiguous())
+            elif meta.dtype.is_floating_point:
+                sent.append(meta.empty(self.device).zero_())
+            else:
+                sent.append(None)
+        return tuple(sent)
 
     def _learns_unused(self) -> bool:
         """Return whether this stage and its neighbours tell one another which tensors they leave
@@ -544,25 +547,23 @@ class ModelStage(LocalNeighboursStage):
             unused = self.unused.pop((self.stage_index, microbatch))
         else:
             told = torch.zeros(len(self.returned_for(microbatch).metas), dtype=torch.uint8)
-            dist.recv(
-                told, group=self.group, group_src=rank, tag=self._tag(self.stage_index, microbatch)
-            )
+            tag = self._tag(self.stage_index, microbatch)
+            dist.recv(told, group=self.group, group_src=rank, tag=tag)
             unused = told.bool().tolist()
         if any(unused) and not self._data_ranks_meet_in_backward():
             leave_out_of_backward(self, microbatch, unused)
 
     def _data_ranks_meet_in_backward(self) -> bool:
-        """Return whether data ranks wait for one another in this stage's backward, as all of them
-        must go through it.
+        """Return whether data ranks wait for one another in this stage's backward.
 
         FSDP2 reduces there, and experts shared out exchange rows. One data rank may use an output
-        that another leaves unused.
+        that another leaves unused, but all must go through the same backward.
         """
         parts = list(self.submod.modules())
         return any(isinstance(part, FSDPModule) or is_shared_out(part) for part in parts)
 
     def _tag(self, sender: int, microbatch: int) -> int:
-        """Return a number of its own for the note to stage ``sender``; torch's own messages have 0."""
+        """Return the tag of the note to stage ``sender``; torch's own messages have tag 0."""
         return 1 + sender + microbatch * self.num_stages
 
     def end_step(self) -> None:
@@ -583,11 +584,14 @@ class ModelStage(LocalNeighboursStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the sends after a forward; torch would look for a receiver of the last stage's output too."""
+        """Return the sends after a forward.
+
+        The last stage sends nothing, and torch would look for its receiver.
+        """
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward as torch does; the last stage returns what its module returned, for the loss function."""
+        """Run forward as torch does; the last stage returns its module's output, for the loss."""
         deferring: AbstractContextManager[Any] = nullcontext()
         microbatch = self._microbatch = args[0] if args else kwargs["fwd_chunk_id"]
         if self.weights is None:
@@ -599,6 +603,7 @@ class ModelStage(LocalNeighboursStage):
             deferring = Deferring(queue)
         if self.streams is not None:
             self.streams.begin(self.stage_index, microbatch)
+
         with deferring, attached:
             sent = super().forward_one_chunk(*args, **kwargs)
         if attached.values or attached.problem:
@@ -611,7 +616,7 @@ class ModelStage(LocalNeighboursStage):
 
 
 def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
-    """Let what is received for ``value`` have its shapes; torch knows those of the declared microbatch."""
+    """Give the buffers that receive ``value`` its shapes; torch knows the declared ones only."""
     for info, meta in zip(infos, value.metas, strict=True):
         expect(info, meta.shape)
 
@@ -644,13 +649,18 @@ class _Handed(torch.autograd.Function):
 
 
 def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any]) -> ValueMeta:
-    """Find on the meta device what a stage returns for what it takes, or refuse it; ``keywords`` stay as they are."""
-    given, computed = (
-        {m.dtype for m in takes.metas if m.dtype.is_floating_point},
-        compute_dtypes(stage.submod),
-    )
-    if given and computed and given.isdisjoint(computed) and not casts_inputs(stage.submod):
-        raise ValueError(  # the meta device would let them pass
+    """Find on the meta device the value that a stage returns, or refuse the stage.
+
+    Args:
+        takes: the value that the stage is called with.
+        keywords: its keyword arguments, which stay as they are.
+    """
+    given = {meta.dtype for meta in takes.metas if meta.dtype.is_floating_point}
+    computed = compute_dtypes(stage.submod)
+    do_differ = given and computed and given.isdisjoint(computed)
+    # The meta device would let them pass.
+    if do_differ and not casts_inputs(stage.submod):
+        raise ValueError(
             f"stage {stage.stage_index} is called with {takes}, but computes in"
             f" {spelled(computed)}: convert the stages alike, or declare outputs= if it casts its"
             " inputs itself"
@@ -661,8 +671,9 @@ def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any
 
     def returned() -> ValueMeta:
         output = call(meta_copy(stage.submod), takes.unflatten(taken), keywords)
-        # nobody is sent what the last one returns
-        return ValueMeta(()) if stage.is_last else ValueMeta.of(output)
+        if stage.is_last:
+            return ValueMeta(())  # its output is not sent
+        return ValueMeta.of(output)
 
     try:
         found = run_on_meta(returned)
@@ -670,11 +681,9 @@ def find_outputs(stage: ModelStage, takes: ValueMeta, keywords: Mapping[str, Any
         if isinstance(stage.submod, SplitStage):
             taken_then, sent = stage.submod.sent_for_example()
             if ValueMeta.of(taken_then).metas == takes.metas:
-                return ValueMeta.of(sent)  # what it returned for its example, which was like this
-        reason = (
-            f"{type(error).__name__}:"
-            f" {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        )
+                return ValueMeta.of(sent)  # its example had these shapes
+        first_line, *_ = str(error).strip().splitlines() or ["no message"]
+        reason = f"{type(error).__name__}: {first_line}"
         remedy = "mend the stage, or declare what crosses, build_pipeline_stage(..., outputs=...)"
         beside = f"and {', '.join(keywords)}" if keywords else "alone"
         if isinstance(stage.submod, SplitStage):
@@ -699,7 +708,7 @@ def check_declared_dtype(
 
 
 def _keywords_of(module: nn.Module) -> list[str] | None:
-    """The names under which a module takes arguments; None if it takes any."""
+    """Return the names under which a module takes arguments; None if it takes any."""
     inner = uncompiled(module)
     if isinstance(inner, SplitStage):
         return inner.keywords_of_example()
@@ -708,6 +717,5 @@ def _keywords_of(module: nn.Module) -> list[str] | None:
     takes = signature(forward).parameters.values()
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes):
         return None
-    return [
-        p.name for p in takes if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    ]
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in takes if parameter.kind in by_name]
