@@ -393,6 +393,13 @@ def problem_of_left_out_copies(
         known: as for :func:`problem_of_forgotten_ties`.
     """
     declared = [_first_names(tie, looks) for tie in tied]
+    for one, other in combinations(declared, 2):
+        # Each tie would add its own copies to the parameter, and neither would see the other's.
+        for stage, name in one.items() & other.items():
+            return (
+                f"{name!r} of stage {stage} is in two ties, under two of its names: write one tie"
+                " with all stages that share it"
+            )
     for tie in declared:
         values = {look.values for look in _ends(tie, looks)}
         for stage, here in looks.items():

@@ -471,6 +471,19 @@ def left_out_on_rank(rank: int) -> list[str]:
     return said
 
 
+def test_one_parameter_in_two_ties_by_two_of_its_names_is_refused() -> None:
+    table = embedding()
+    both = nn.Sequential(*table, head())
+    both[1][0].weight = both[0].weight
+    looks = looks_of({0: both, 1: head(table), 2: head(table)})
+    apart = [{0: "0.weight", 1: "0.weight"}, {0: "1.0.weight", 2: "0.weight"}]
+    problem = problem_of_left_out_copies(looks, apart)
+    assert problem is not None
+    assert "two ties" in problem
+    together = [{0: "0.weight", 1: "0.weight", 2: "0.weight"}]
+    assert problem_of_left_out_copies(looks, together) is None
+
+
 def test_both_engines_refuse_a_left_out_copy_on_every_rank() -> None:
     for said in on_ranks(3, left_out_on_rank, timeout_s=60):
         for sentence in said:
