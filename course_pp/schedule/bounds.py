@@ -19,39 +19,43 @@ def bound(
     *,
     placement: Sequence[int | Sequence[int]] | None = None,
 ) -> Time:
-    """Return a time before which no order of the actions can finish: ``bound / makespan`` scores a
-    schedule.
+    """Return a time before which no order of the actions can finish.
 
-    It is the latest of what these say. Of the pipeline: one microbatch must go down and up. Of each
-    rank:
+    The share ``bound / makespan`` scores a schedule. The bound is the largest of several bounds.
+    One comes from the pipeline: one microbatch must go down and up. The others come from each rank:
 
-    * it waits for a first microbatch to come down to it, then it has all its work to do;
-    * after its last input gradient, a gradient still has to go up to stage 0 and through it;
-    * with a memory limit: each activation is kept from its forward until the microbatch has been
-      down and come back, so only so many can be under way at a time;
-    * and while it waits for room, it has to do what makes the room. The proof:
+    * The rank waits for a first microbatch to come down to it, and then has all its work to do.
+    * After the rank's last input gradient, a gradient still has to go up to stage 0 and through it.
+    * With a memory limit, few microbatches can be under way at a time, because an activation is
+      kept from its forward until the microbatch has been down and come back.
+    * While the rank waits for room, it has to do the work that makes the room. The proof:
 
-      Of a rank's first i stages, let h activations fit, and take forwards, input and weight
-      gradients of each stage in the order they come. By the n-th forward of stage i, they began i
-      (n + 1) activations, so x = i (n + 1 - j) - h of those from the j-th microbatch on were given
-      back. Each was so by a weight gradient that follows an input gradient no earlier than the j-th
-      of stage i, before which all they began was held: at most h forwards. Hence from that input
-      gradient, a round trip after the j-th forward, to the n-th forward lie x of both kinds, and x
-      - 1 forwards.
+      Take a rank's first i stages, and let h of their activations fit. Number the forwards of a
+      stage from 0 in the order in which they come, and likewise its input and its weight gradients.
+      Count only activations of number j and above. When the n-th forward of stage i starts, these
+      stages have begun i (n + 1 - j) of them, including this one. At most h are held, so at least
+      x = i (n + 1 - j) - h were given back. A weight gradient gives an activation back, and it
+      follows an input gradient that is no earlier than the j-th of stage i. Before the latter, all
+      counted activations were held, so there were at most h counted forwards. Hence x input
+      gradients, x weight gradients and x - 1 forwards lie between the start of that input gradient
+      and the start of the n-th forward. That input gradient ends at least a round trip after the
+      start of the j-th forward.
 
-    This adds up along a chain of j and n. That memory is the time under way over the interval is
-    from Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section
-    3; adding up what one machine must do between two moments, from Carlier 1982, "The one-machine
-    sequencing problem" (EJOR 11, 42-47).
+      Such intervals add up along a chain: the n of one is the j of the next.
 
-    No schedule need reach it. At f = b = w and without a limit, ZB-H1, ZB-H2 and ZB-V do.
+    Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3,
+    has the argument on memory: activations held are the time under way over the interval between
+    microbatches. Carlier 1982, "The one-machine sequencing problem" (EJOR 11, 42-47), adds up the
+    work that one machine must do between two moments.
+
+    No schedule need reach the bound. At f = b = w and without a limit, ZB-H1, ZB-H2 and ZB-V do.
 
     Args:
-        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out: they
-            come on top.
-        memory_limit: for each rank, or one for all, in the unit of ``costs.activation`` and
-            including the weights; it must hold one microbatch.
-        placement: for each stage its rank, or ranks as in ``Schedule``; one stage a rank unless
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Updates are left out,
+            because they come on top.
+        memory_limit: the limit of each rank, or one for all, in the unit of ``costs.activation``
+            and including the weights. It must hold one microbatch.
+        placement: the rank of each stage, or its ranks as in ``Schedule``; one stage a rank unless
             given.
     """
     for what, value in (("n_ranks", n_ranks), ("n_microbatches", n_microbatches)):
@@ -69,18 +73,19 @@ def bound(
 
 
 class _LeastTimes:
-    """The least time that everything takes, stage by stage.
+    """The least times of all parts of a step, stage by stage.
 
     Attributes:
-        loads: for each rank, of each of its stages how many microbatches it sees there; none for a
-            stage without any.
-        forward, inputs, finish: of ``F``, of ``I``, and of ``W`` after it.
+        loads: {rank: {stage: number of microbatches that the rank sees there}}, without stages
+            where it sees none.
+        forward, inputs, finish: the times of ``F``, of ``I``, and of ``W`` after it.
         paired: whether a forward and a backward may run as one.
-        saved: the most that pairing a forward of the stage with any backward can save.
-        down: from the start until a first ``F`` of the stage can start.
-        round_trip: from the start of its ``F`` to the end of its ``I`` of the same microbatch.
-        up: from the end of its ``I`` until the microbatch is through with stage 0.
-        kept, early: what ``F`` keeps of memory, and the part of it that ``I`` gives back.
+        saved: the most time that pairing a forward of the stage with any backward can save.
+        down: the time from the start of the step until a first ``F`` of the stage can start.
+        round_trip: the time from the start of the stage's ``F`` to the end of its ``I`` of the same
+            microbatch.
+        up: the time from the end of the stage's ``I`` until stage 0 has finished the microbatch.
+        kept, early: the memory that ``F`` keeps, and the part of it that ``I`` gives back.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class _LeastTimes:
         self.kept, self.early, self.weights = (costs.each(name, n) for name in memory)
         self.times = costs.durations(n)
         times, transfers = self.times, costs.transfers(n)
-        # Replicas of neighbouring stages may meet on one rank, and then the message may take no
+        # If one rank holds replicas of neighbouring stages, the message between them may take no
         # time.
         hops = [
             t if set(placement[s]).isdisjoint(placement[s + 1]) else 0
@@ -146,7 +151,8 @@ class _LeastTimes:
             return
         room = self._room(rank, limit)
         yield from (start + time for time in self._from_memory(load, room))
-        # Of replicas, several stages need not see the same microbatches.
+        # Replicas of different stages on one rank need not see the same microbatches, so the proof
+        # holds only for one stage at a time.
         together = all(len(self.placement[stage]) == 1 for stage in load)
         for count, stage in enumerate(load, 1):
             yield self._making_room([*load][:count] if together else [stage], load[stage], room)
@@ -154,7 +160,7 @@ class _LeastTimes:
     def _room(self, rank: int, limit: Time) -> Time:
         """Return the memory that ``limit`` leaves for activations.
 
-        A copy of a stage that sees no microbatch need not be there.
+        Weights of a replica that sees no microbatch do not count, as the rank need not hold it.
         """
         load = self.loads[rank]
         # At its loss, a microbatch is held by every stage it passes on this rank.
@@ -164,7 +170,7 @@ class _LeastTimes:
             for i in range(min(shared, self.n_microbatches))
         )
         room = limit - sum(self.weights[stage] for stage in load)
-        # What is left of a float may fall short by a rounding error.
+        # The difference of two floats may fall short by a rounding error.
         slack = 1e-9 * float(limit) if isinstance(room - least, float) else 0
         if room < least - slack:
             raise ValueError(
@@ -174,7 +180,7 @@ class _LeastTimes:
         return max(room, least)
 
     def _from_memory(self, load: dict[int, int], room: Time) -> Iterator[Time]:
-        """Yield bounds on the time from the rank's first forward, if it holds ``room`` at most."""
+        """Yield bounds on the time from the rank's first forward if memory is ``room`` at most."""
         held = sum(
             count
             * (self.kept[s] * self.round_trip[s] + (self.kept[s] - self.early[s]) * self.finish[s])
@@ -190,11 +196,11 @@ class _LeastTimes:
             yield (rounds - 1) * stay + last
 
     def _last_to_go(self, stage: int) -> Time:
-        """Return the least time after ``I`` for which all of the activation is still there."""
+        """Return the least time after ``I`` for which the whole activation is still held."""
         return 0 if self.early[stage] else self.finish[stage]
 
     def _making_room(self, stages: Sequence[int], n: int, room: Time) -> Time:
-        """Return the bound of a rank's first stages, whose last sees ``n`` microbatches.
+        """Return the bound from a rank's first stages, the last of which sees ``n`` microbatches.
 
         The proof is in ``bound``.
         """
@@ -225,7 +231,7 @@ class _LeastTimes:
 
 
 def _how_many(room: Time, each: Time) -> int:
-    # Sums of floats may fall short of a multiple by a rounding error.
+    # A sum of floats may fall short of a multiple by a rounding error.
     slack = 1e-9 if isinstance(room / each, float) else 0
     return int(divide(room, each) + slack)
 

@@ -1,6 +1,6 @@
 """Why a run took as long as it did: from a measured timeline to costs, and from costs to causes.
 
-Every estimate is a median, so that a single hiccup does not enter it.
+Every estimate is a median, so that a single hiccup does not change it.
 """
 
 from collections import defaultdict
@@ -21,12 +21,12 @@ from course_pp.schedule.schedule import Schedule, implied_placement
 from course_pp.schedule.timeline import Timeline
 
 CAUSES = ("imbalance", "transfer", "launch", "straggler")
-"""The causes that a simulation can take away. What they do not explain is called ``rest``."""
+"""The causes that a simulation can take away. Time that they do not explain is called ``rest``."""
 
-# Shares of the makespan: smaller losses get no sentence, and no place in the table.
+# Shares of the makespan. A smaller loss gets no sentence, or no place in the table.
 _WORTH_SAYING = 0.01
 _WORTH_A_PLACE = 0.001
-# Rows of the table, one a rank.
+# The table has one row a rank. A table of hundreds would hide the findings below it.
 _ROWS = 16
 # A median of fewer gaps than this on one rank says little.
 _ENOUGH = 5
@@ -34,14 +34,16 @@ _ENOUGH = 5
 
 @dataclass(frozen=True)
 class Loss:
-    """What one cause, one of :data:`CAUSES` or ``rest``, adds to the makespan, and where.
+    """The time that one cause adds to the makespan, and the places where it arises.
 
     Attributes:
-        time: how much longer the run is because of it, in the timeline's unit. Negative if it is
-            shorter.
-        per_rank: its parts that arise on each rank; those of a message on the rank that receives
-            it.
-        per_link: its parts that arise on each link; all of it for ``transfer``, else empty.
+        cause: one of :data:`CAUSES`, or ``rest``.
+        time: the time by which the run is longer because of the cause, in the timeline's unit. It
+            is negative if the run is shorter.
+        per_rank: the part of ``time`` that arises on each rank. Waiting for a message counts on
+            the rank that receives it.
+        per_link: the part of ``time`` that arises on each link; empty unless the cause is
+            ``transfer``.
     """
 
     cause: str
@@ -63,17 +65,18 @@ class Fit:
 
     Attributes:
         predicted: the run simulated with the fitted times.
-        ideal: the same orders with equal stages, all ranks as fast as the median rank, and neither
-            transfers nor launches. Its bubble is that of the schedule itself.
+        ideal: the same orders simulated with equal stages, with all ranks as fast as the median
+            rank, and with neither transfers nor launches. Its bubble is the bubble of the schedule
+            itself.
         costs: costs of the stages at the speed of the median rank, and of the messages, in the
             timeline's unit.
-        slowdown: for each rank its time for the expected work of its stages, over that of the
+        slowdown: each rank's time for the expected work of its stages, divided by the time of the
             median rank. With an even number of ranks, the lower of the two in the middle is the
             median.
-        links: for each pair of ranks that exchange messages, the time of a message on its way.
-        launch: for each rank, the time from when its own order and its inputs allow an action until
-            that starts.
-        lost: the loss to each cause, largest first; together exactly ``total_lost``.
+        links: {pair of ranks: time that a message is on its way between them}.
+        launch: each rank's launch time. It begins when the rank's own order and its inputs allow
+            an action, and it ends when the action starts.
+        lost: the loss to each cause, largest first. The losses add up to exactly ``total_lost``.
     """
 
     measured: Timeline
@@ -143,12 +146,12 @@ class Fit:
         return "\n".join([*rows, "", *self.findings])
 
     def _share(self, time: float) -> float:
-        """Return the part of the makespan; a value that would be written as -0.0% is 0."""
+        """Return ``time`` as a share of the makespan; 0 for a share that prints as -0.0%."""
         share = time / (float(self.measured.makespan) or 1)
         return share if abs(share) >= 0.0005 else 0.0
 
     def _time(self, time: float) -> str:
-        """Return a time as text, with a sign before it; a rounding error counts as 0."""
+        """Return a time as text, with a minus sign if needed; a rounding error counts as 0."""
         rounded = 0.0 if abs(time) < 1e-9 * float(self.measured.makespan) else time
         sign = "-" if rounded < 0 else ""
         return sign + format_time(abs(rounded), self.measured.unit)
@@ -177,27 +180,29 @@ class Fit:
 
 @checked
 def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
-    """Estimate from one measured step what stages, ranks and links cost, and what was lost to each.
+    """Estimate the costs of stages, ranks and links from one measured step, and the loss to each.
 
     Orders and placement are read off the spans. The time by which the measured makespan exceeds the
-    ideal one is split among
+    ideal one is split among four causes:
 
     * imbalance: stages differ from one another as ``expected`` says, or as no slow rank could
         explain;
     * transfer: messages between ranks take time;
     * launch: an action starts later than its rank and inputs allow;
-    * straggler: a rank takes longer (or, below zero, less) than expected, compared with the median
-        rank;
+    * straggler: a rank takes longer than expected, compared with the median rank. The loss is below
+        zero for a rank that takes less.
 
-    by simulating with and without each (see :func:`~course_pp.schedule.fitting.attribute`), and the
-    rest, by which the run was longer than predicted with all four, such as the jitter of a few
-    microbatches. Each part is split further among the ranks (and links) where it arises.
+    The loss to each comes from simulations with and without it (see
+    :func:`~course_pp.schedule.fitting.attribute`). The rest is the time by which the run was longer
+    than predicted with all four; the jitter of a few microbatches is an example. Each loss is split
+    further among the ranks and links where it arises.
 
     Args:
-        measured: one whole step, for example of a recorder; its receives are used where it has any.
-        expected: what the stages should cost relative to one another, each kind of action by
-            itself; in any unit, and all equal unless given. If rank 3 takes longer because it has
-            the head of the model, only ``expected`` can tell this imbalance from a straggler.
+        measured: one whole step, for example from a recorder. Its receives are used if it has any.
+        expected: the expected costs of the stages relative to one another, in any unit. Each kind
+            of action is compared only with itself. All stages are equal unless given. If rank 3
+            takes longer because it has the head of the model, only ``expected`` can tell this
+            imbalance from a straggler.
     """
     graph = MeasuredStep.read_off(measured)
     work = estimate_work(graph, Costs() if expected is None else expected)
@@ -218,7 +223,8 @@ def fit(measured: Timeline, expected: Costs | None = None) -> Fit:
 
     lost = attribute(graph, CAUSES, lengths_with)
     predicted = imagine(graph, lengths_with(frozenset(CAUSES)))
-    # Every action ends when it did, while messages take their usual time.
+    # Imagine that every action ends when it did, and that messages take their usual time. Any
+    # difference from the prediction is then due to single actions: the rest.
     ends, usual = [float(span.end) for span in graph.spans], graph.delays(waits.links)
     took = [end - float(graph.allowed(number, ends, usual)[0]) for number, end in enumerate(ends)]
     lost["rest"] = step(graph, predicted, imagine(graph, Lengths(took, waits.links)))
@@ -248,14 +254,14 @@ class ActionGroup(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """How long actions take.
+    """The estimated times of actions.
 
     Attributes:
-        slowdown: as of :class:`Fit`.
+        slowdown: the field of :class:`Fit`.
         per_group: the time of each group, if its rank were as fast as the median rank.
-        at_median_speed: the same, for each action.
-        balanced: the same, if also each kind of action took equally long in all stages, with as
-            much work in all.
+        at_median_speed: the time of each action, if its rank were as fast as the median rank.
+        balanced: the time of each action, if in addition each kind of action took equally long in
+            all stages. The sum over all actions stays the same.
     """
 
     slowdown: tuple[float, ...]
@@ -265,7 +271,7 @@ class Durations(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What lies between one action and the next: ``launch`` and ``links`` of :class:`Fit`."""
+    """The times between one action and the next: ``launch`` and ``links`` of :class:`Fit`."""
 
     launch: tuple[float, ...]
     links: Mapping[Link, float]
@@ -279,7 +285,7 @@ class MeasuredStep(Precedence):
 
     @classmethod
     def read_off(cls, tl: Timeline) -> "MeasuredStep":
-        """Return the step that the timeline shows."""
+        """Return the step that a timeline shows."""
         graph = Precedence.of(schedule_of(tl))
         spans = tuple(tl.by_rank[rank][place] for rank, place in graph.places)
         return cls(**vars(graph), spans=spans)
@@ -318,9 +324,9 @@ def schedule_of(tl: Timeline) -> Schedule:
 def estimate_work(graph: MeasuredStep, expected: Costs) -> Durations:
     """Tell slow ranks from large stages.
 
-    ``expected``, and stages that share a rank, tell them apart. The slowdown of a rank is its work
-    over the expected work of its stages, each kind of action in its own unit of time. The rest is
-    due to the stages.
+    The expected costs tell them apart, and so do several stages on one rank, which share its speed.
+    The slowdown of a rank is its measured work divided by the expected work of its stages, with a
+    unit of time for each kind of action. Other differences are due to the stages.
     """
     durations = defaultdict(list)
     groups = []
@@ -370,32 +376,32 @@ def _slowdown(
     for rank, (own, usual_time) in enumerate(zip(took, should_take, strict=True)):
         if own and usual_time:
             ratios[rank] = own / usual_time
-    # Of two ranks the faster one is the measure.
+    # The lower median: of two ranks the slower one is the straggler, not both by half.
     usual = median_low(ratios.values() or [1.0])
     return tuple(ratios.get(rank, usual) / usual for rank in range(graph.schedule.n_ranks))
 
 
 def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
-    """Tell message times from launch times: a message shows where a rank had nothing to do but wait
-    for it.
+    """Tell message times from launch times.
 
-    If a value was made after its receiver became free, the receiver waited for it: it was on its
-    way until the receive ended, or until the consumer was launched. If it had arrived before, the
-    rest of the gap is launching, and its link is known only to be no slower. Both directions of a
-    link count together, as an activation and its gradient are of one size, and often only one of
-    the two is ever waited for.
+    A message time can be seen only where a rank had nothing to do but wait for the message. If a
+    value was made after its receiver became free, the receiver waited for it: the message was on
+    its way until the receive ended, or until the consumer was launched. If the message had arrived
+    before, the gap is launching, and gives only an upper limit for the link. Both directions of a
+    link count together, because an activation and its gradient have one size, and often a rank
+    waits for only one of the two.
     """
     waited = {(each.rank, each.product): float(each.end) for each in receives}
     longest: dict[Link, float] = {}  # the least time from the end of a product until it is used
     for number, span in enumerate(graph.spans):
         for product in graph.received[number]:
             link, made = graph.link(number, product), graph.spans[graph.makers[product]].end
-            # rounded last, so that of exact times a tie stays one
+            # Subtract first and round then, so that equal exact times give equal floats.
             time = max(0.0, float(span.start - made))
             longest[link] = min(time, longest.get(link, time))
     links, launch = longest, (0.0,) * graph.schedule.n_ranks
-    # Which message comes last, and which is sure to have come in time, depends on what is being
-    # estimated.
+    # The estimates depend on each other: the link times decide which message comes last and which
+    # came in time. Three rounds settle them.
     for _ in range(3):
         launch = _launches(graph, links)
         links = _transfers(graph, waited, launch, links, longest)
@@ -403,7 +409,7 @@ def estimate_waits(graph: MeasuredStep, receives: Iterable[Receive]) -> Waits:
 
 
 def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tuple[float, int]:
-    """Return when the last of the products that an action receives arrives, and which it is."""
+    """Return the time at which an action has received its last product, and that product."""
     arrivals = [
         (graph.made(each) + links[graph.link(number, each)], each)
         for each in graph.received[number]
@@ -412,9 +418,9 @@ def _last(graph: MeasuredStep, number: int, links: Mapping[Link, float]) -> tupl
 
 
 def _launches(graph: MeasuredStep, links: Mapping[Link, float]) -> tuple[float, ...]:
-    """Return for each rank the median gap before actions that waited for no message.
+    """Return each rank's median gap before the actions that waited for no message.
 
-    A rank with few such gaps gets the median of all ranks.
+    A rank with few such gaps gets the median over all ranks.
     """
     gaps: list[list[float]] = [[] for _ in range(graph.schedule.n_ranks)]
     for number, span in enumerate(graph.spans):
@@ -433,9 +439,10 @@ def _transfers(
     links: Mapping[Link, float],
     longest: Mapping[Link, float],
 ) -> dict[Link, float]:
-    """Return for each link the median over messages that were waited for.
+    """Return each link's median time over the messages that a rank waited for.
 
-    A link without any gets the median of the others, or its longest possible time if that is less.
+    A link without such messages gets the median of the other links, or its longest possible time
+    if that is less.
     """
     times = defaultdict(list)
     for number, span in enumerate(graph.spans):
@@ -455,11 +462,10 @@ def _transfers(
 
 
 def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) -> Costs:
-    """Return the times of actions at the median speed, stage by stage, and of messages, boundary by
-    boundary.
+    """Return the times of actions at the median speed by stage, and of messages by boundary.
 
-    Where only whole backwards were measured, half of each counts as input gradient: they do not
-    tell the halves apart. A kind that never came alone gets half of its overlapped pair.
+    A whole backward does not show its halves. Where no other was measured, half of it counts as
+    input gradient. A kind that never came alone gets half of its overlapped pair.
     """
     alone, shared, pairs = defaultdict(list), defaultdict(list), defaultdict(list)
     for group, time in work.per_group.items():
@@ -493,10 +499,10 @@ def costs_of(graph: MeasuredStep, work: Durations, links: Mapping[Link, float]) 
 def _latencies(
     graph: MeasuredStep, links: Mapping[Link, float]
 ) -> tuple[tuple[float, ...], float | None]:
-    """Return the mean over the messages of each boundary, and over those of edges; None if there
-    are no edges.
+    """Return the mean time of the messages of each boundary, and of the messages of edges.
 
-    Replicas of a stage may have different links.
+    The latter is None if there are no edges. Messages of one boundary may take different links, if
+    its stages have replicas.
     """
     crossing: list[list[float]] = [[] for _ in range(graph.schedule.n_stages - 1)]
     of_edges = []
@@ -512,7 +518,7 @@ def _latencies(
 
 
 class LossPlace(NamedTuple):
-    """The place where time is lost: a rank, and the ``link`` of a message that it receives."""
+    """A place where time is lost: a rank, and the link of a message it waits for, or None."""
 
     rank: int
     link: Link | None
@@ -523,14 +529,14 @@ Shares = Mapping[LossPlace, float]
 
 
 class Lengths(NamedTuple):
-    """The time of each action, once its rank and inputs allow it, and of messages by link."""
+    """The time of each action from when its rank and inputs allow it, and of messages by link."""
 
     actions: Sequence[float]
     links: Mapping[Link, float]
 
 
 class Counterfactual(NamedTuple):
-    """Assumed lengths, and the times they give."""
+    """Assumed lengths, and the times of the run that they give."""
 
     lengths: Lengths
     times: Times
@@ -541,11 +547,11 @@ def attribute(
 ) -> dict[str, Shares]:
     """Split the time that all ``causes`` together add to the makespan among them.
 
-    A cause may hide behind another: a slow link costs nothing while a slower rank is waited for
-    anyway. So each cause is charged the average of what it adds, over all orders in which they can
-    be added one by one: the Shapley value (Shapley 1953, "A value for n-person games"), the only
-    split that adds up whatever the runs, treats causes alike and charges nothing to one that never
-    matters.
+    A cause may hide behind another: a slow link costs nothing if its receiver waits for a slower
+    rank anyway. So add the causes one by one, in every possible order. Each cause is charged the
+    average time that it adds. This is the Shapley value (Shapley 1953, "A value for n-person
+    games"). No other split adds up for all runs, treats causes alike, and charges nothing to a
+    cause that never matters.
     """
     settings = {present: imagine(graph, lengths_with(present)) for present in _subsets(causes)}
     lost: dict[str, Shares] = {}
@@ -566,17 +572,17 @@ def imagine(graph: Precedence, lengths: Lengths) -> Counterfactual:
 def step(graph: Precedence, before: Counterfactual, after: Counterfactual) -> Shares:
     """Split the difference between two makespans among the places where the lengths differ.
 
-    Let the lengths change evenly. At each moment the makespan grows by what is added along the path
-    that is longest then, and ever faster, because it is a maximum of sums. So the longest path
-    before gives too little, and the longest path after too much. The result is the mixture of the
-    two that gives just the difference.
+    Let the lengths change evenly from ``before`` to ``after``. At each moment the makespan grows by
+    the lengths that are added along the path that is longest then. It grows ever faster, because it
+    is a maximum of sums. So the path that is longest before gives too little, and the path that is
+    longest after gives too much. The result is the mixture of the two that gives the difference.
     """
     first, last = (
         _added_along(graph, each, before.lengths, after.lengths) for each in (before, after)
     )
     too_little, too_much = sum(first.values()), sum(last.values())
     difference = float(after.times.makespan - before.times.makespan)
-    # Equal but for rounding where one path stays the longest.
+    # Where one path stays the longest, the two differ by rounding only.
     part = (difference - too_little) / (too_much - too_little) if too_much > too_little else 1.0
     part = min(max(part, 0.0), 1.0)
     places = first.keys() | last.keys()

@@ -1,9 +1,8 @@
-"""PipeDream's planner: which layers make a stage, and how many ranks share it, so that the slowest
-part is fastest.
+"""PipeDream's planner: it cuts layers into stages and shares stages among ranks, for most speed.
 
-Narayanan et al. 2019, "PipeDream", section 3.1: dynamic programming over the last stage and its
-ranks, first for the ranks of one node, then for nodes in place of ranks, with the slower links
-between them.
+The algorithm is from Narayanan et al. 2019, "PipeDream", section 3.1. It is dynamic programming
+over the last stage and its ranks. It runs first for the ranks of one node, then once more with
+nodes in place of ranks and the slower links between them.
 """
 
 import math
@@ -18,7 +17,8 @@ from course_pp.schedule.families import pipedream
 from course_pp.schedule.simulation import simulate
 
 _MOST_COMPARISONS = 100_000_000  # a minute or two
-# Microbatches of a quarter of a simulated run, of which the two in the middle are the steady state.
+# The least microbatches in a quarter of a simulated run. The first quarter holds the warm-up and
+# the last one the drain, so the pace is measured over the two quarters in the middle.
 _FEWEST_PACED = 12
 _MOST_PACED = 200_000  # forwards in a simulation; it takes seconds
 
@@ -28,10 +28,10 @@ class LayerCost:
     """The costs of a layer.
 
     Attributes:
-        time: time of its forward and backward for one microbatch, in seconds or any other unit.
-        output_bytes: size of its output for one microbatch, which crosses a boundary behind it, and
-            back as a gradient.
-        weight_bytes: size of its weights, and so of their gradients.
+        time: time of the layer's forward and backward for one microbatch, in any unit.
+        output_bytes: size of the layer's output for one microbatch. It crosses a boundary behind
+            the layer, and comes back as a gradient.
+        weight_bytes: size of the layer's weights, and so of their gradients.
     """
 
     time: float
@@ -41,7 +41,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ClusterLevel:
-    """``size`` ranks of a node, or nodes; ``bandwidth`` bytes in a unit of time between any two."""
+    """One level of a cluster: the ranks of a node, or the nodes.
+
+    Attributes:
+        size: the number of ranks or nodes.
+        bandwidth: bytes in a unit of time between any two of them.
+    """
 
     size: int
     bandwidth: float = math.inf
@@ -61,11 +66,12 @@ class Partition:
     """A plan.
 
     Attributes:
-        slowest: what the planner minimises: the time between two microbatches in the steady state,
-            if nobody waits and the exchange of gradients is hidden behind work. No run is faster;
-            :meth:`pace` says how much slower one is.
+        slowest: the time that the planner minimises. It is the time between two microbatches in the
+            steady state, if no rank waits and the exchange of gradients is hidden behind work. No
+            run is faster; :meth:`pace` returns the time of a run in which ranks wait.
         work: time of each stage, for one microbatch on one rank.
-        messages: for each boundary, the time that an activation is on its way, and a gradient back.
+        messages: time that an activation is on its way over each boundary. A gradient takes as
+            long.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -81,8 +87,10 @@ class Partition:
     def costs(self, *, forward: float = 1 / 3, update: float = 0.0) -> Costs:
         """Return the costs for `simulate` and an emulated cluster.
 
-        Of a stage's work ``forward`` and ``update`` are the shares of the forward and of the
-        optimizer step; the rest is backward, half of it for the weights.
+        Args:
+            forward: the share of the forward in a stage's work.
+            update: the share of the optimizer step. The rest is backward, half of it for the
+                weights.
         """
         half = tuple((1 - forward - update) / 2 * each for each in self.work)
         return Costs(
@@ -94,13 +102,12 @@ class Partition:
         )
 
     def pace(self, *, forward: float = 1 / 3, update: float = 0.0) -> float:
-        """Return the time between two microbatches in the steady state, with what ranks wait for
-        each other.
+        """Return the time between two microbatches in the steady state, waiting included.
 
-        It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few: long
-        messages want more, and so do replicas, which update together and then all want a microbatch
-        at once. The arguments are those of :meth:`costs`. It is simulated, as no closed form is
-        known.
+        It is `slowest` unless NOAM microbatches under way (:func:`theory.noam`) are too few. Long
+        messages need more. So do replicas, which update together and then all ask for a microbatch
+        at once. The arguments are the ones of :meth:`costs`. The time is simulated, because no
+        closed form is known.
         """
         turn = math.lcm(*self.replicas)
         quarter = turn * -(-max(_FEWEST_PACED, 2 * sum(self.replicas)) // turn)
@@ -131,17 +138,18 @@ class _BestStages:
 
 @checked
 def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int) -> Partition:
-    """Return the contiguous stages, and ranks for each, whose slowest part is the fastest.
+    """Return the contiguous stages, and the ranks of each, whose slowest part is the fastest.
 
-    With m replicas a stage takes the larger of its work and the exchange of its gradients, 2 (m -
-    1) weight bytes over the bandwidth, divided by m; a boundary takes twice its bytes over the
-    bandwidth. Among equally fast plans it takes fewer stages.
+    The exchange of the gradients of m replicas takes 2 (m - 1) weight bytes over the bandwidth. The
+    time of a stage is the larger of its work and this exchange, divided by m. A boundary takes
+    twice its bytes over the bandwidth. Among equally fast plans the one with fewer stages is
+    taken.
 
     Args:
-        layers: first to last.
-        levels: the cluster from inside out, such as ``[ClusterLevel(8, 300e9), ClusterLevel(4,
-            25e9)]`` for four nodes of eight ranks. A number of ranks joins them by links that cost
-            nothing.
+        layers: costs of the layers, first to last.
+        levels: levels of the cluster from inside out, such as ``[ClusterLevel(8, 300e9),
+            ClusterLevel(4, 25e9)]`` for four nodes of eight ranks. A number stands for so many
+            ranks with links that cost nothing.
     """
     if isinstance(levels, int):
         levels = [ClusterLevel(levels)]
@@ -183,7 +191,7 @@ def partition(layers: Sequence[LayerCost], levels: Sequence[ClusterLevel] | int)
         return min(found)
 
     def one_stage(depth: int, start: int, end: int, size: int) -> _BestStages:
-        """Return T^k(start → end, size): the same as one stage that all parts share."""
+        """Return T^k(start → end, size) of the paper: these layers as one stage on all parts."""
         exchanged = 2 * (size - 1) * (weights[end] - weights[start]) / levels[depth - 1].bandwidth
         if depth == 1:
             inside = _BestStages(times[end] - times[start], 1, (PlannedStage(start, end, 1),), ())

@@ -22,17 +22,16 @@ NAMED = tuple(name for name in names() if not find(name).updates)
 
 @dataclass(frozen=True)
 class OptimumRow:
-    """One size, one cap, one set of costs.
+    """The optimum of one size, one cap and one set of costs.
 
     Attributes:
-        times: times of ``F``, ``I`` and ``W``, the same in every stage; no latency.
+        times: times of ``F``, ``I`` and ``W``, the same in every stage. Messages take no time.
         split: whether the backward was in halves, ``I`` and ``W``, or whole.
         cap: the most activations that each rank may hold.
-        makespan: the least that was found.
-        bound: a time that no order beats, as high as was proven.
-        named: {name: makespan} of the schedules of the catalogue that exist in this size and fit.
-            Schedules with two stages a rank have stages of half the work, whose activations weigh
-            half.
+        makespan: the least makespan that was found.
+        bound: the highest time of which it was proven that no order is faster.
+        named: {name: makespan} of the catalogue's schedules that exist in this size and fit. With
+            two stages a rank, a stage has half the work, and its activation counts half.
         words: the order of each rank.
     """
 
@@ -72,7 +71,7 @@ class OptimumRow:
 def optima() -> tuple[OptimumRow, ...]:
     """Return the table: p up to 4, m up to 8, caps from 1 to 2p activations.
 
-    The times are F = I = W, and those of a layer, 10 : 12 : 7.
+    The times are either F = I = W, or the times of a decoder layer, 10 : 12 : 7.
     """
     text = files("course_pp.schedule").joinpath("optima.csv").read_text(encoding="utf-8")
     return tuple(map(read_row, csv.DictReader(text.splitlines())))

@@ -1,1 +1,1 @@
-"""Looking for the best order of a pipeline's actions: by improving orders, and exactly."""
+"""Two searches for the best order of a pipeline's actions: by improving orders, and exactly."""

@@ -1,4 +1,4 @@
-"""The best order there is, by constraint programming, with the proof or the gap that is left."""
+"""The best order of all, by constraint programming, with a proof or the gap that is left."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -29,7 +29,11 @@ _LONGEST = 2**40
 
 @dataclass(frozen=True)
 class Optimum(Found):
-    """A :class:`Found` with the bound that was proven; ``proven`` if no schedule is better."""
+    """A :class:`Found` whose ``bound`` is the highest that was proven.
+
+    Attributes:
+        proven: whether it is proven that no schedule is better.
+    """
 
     proven: bool = False
 
@@ -49,17 +53,17 @@ def optimum(
 ) -> Optimum:
     """Find the order of least makespan and prove it, as far as time allows. For small sizes.
 
-    It begins with :func:`course_pp.schedule.search`; where the result meets the bound, that is the
-    proof. Otherwise CP-SAT of OR-Tools looks for anything shorter: one interval an action, each
-    rank doing one at a time, each stage taking the microbatches in order (without loss, as they are
-    alike), a forward of one stage a rank no earlier than the end of the weight gradient that makes
-    room for it.
+    It begins with :func:`course_pp.schedule.search`. If the result meets the bound, the bound is
+    the proof. Otherwise CP-SAT of OR-Tools looks for a shorter order. In its model an action is an
+    interval, and a rank does one action at a time. Each stage takes the microbatches in order,
+    which loses nothing because they are alike. With one stage a rank, a forward starts no earlier
+    than the end of the weight gradient that makes room for it.
 
     Args:
-        costs: as for ``search``. Floats are read as the decimals they print as, and the proof is
-            for those.
-        seconds: end after that long, with the gap that remains. Otherwise the solver does the same
-            each time.
+        costs: costs as in ``search``. A float stands for the decimal that it prints as, and the
+            proof holds for these decimals.
+        seconds: the time limit. The search ends then, with the gap that remains. If it ends before,
+            the result is the same each time.
     """
     with imports_of_extra("ortools"):
         from ortools.sat.python import cp_model
@@ -95,7 +99,7 @@ def optimum(
 def _prove(
     cp_model: ModuleType, question: PlacementQuestion, start: Found, deadline: float, seed: int
 ) -> Optimum:
-    """Look for something better than ``start``, or for the proof that there is nothing."""
+    """Look for an order better than ``start``, or for the proof that there is none."""
     as_they_are = Optimum(
         start.schedule,
         start.timeline,
@@ -131,8 +135,9 @@ def _prove(
 def _solved(solver: Any, model: Any) -> Any:
     """Return the status of a search that an interrupt ends.
 
-    The solver's own handler would leave none behind, and the next interrupt would end the process.
-    Without it, none is heard in the thread that searches.
+    The solver's own handler of interrupts is off: when the solver removes it, no handler is left,
+    and the next interrupt would end the process. Python handles an interrupt in the main thread
+    only, so the solver runs in another one and the main thread stops it.
     """
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as thread:
@@ -223,7 +228,7 @@ class _Model:
 
 
 def _exact(costs: Costs) -> Costs:
-    """Return the same, in fractions: a float stands for the decimal it prints as."""
+    """Return the same costs in fractions: a float stands for the decimal that it prints as."""
 
     def exact(value: Any) -> Any:
         if isinstance(value, tuple):

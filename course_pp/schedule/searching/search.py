@@ -23,14 +23,14 @@ MemoryLimit = int | Sequence[int | None] | None
 
 _MOST_ACTIONS = 20_000
 _PATIENCE = 6_000
-_WALKING = 0.95  # of the time; the exact simulation at the end takes some too
+_WALKING = 0.95  # share of the time: the exact simulation at the end needs some too
 _SCOUTS, _REPEATING, _SCOUTING = 4, 2, 800
 _ROUND = 400  # tries from one fall of the threshold to the next
 
 
 @dataclass(frozen=True)
 class PlacementQuestion:
-    """Which order of one placement is best? In ``costs`` an activation weighs 1."""
+    """The question which order of one placement is best. An activation weighs 1 in ``costs``."""
 
     placement: tuple[tuple[int, ...], ...]
     problem: OrderProblem
@@ -38,9 +38,9 @@ class PlacementQuestion:
     bound: Time
 
     def named(self) -> list[Schedule]:
-        """Return the catalogue's schedules that answer it.
+        """Return the catalogue's schedules that answer the question.
 
-        They have the same placement and kinds of backward, and fit in the caps.
+        They have this placement and its kinds of backward, and fit in the caps.
         """
         problem, found = self.problem, []
         for name in names():
@@ -100,7 +100,7 @@ def questions(
     caps = [most if cap is None else min(int(cap), most) for cap in limits]
     layouts = [placement] if placement else ["loop", "v"][:n_chunks]
     counted = replace(costs, activation=1, released_by_input_grad=0, weights=0)
-    # A whole backward is one that leaves nothing for later.
+    # For the bound, a whole backward is an input gradient that leaves no weight gradient for later.
     halves = [costs.each(name, n_ranks * n_chunks) for name in ("input_grad", "weight_grad")]
     whole = tuple(map(sum, zip(*halves, strict=True)))
     timed = counted if split else replace(counted, input_grad=whole, weight_grad=0)
@@ -118,11 +118,11 @@ class Found:
     """The result of a search: the best order, and its simulation under the costs of the search.
 
     Attributes:
-        bound: a time that no order of this placement and memory beats: see
-            :func:`course_pp.schedule.bound`.
-        stopped: why the search ended: ``bound`` (nothing can be better), ``patience`` (nothing was
-            gained for thousands of tries; the same seed then gives the same result everywhere) or
-            ``time``.
+        bound: a time that no order of this placement and memory beats (see
+            :func:`course_pp.schedule.bound`).
+        stopped: the reason why the search ended. ``bound``: no order can be better. ``patience``:
+            thousands of tries gained nothing; the same seed then gives the same result everywhere.
+            ``time``: the time was up.
         tries: the number of orders simulated.
     """
 
@@ -134,7 +134,7 @@ class Found:
 
     @property
     def gap(self) -> Time:
-        """The share of the bound by which the makespan is above it: 0 if no schedule is better."""
+        """The distance of the makespan from the bound, over the bound; 0 if none is better."""
         gap = divide(self.timeline.makespan - self.bound, self.bound)
         return 0 if isinstance(gap, float) and gap < 1e-12 else gap
 
@@ -154,24 +154,24 @@ def search(
 ) -> Found:
     """Look for the order of least makespan.
 
-    It starts from every schedule of the catalogue with this placement that fits, built for these
-    costs, from list scheduling by many rules, from the heuristic of the Zero Bubble authors and,
-    with two stages a rank, from repeating blocks made for the caps; it takes the best few, and
-    improves them locally. So it is never worse than any of those. Among equal makespans it prefers
-    ranks that finish early. Microbatches are alike, so each stage takes them in order, and only the
-    order of kinds of work is searched for.
+    The search starts from four kinds of orders: the catalogue's schedules with this placement that
+    fit, adapted to these costs; list scheduling by many rules; the heuristic of the Zero Bubble
+    authors; and, with two stages a rank, repeating blocks made for the caps. It takes the best few
+    and improves them locally, so the result is never worse than any of them. Among equal makespans
+    it prefers ranks that finish early. Microbatches are alike, so each stage takes them in order,
+    and the search changes only the order of the kinds of work.
 
     Args:
-        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Of memory it says nothing
-            here.
-        memory_limit: how many activations a rank may hold, each from its ``F`` until its ``B`` or
-            ``W``; one number, or one for each rank, None for no limit.
+        costs: one unit for each of ``F``, ``I`` and ``W`` unless given. Its memory fields are
+            ignored: every activation counts 1.
+        memory_limit: the most activations that a rank may hold, each from its ``F`` until its ``B``
+            or ``W``; one number, or one for each rank, None for no limit.
         n_chunks: stages a rank, 1 or 2.
-        seconds: end after that long.
+        seconds: the time limit.
         placement: ``loop`` or, for two chunks, ``v``. Both are tried unless given.
-        split: whether the backward may be halved into ``I`` and ``W``; if not, it is ``B``. A whole
+        split: whether the backward may be split into ``I`` and ``W``; if not, it is ``B``. A whole
             ``B`` is never better than its halves in a row.
-        seed: of the random moves.
+        seed: the seed of the random moves.
     """
     if not 0 < seconds < inf:
         raise ValueError(
@@ -194,7 +194,7 @@ AnyFound = TypeVar("AnyFound", bound=Found)
 def best_of(found: Sequence[AnyFound]) -> AnyFound:
     """Return the best of several placements' results.
 
-    It stopped at the ``bound`` if no placement can hold anything better.
+    Its ``stopped`` is ``bound`` if no placement can have a better order.
     """
     best = min(found, key=lambda each: each.timeline.makespan)
     unsettled = set()
@@ -248,10 +248,10 @@ def answer(question: PlacementQuestion, deadline: float, seed: int) -> Found:
 def _starts(
     question: PlacementQuestion, seed: int, enough: Time, over: Callable[[], bool]
 ) -> list[Words]:
-    """Return the best few of the catalogue, of the heuristic and of all rules, and the best that
-    repeat; best first.
+    """Return the best few orders of all kinds of starts, best first.
 
-    The latter have their place kept: improved, they often end before what was ahead of them.
+    Orders of repeating blocks have places of their own. After improvement they often overtake
+    orders that were better at first.
     """
     problem = question.problem
     tried: list[Words] = []
@@ -272,7 +272,7 @@ def _starts(
 
 
 def _ranked(problem: OrderProblem, tried: Iterable[Words]) -> list[tuple[Time, Time, Words]]:
-    """Return makespan, sum of the ranks' ends and words, best first; one of several equals."""
+    """Return (makespan, sum of the ranks' ends, words), best first; only one of several equals."""
     ranked: dict[tuple[Time, Time], Words] = {}
     for words in tried:
         if (run := problem.run(words)) is not None:
@@ -283,17 +283,18 @@ def _ranked(problem: OrderProblem, tried: Iterable[Words]) -> list[tuple[Time, T
 class Improver:
     """The best words so far, and a walk that looks for better ones by moving a letter of a word.
 
-    Only what lies on the longest path can shorten the run, so a move takes a letter of a block of
-    that path (what one rank does in one go) past the block's end, or the block's last letter, for
-    which another rank waits, further to the front (Nowicki and Smutnicki 1996, "A fast taboo search
-    algorithm for the job shop problem"). A change for the worse is accepted within a threshold that
-    falls to zero; then the next round starts from the best (Dueck and Scheuer 1990, "Threshold
-    accepting").
+    Only a change of the longest path can shorten the run. A block is a part of that path that one
+    rank does in one go. A move takes a letter of a block past the block's end, or takes the block's
+    last letter, for which another rank waits, further to the front (Nowicki and Smutnicki 1996, "A
+    fast taboo search algorithm for the job shop problem"). A change for the worse is accepted
+    within a threshold that falls to zero. Then the next round starts from the best words (Dueck and
+    Scheuer 1990, "Threshold accepting").
 
     Attributes:
-        score: of the best words, the makespan and the sum of the ranks' ends.
-        tries: the number of words simulated.
-        last_gain: the number of tries after which the makespan last fell.
+        best: the best words so far.
+        score: the makespan of the best words, and the sum of the ranks' ends.
+        tries: the number of orders simulated.
+        last_gain: the number of tries at which the makespan last fell.
     """
 
     def __init__(self, problem: OrderProblem, words: Words, seed: int) -> None:
@@ -306,10 +307,10 @@ class Improver:
         self.tries = self.last_gain = 0
 
     def improve(self, enough: Time, patience: int, over: Callable[[], bool]) -> str:
-        """Walk until the makespan is ``enough``, nothing was gained for ``patience`` tries, or time
-        is ``over``.
+        """Walk until one of three ends is reached, and return its name.
 
-        Return which of the three it was: ``bound``, ``patience`` or ``time``.
+        ``bound``: the makespan is ``enough``. ``patience``: so many tries gained nothing. ``time``:
+        the time is ``over``.
         """
         began = self.tries
         while True:
@@ -322,7 +323,7 @@ class Improver:
             self._walk(enough, over)
 
     def _walk(self, enough: Time, over: Callable[[], bool]) -> None:
-        """One fall of the threshold, from the best words."""
+        """Walk from the best words while the threshold falls once."""
         words = [list(word) for word in self.best]
         run = self.problem.run(words)
         assert run is not None
@@ -355,9 +356,9 @@ class Improver:
                     return
 
     def _moved(self, rank: int, word: list[int], taken: int, put: int) -> list[int]:
-        """Return the word with a letter elsewhere.
+        """Return the word with one letter at another place.
 
-        Where the rank is then too full, a letter that makes room comes first.
+        Where the rank would then hold too much, a letter that makes room comes first.
         """
         problem = self.problem
         cap = problem.caps[rank]
@@ -409,15 +410,15 @@ class Improver:
                 put = random.randrange(last, min(len(word) - 1, last + 8) + 1)
             if random.random() < 0.2:
                 put = random.randrange(max(0, first - 8), first + 1)
-        # Equal letters side by side: nothing would change.
+        # To swap equal letters changes nothing.
         if put == taken or (word[put] == word[taken] and abs(put - taken) == 1):
             return None
         return rank, taken, put
 
     def _blocks(self, words: Words, run: Pass) -> list[tuple[int, int, int]]:
-        """Return the longest path, from its end back.
+        """Return the blocks of the longest path, from its end back.
 
-        Each block of it is a rank with the first and last place there.
+        Each is a rank, and the first and last place of the block in its word.
         """
         problem, ends = self.problem, run.ends
         waits_for, delays, durations = problem.waits_for, problem.delays, problem.durations
