@@ -6,19 +6,19 @@
 
 An expert is a feed-forward block, and a token passes through few of them (Shazeer et al. 2017,
 arXiv:1701.06538). All experts of a layer are packed into one tensor a matrix, (n_experts, in, out),
-so that one grouped product does them all. The layer knows ranks only where its loss counts over
-them (:func:`count_over_data_ranks`): expert parallelism replaces the call ``self.experts(x,
+so that one grouped product does them all. The layer knows of ranks only if its loss counts over
+them (:func:`count_over_data_ranks`). Expert parallelism just replaces the call ``self.experts(x,
 counts)``.
 
 Without a remedy a few experts get all tokens. ``ModelConfig.balance`` names the remedy:
 
 - ``"loss"``: Switch Transformer's loss (:func:`balance_loss`) over the tokens of a microbatch.
-- ``"sequence"``: the same loss of each sequence, averaged, as in DeepSeek-V3.
-- ``"bias"``: no loss; a bias is added to the scores that choose the experts, and moves after the
+- ``"sequence"``: the same loss for each sequence, averaged, as in DeepSeek-V3.
+- ``"bias"``: no loss. A bias is added to the scores that choose the experts, and moves after the
   step.
-- ``"none"``: nothing.
+- ``"none"``: no remedy.
 
-A loss is of one microbatch on one data rank, as other codebases compute it too. It arises in the
+A loss counts the tokens of one microbatch on one data rank, as in other codebases. It arises in the
 middle of the model, and :func:`course_pp.step.loss.attach_loss` adds it there, under names such as
 ``layers.3.balance``.
 """
@@ -48,9 +48,9 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: (tokens, top_k) int64, best first.
-        weights: (tokens, top_k), the factors of the experts' outputs; float32 or wider.
+        weights: (tokens, top_k), the factors of the experts' outputs, in float32 or wider.
         logits: (tokens, n_experts).
-        scores: (tokens, n_experts); each token's sum to 1.
+        scores: (tokens, n_experts); the scores of a token add up to 1.
     """
 
     experts: Tensor
@@ -64,15 +64,15 @@ class Router(ToldOfChanges):
 
     Attributes:
         weight: (n_experts, dim).
-        bias: (n_experts,), with ``balance="bias"`` only: added to the scores to choose, not to
-            weigh (Wang et al. 2024, arXiv:2408.15664). :func:`update_router_bias` moves it. It
-            stays in float32 or wider if the model is converted: in bfloat16 steps of 0.001 stop at
-            0.5.
-        groups: the process groups over which the loss counts the choices; see
-            :func:`count_over_data_ranks`.
-        load: (2, n_experts) int64: the number of (token, choice) pairs that chose each expert, and
-            the number of these that it dropped, in all microbatches that have gone backward since
-            :func:`expert_loads` took it.
+        bias: (n_experts,), None unless ``balance="bias"``. It is added to the scores that choose
+            the experts, not to the scores that weigh their outputs (Wang et al. 2024,
+            arXiv:2408.15664). :func:`update_router_bias` moves it. It stays in float32 or wider if
+            the model is converted, because in bfloat16 it could not move by 0.001 beyond 0.5.
+        groups: the process groups over which the loss counts the choices (see
+            :func:`count_over_data_ranks`).
+        load: (2, n_experts) int64, the number of (token, choice) pairs that chose each expert, and
+            the number of pairs that the expert dropped. It counts all microbatches that have gone
+            backward since :func:`expert_loads` was last called.
     """
 
     bias: Tensor | None
@@ -92,18 +92,18 @@ class Router(ToldOfChanges):
         self.register_buffer("load", load, persistent=False)
 
     def was_converted(self, before: Mapping[str, Tensor | None]) -> None:
-        """Let the bias keep its values and 32 bits."""
+        """Keep the bias in 32 bits, with its values from before the conversion."""
         bias = before["bias"]
         if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
             self.bias = bias.to(self.bias.device)
 
     def was_loaded(self) -> None:
-        """Widen a bias that ``assign=True`` takes over in half precision."""
+        """Widen a bias that loading with ``assign=True`` has put here in half precision."""
         if self.bias is not None and self.bias.dtype.itemsize < 4:
             self.bias = self.bias.float()
 
     def forward(self, x: Tensor) -> Routing:
-        """x (tokens, dim)."""
+        """Choose the experts of tokens x (tokens, dim)."""
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(autocasts_as(x), enabled=False):
@@ -120,10 +120,10 @@ class Router(ToldOfChanges):
 
 
 class Experts(nn.Module):
-    """The experts of one layer, each a feed-forward block as `SwiGLU` or, ungated, `FeedForward`.
+    """The experts of one layer, each a feed-forward block like `SwiGLU` or `FeedForward`.
 
     Attributes:
-        gate_proj, up_proj: (n_experts, dim, expert_hidden_dim).
+        gate_proj, up_proj: (n_experts, dim, expert_hidden_dim). Ungated experts have no gate_proj.
         down_proj: (n_experts, expert_hidden_dim, dim).
     """
 
@@ -139,9 +139,9 @@ class Experts(nn.Module):
         self.down_proj = packed(width, dim)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x (rows, dim), sorted by expert -> (rows, dim).
+        """Run each expert on its rows of x (rows, dim), which are sorted by expert.
 
-        counts is (experts,) int64, the number of rows of each expert.
+        counts is (experts,) int64, the number of rows of each expert. The result is (rows, dim).
         """
         up = grouped_product(x, self.up_proj, counts)
         if self.gate_proj is None:
@@ -153,12 +153,12 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts, (batch, seq, dim) -> (batch, seq, dim).
 
-    Padding is taken out before the router and comes back as zeros. So the layer computes, counts
-    and drops the same as without the padding.
+    Padding is taken out before the router and comes back as zeros, so it changes neither results
+    nor counts nor which tokens are dropped.
 
     Args:
         config: sizes of the full model.
-        layer: the number of its layer, after which its losses are named.
+        layer: the number of the layer; the names of the losses begin with it.
         shared: a module that every token passes through as well.
     """
 
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         # A pair's number is token · top_k + choice.
         computed = self.experts(tokens[order // config.top_k], counts)
 
-        # Back in the tokens' order. A pair that was dropped stays zero.
+        # In the tokens' order again. A pair that was dropped stays zero.
         pairs = computed.new_zeros(routing.experts.numel(), x.shape[-1])
         pairs = pairs.index_copy(0, order, computed)
         weighted = pairs.unflatten(0, routing.experts.shape) * routing.weights[..., None]
@@ -221,7 +221,7 @@ class MoE(nn.Module):
         return out
 
     def _losses(self, routing: Routing, group_sizes: list[int]) -> dict[str, Tensor]:
-        """Return a microbatch's losses by name; none if nothing they depend on is trained."""
+        """Return {name: loss} of a microbatch; empty if the scores need no gradient."""
         losses = {}
         if "balance" in self.config.router_losses:
             loss = balance_loss(
@@ -234,9 +234,9 @@ class MoE(nn.Module):
 
 
 class _Tally(torch.autograd.Function):
-    """Add to a router's load when a microbatch goes backward, once for each backward.
+    """Add a microbatch to the router's load when it goes backward.
 
-    A forward may be computed several times, under activation checkpointing.
+    Activation checkpointing computes a forward several times, so a count there would be too high.
     """
 
     @staticmethod
@@ -256,7 +256,7 @@ class ExpertLoad:
 
     Attributes:
         tokens: the number of tokens that chose each expert.
-        dropped: the number of these choices that exceeded an expert's capacity, in all.
+        dropped: the number of choices, over all experts, that exceeded an expert's capacity.
     """
 
     tokens: tuple[int, ...]
@@ -264,7 +264,7 @@ class ExpertLoad:
 
     @property
     def imbalance(self) -> float:
-        """The largest load over the mean, 1 if all experts have as many tokens."""
+        """The largest load divided by the mean load; 1 if all experts have equally many tokens."""
         return max(self.tokens) * len(self.tokens) / max(1, sum(self.tokens))
 
 
@@ -273,9 +273,9 @@ def expert_loads(
 ) -> dict[str, ExpertLoad]:
     """Return the loads of all layers with experts since the last call; a collective.
 
-    The names are such as ``layers.3``. The loads count all microbatches that went backward, on all
-    ranks, and are the same on every rank. Call it once a step, so under accumulation after the last
-    backward, and give the loads to :func:`update_router_bias`.
+    The keys are names such as ``layers.3``. The loads count all microbatches that went backward, on
+    all ranks, and are the same on every rank. Call it once a step (under accumulation, after the
+    last backward) and give the loads to :func:`update_router_bias`.
 
     Args:
         modules: this rank's stages of a `Transformer` with experts, or the whole model.
@@ -304,9 +304,9 @@ def expert_loads(
 def update_router_bias(modules: Iterable[nn.Module], loads: Mapping[str, ExpertLoad]) -> None:
     """Move each router's bias by ``balance_coef``: up if an expert had fewer tokens than the mean.
 
-    The bias of the others moves down. Call it after a step; there is no loss (Wang et al. 2024,
-    arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section 2.1.2, with 0.001). A
-    no-op unless ``balance="bias"``.
+    The bias of an expert with more tokens moves down. Call this after a step. It takes the place of
+    a loss (Wang et al. 2024, arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, section
+    2.1.2, with 0.001). It does nothing unless ``balance="bias"``.
     """
     for mixture in _mixtures(modules):
         bias = mixture.router.bias
@@ -334,16 +334,17 @@ def balance_loss(
 ) -> Tensor:
     """Return Switch Transformer's loss of each group of tokens, averaged over groups.
 
-    It is 1 if all experts get as many tokens: n_experts · Σ f·P, with f the fraction of the choices
-    that fall on an expert, which has no gradient, and P its mean score (Fedus et al. 2021,
-    arXiv:2101.03961, equations 4 to 6). A group that is one sequence makes it DeepSeek-V3's
-    sequence-wise loss (arXiv:2412.19437, equations 17 to 20). Groups without tokens do not count.
+    The loss is n_experts · Σ f·P, where f is the fraction of the choices that fall on an expert,
+    which has no gradient, and P is the expert's mean score (Fedus et al. 2021, arXiv:2101.03961,
+    equations 4 to 6). It is 1 if all experts get equally many tokens. If each group is one
+    sequence, it is DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to 20). Groups
+    without tokens do not count.
 
     Args:
-        scores: (tokens, n_experts), each token's with sum 1.
+        scores: (tokens, n_experts); the scores of a token add up to 1.
         experts: (tokens, top_k).
         group_sizes: the number of tokens in each group, in order.
-        ranks: process groups whose choices count, too; then a collective of them.
+        ranks: process groups whose choices count, too. The call is then a collective of them.
     """
     n_experts, top_k = scores.shape[-1], experts.shape[-1]
     # Shorter groups are filled up with scores of 0 and with choices of an expert behind the last.
@@ -362,18 +363,19 @@ def balance_loss(
 def count_over_data_ranks(modules: Iterable[nn.Module], device_mesh: DeviceMesh | None) -> None:
     """Let Switch's loss count the choices of a microbatch on all data ranks, not on one alone.
 
-    The microbatches of one number belong together. The loss then asks for an even load of these
-    together, and a microbatch may send its tokens to few experts if others send theirs elsewhere,
-    so that experts can specialise in topics of the data (Qiu et al. 2025, arXiv:2501.11873). The
-    usual count asks each microbatch on each rank to be even. One process gets the same gradients
-    from the data ranks' microbatches joined, if the loss at the end counts the same share of the
-    tokens of each.
+    Microbatches with the same number on all data ranks count together, and the loss asks for an
+    even load of all of them. One microbatch may then send its tokens to few experts if others send
+    theirs elsewhere, so that experts can specialise in topics of the data (Qiu et al. 2025,
+    arXiv:2501.11873). The usual count asks for an even load in each microbatch on each rank.
+
+    One process that joins the data ranks' microbatches gets the same gradients, if the loss at the
+    end counts the same share of the tokens of each.
 
     Each layer sums n_experts integers over the data ranks, at every microbatch and once more where
     it is recomputed.
 
     Raises:
-        ValueError: for another ``balance``.
+        ValueError: ``balance`` is not ``"loss"``.
     """
     groups = []
     if device_mesh is not None:

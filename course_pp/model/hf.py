@@ -1,9 +1,8 @@
-"""Weights and sizes to and from Hugging Face's Llama, and what has its layers: Mistral, Qwen2,
-Qwen3; with experts Mixtral and Qwen3-MoE.
+"""Weights and sizes to and from Hugging Face's Llama and models with the same layers.
 
-The two models compute the same function; only names differ, and how experts are stored. Names are
-the full model's on both sides, so weights go to and from one pipeline stage as well as the whole
-model.
+These are Mistral, Qwen2, Qwen3 and, with experts, Mixtral and Qwen3-MoE. Their model and ours
+compute the same function. They differ only in names, and in the way in which experts are stored.
+Both sides use the names of the full model, so weights can also go to and from one pipeline stage.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from course_pp.model.transformer import Transformer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Ours -> theirs. Whole dotted parts, so that "norm" does not match inside "attn_norm".
+# Our name -> their name, for whole dotted parts, so that "norm" does not match in "attn_norm".
 _ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -41,7 +40,7 @@ _WITH_EXPERTS = ("mixtral", "qwen3_moe")
 _QK_NORM = ("qwen3", "qwen3_moe")
 
 Form = Literal["packed", "mixtral", "qwen3_moe"]
-"""How experts are stored: packed as in transformers, or one matrix an expert as in files."""
+"""The way in which experts are stored: packed as in transformers, or one matrix an expert."""
 _IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _PACKED: dict[str, tuple[tuple[str, Literal[0, 1] | None], ...]] = {
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
@@ -53,7 +52,10 @@ EMBEDDING, HEAD = "embed.weight", "head.weight"
 
 
 def name_to_hf(name: str) -> str:
-    """`layers.3.attn.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Return their name of a parameter of ours.
+
+    For example `layers.3.attn.q_proj.weight` -> `model.layers.3.self_attn.q_proj.weight`.
+    """
     first, _, rest = name.partition(".")
     if first != "layers":
         return f"{_ENDS[first]}.{rest}"
@@ -64,15 +66,16 @@ def name_to_hf(name: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of theirs that is one of ours, or a part of it: ``place(ours)`` and ``take(theirs)``
-    hold the same.
+    """A tensor of theirs that holds a tensor of ours, or a part of it.
+
+    The views ``place(ours)`` and ``take(theirs)`` have the same values.
 
     Attributes:
-        name: theirs.
-        expert: the one of our packed experts that it is; None: all of ours.
-        half: which half of its second dimension counts; None: all of it.
-        transposed: ours is (in, out), theirs (out, in).
-        rows: which half of our expert's rows it is; None: all of them.
+        name: the name of their tensor.
+        expert: the number of the expert among our packed ones; None if it holds all of them.
+        half: the half of their tensor's second dimension that counts; None if all of it does.
+        transposed: whether our tensor is (in, out), and theirs (out, in).
+        rows: the half of the rows of our expert that it holds; None if it holds all of them.
     """
 
     name: str
@@ -82,14 +85,14 @@ class Source:
     rows: Literal[0, 1] | None = None
 
     def place(self, ours: Tensor) -> Tensor:
-        """Return a view of ours."""
+        """Return the part of our tensor that their tensor holds, as a view."""
         view = ours if self.expert is None else ours[self.expert]
         if self.rows is not None:
             view = view.chunk(2)[self.rows]
         return view.transpose(-2, -1) if self.transposed else view
 
     def take(self, theirs: Tensor) -> Tensor:
-        """Return a view of theirs."""
+        """Return the part of their tensor that counts, as a view."""
         return theirs if self.half is None else theirs.chunk(2, dim=1)[self.half]
 
 
@@ -102,7 +105,7 @@ def form_of(names: Iterable[str]) -> Form:
 
 
 def sources_in_hf(name: str, config: ModelConfig, form: Form) -> list[Source]:
-    """Return the tensors of theirs that make up the one that is called ``name`` here."""
+    """Return the tensors of theirs that make up our tensor ``name``."""
     whole = name_to_hf(name)
     if form == "mixtral":
         whole = whole.replace(".mlp.", ".block_sparse_moe.")
@@ -130,7 +133,7 @@ def sources_in_files(name: str, n_experts: int, form: Form) -> list[Source]:
     (experts, out, in).
 
     Args:
-        n_experts: the length of the weight, if ``name`` is that of packed experts.
+        n_experts: the number of experts in the weight, if it holds packed experts.
     """
     part, _, matrix = name.rpartition(".")
     if form == "packed" or not part.endswith(".experts") or matrix not in _PACKED:
@@ -146,11 +149,10 @@ def sources_in_files(name: str, n_experts: int, form: Form) -> list[Source]:
 
 
 def config_from_hf(hf_config: Any) -> ModelConfig:
-    """Return the sizes of a model of Hugging Face's as ours; refuse what this decoder does not
-    have.
+    """Return our sizes of a Hugging Face model; refuse features that this decoder does not have.
 
-    How experts are kept balanced in training is not taken over: theirs weigh and scale that loss in
-    another way.
+    The settings that balance experts in training are not taken over, because their loss is weighed
+    and scaled in another way.
     """
     _refuse_unsupported(hf_config)
     kind, rope = hf_config.model_type, hf_config.rope_parameters
@@ -194,7 +196,7 @@ def config_from_hf(hf_config: Any) -> ModelConfig:
 def config_to_hf(config: ModelConfig) -> PreTrainedConfig:
     """Return the configuration of the same model in transformers.
 
-    It is of the simplest class that has all of it.
+    Its class is the simplest one that has all the model's features.
     """
     kind = _kind_of(config)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -246,7 +248,7 @@ def config_class(kind: str) -> Any:
 
 
 def _kind_of(config: ModelConfig) -> str:
-    """Return the ``model_type`` that computes the same; refuse what none of them has."""
+    """Return the ``model_type`` that computes the same; refuse features that no type has."""
     kind = "qwen2" if config.qkv_bias else "llama"
     if config.qk_norm:
         kind = "qwen3_moe" if config.n_experts else "qwen3"
@@ -279,10 +281,10 @@ def _kind_of(config: ModelConfig) -> str:
 
 
 def hf_state_dict(module: Transformer) -> dict[str, Tensor]:
-    """Return the weights of a model or stage under Hugging Face's names, for ``load_state_dict`` of
-    their model.
+    """Return the weights of a model or stage for ``load_state_dict`` of a Hugging Face model.
 
-    They share storage with ``module``, but for experts, which transformers packs in another way.
+    The tensors share storage with ``module``, except experts, which transformers packs in another
+    way.
     """
     theirs: dict[str, Tensor] = {}
     halves: dict[str, list[Tensor]] = {}
@@ -308,11 +310,11 @@ def hf_file_tensors(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[
 
 @torch.no_grad()
 def load_hf_state_dict(module: Transformer, state: Mapping[str, Tensor]) -> None:
-    """Copy into a model or stage the weights it holds from tensors under Hugging Face's names.
+    """Copy tensors under Hugging Face's names into the weights of a model or stage.
 
-    Experts may be packed, as transformers has them in memory, or be one matrix each, as in
-    published files. A tied head may be missing, as it is in safetensors files. If any other weight
-    is, or has another shape, none is copied.
+    Experts may be packed, as in transformers' memory, or have one matrix each, as in published
+    files. A tied head may be missing, as it is in safetensors files. If any other weight is missing
+    or has another shape, no weight is copied.
     """
     found: list[tuple[Tensor, Tensor]] = []
     form = form_of(state)

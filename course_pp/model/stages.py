@@ -1,7 +1,7 @@
-"""Cutting the decoder into pipeline stages: which layers each stage holds, and the stage itself.
+"""The decoder cut into pipeline stages: the layers that each stage holds, and the stage itself.
 
-`build_stage_module` builds only what a stage needs, `drop_other_stages` carves it out of a whole
-model. Both give the same parameters under the same names.
+`build_stage_module` builds one stage alone, and `drop_other_stages` carves it out of a whole model.
+Both give the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from course_pp.base.sizes import (
 from course_pp.model.transformer import Transformer
 
 Tie = Mapping[int, str]
-"""{stage: name of its parameter} of a weight that several stages share."""
+"""A weight that several stages share: {stage: the name of the weight there}."""
 
 
 @checked
@@ -30,7 +30,7 @@ class PipelineStageModule(Transformer):
 
     Args:
         config: sizes of the full model.
-        layer_range: (start, end) of its layers, end excluded.
+        layer_range: (start, end) of the stage's layers, end excluded.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PipelineStageModule(Transformer):
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The weights that stages share: embedding and head, if they are tied and lie apart."""
+        """The shared weights: embedding and head, if they are tied and on different stages."""
         apart = self.config.tie_embeddings and self.num_stages > 1
         return ({0: "embed.weight", self.num_stages - 1: "head.weight"},) if apart else ()
 
@@ -82,10 +82,10 @@ def build_stage_module(
 def drop_other_stages(
     model: Transformer, stage_id: int, num_stages: int, layer_range: LayerRange
 ) -> Transformer:
-    """Turn a whole model, in place, into one stage: delete the other layers, set absent ends to
-    None.
+    """Turn a whole model into one stage, in place.
 
-    On a meta model nothing was ever allocated, so this costs no more memory than building the stage
+    Layers of other stages are deleted, and an embedding or head of another stage becomes None. On a
+    meta model nothing was ever allocated, so this costs no more memory than building the stage
     alone.
     """
     _check_stage_id(stage_id, num_stages)
@@ -120,12 +120,13 @@ def partition_by_cost(
 ) -> list[LayerRange]:
     """Split the layers into contiguous stages so that the slowest stage is as fast as it can be.
 
-    In a steady pipeline every stage waits for the slowest, so that one sets the pace. Among the
-    splits that are best for it, the most even is taken (least sum of squared stage costs), and
-    among those the one whose earlier stages hold more layers; equal costs above 0 therefore give
-    `compute_layer_assignment`.
+    In a steady pipeline every stage waits for the slowest one, which sets the pace. Several splits
+    may be equally good for it. The most even one of them is taken (the least sum of squared stage
+    costs), and among equally even ones the split whose earlier stages hold more layers. So equal
+    costs above 0 give the result of `compute_layer_assignment`.
 
-    Exact, by dynamic programming over (stage, first layer): O(n_stages · n_layers²) steps.
+    The result is exact. It takes O(n_stages · n_layers²) steps of dynamic programming over (stage,
+    first layer).
 
     Args:
         costs: one cost a layer, in any unit.
@@ -150,9 +151,9 @@ def partition_by_cost(
 def split_by_cost(
     n_layers: int, n_stages: int, stage_cost: Callable[[int, int, int], int]
 ) -> list[LayerRange]:
-    """Split as :func:`partition_by_cost` does.
+    """Split as :func:`partition_by_cost` does, with costs of whole stages.
 
-    ``stage_cost(stage, first layer, end)`` is a whole number.
+    ``stage_cost(stage, first layer, end)`` returns a whole number.
     """
 
     def squared_if_optimal(stage: int, start: int, end: int) -> int | None:
@@ -181,14 +182,14 @@ class ForwardFlops:
 
 @checked
 def layer_costs(config: ModelConfig, seq_len: int) -> ForwardFlops:
-    """Forward FLOPs of each part for one sequence of `seq_len` tokens.
+    """Return the forward FLOPs of each part for one sequence of `seq_len` tokens.
 
     A multiply-add is two operations, so a matrix costs 2 · parameters a token (Kaplan et al. 2020,
-    arXiv:2001.08361, section 2.1); of experts, those that a token goes to. Attention scores and
-    their weighted sum cost 2 · head_dim each, for every head and (query, key) pair: 4 · dim a pair,
-    if the heads together are as wide as the model. Causal attention needs seq_len · (seq_len + 1) /
-    2 pairs. Looking up an embedding multiplies nothing; norms, biases, rotations and softmax are
-    left out as small.
+    arXiv:2001.08361, section 2.1). Only the experts that a token goes to count. Attention scores
+    and their weighted sum cost 2 · head_dim each, for every head and (query, key) pair. That is
+    4 · dim a pair if the heads together are as wide as the model. Causal attention needs
+    seq_len · (seq_len + 1) / 2 pairs. An embedding only looks its rows up and costs nothing. Norms,
+    biases, rotations and softmax are small and left out.
 
     To balance a pipeline, head included:
 
@@ -239,9 +240,9 @@ def _best_split(
 
 
 def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
-    """Return the costs over a common denominator.
+    """Return the costs as numerators over a common denominator.
 
-    Sums of floats depend on their order, and ties must be ties.
+    Sums of floats depend on their order, so two splits of equal cost might seem to differ.
     """
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
@@ -249,7 +250,7 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
                 f"in costs, first or last, cost {cost} must be a finite number, 0 or greater"
             )
     ratios = [float(cost).as_integer_ratio() for cost in costs]
-    denominator = max(below for _, below in ratios)  # every one is a power of two
+    denominator = max(below for _, below in ratios)  # all are powers of two
     return [above * (denominator // below) for above, below in ratios]
 
 

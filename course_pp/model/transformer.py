@@ -3,10 +3,10 @@
     tokens ──► embed ──► layers "0" … "n-1" ──► norm ──► head ──► logits
                └ first stage                    └ last stage ┘
 
-One class serves the whole model and every pipeline stage: a part that lives elsewhere is None and
-skipped in `forward`. Parameter names are the full model's in every part, and each parameter's
-initial values depend on its name and the seed alone, so the same seed gives the same full model
-whatever the split.
+One class serves the whole model and every pipeline stage: a part that another stage holds is None
+here, and `forward` skips it. A parameter has the same name in a stage as in the full model. Its
+initial values depend on its name and the seed alone, so one seed gives the same full model for
+every split.
 
 A block has RMSNorm (Zhang & Sennrich 2019), rotary positions (Su et al. 2021) in the half-rotation
 layout of Hugging Face weights, grouped-query attention (Ainslie et al. 2023), and SwiGLU (Shazeer
@@ -34,9 +34,9 @@ INIT_STD = 0.02
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn channel pairs (i, i + head_dim/2) of x by the angle of their position.
 
-    x is (batch, heads, seq, head_dim). The tables are rounded to x's dtype first, as transformers
-    does: FSDP2's mixed precision casts the inputs of every layer in the same way, so the result is
-    the same with it and without.
+    x is (batch, heads, seq, head_dim). The tables are rounded to x's dtype first, as in
+    transformers. FSDP2's mixed precision casts the inputs of every layer in the same way, so it
+    does not change the result.
     """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
@@ -46,11 +46,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, each float32 (max_seq_len, head_dim / 2) on the CPU.
 
-    Angle of position t and pair i: t · theta^(-2i / head_dim) (Su et al. 2021, arXiv:2104.09864,
-    section 3.2.2). With `rope_factor` f, pairs with a wavelength above rope_original_len /
-    rope_low_freq turn f times slower. Pairs with one below rope_original_len / rope_high_freq turn
-    as before, and the pairs in between by a mean of both, weighted by where the frequency lies
-    (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
+    The angle of position t and pair i is t · theta^(-2i / head_dim) (Su et al. 2021,
+    arXiv:2104.09864, section 3.2.2). With `rope_factor` f, a pair turns f times slower if its
+    wavelength is above rope_original_len / rope_low_freq. It turns as before if its wavelength is
+    below rope_original_len / rope_high_freq. Pairs in between take a mean of both speeds, weighted
+    by their frequency (Llama 3.1's `apply_scaling`, github.com/meta-llama/llama-models).
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
@@ -65,9 +65,9 @@ def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 class LayerCache:
-    """Keys and values that the attention of one layer has seen.
+    """The keys and values of earlier positions in one layer, each (batch, kv_heads, seq, head_dim).
 
-    Each is (batch, kv_heads, seq, head_dim).
+    It is empty until the first call of `extend`.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class KVCache:
         self._layers: dict[str, LayerCache] = {}
 
     def layer(self, name: str) -> LayerCache:
-        """Return the cache of a layer, which may be new."""
+        """Return the cache of a layer, an empty one at first."""
         return self._layers.setdefault(name, LayerCache())
 
     def after(self, name: str, n_new: int, limit: int, alone: bool) -> slice:
@@ -110,8 +110,8 @@ class KVCache:
 
         Args:
             name: the layer.
-            limit: the most positions of a sequence.
-            alone: whether the call has neither a mask nor positions of its own, as it must.
+            limit: the most positions that a sequence may have.
+            alone: whether the call passes neither a mask nor positions; it must not.
         """
         if not alone:
             raise ValueError(
@@ -129,9 +129,9 @@ class KVCache:
         return new
 
     def mask(self, new: slice, device: torch.device) -> Tensor | None:
-        """Return the rows of positions ``new`` of the causal mask, bool (1, 1, new, all).
+        """Return the causal mask's rows for the positions ``new``, bool (1, 1, new, all).
 
-        None if no positions come before them: attention is then causal by itself.
+        It is None if no positions come before them, because attention is then causal by itself.
         """
         if new.start == 0:
             return None
@@ -161,7 +161,10 @@ class Attention(nn.Module):
         mask: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """x (batch, seq, dim) -> (batch, seq, dim); the others as in `DecoderLayer.forward`."""
+        """Return the attention's output for x (batch, seq, dim), of the same shape.
+
+        The other arguments are those of `DecoderLayer.forward`.
+        """
         q = self._split_heads(self.q_proj(x))
         k = self._split_heads(self.k_proj(x))
         v = self._split_heads(self.v_proj(x))
@@ -213,7 +216,7 @@ class FeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm block: attention, then the feed-forward block or experts.
 
-    Each is added to the residual stream.
+    The output of each is added to the residual stream.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
@@ -260,9 +263,9 @@ class DecoderLayer(nn.Module):
 class Transformer(nn.Module):
     """The decoder, or the contiguous part of it that one pipeline stage holds.
 
-    Built on the default device in the default dtype, initialised from `torch.initial_seed()`
-    without drawing from the global generator. Under `torch.device("meta")` nothing is allocated;
-    call `to_empty(device=...)` and `init_weights_and_freqs()` afterwards.
+    It is built on the default device in the default dtype. It is initialised from
+    `torch.initial_seed()`, without a draw from the global generator. Under `torch.device("meta")`
+    nothing is allocated: call `to_empty(device=...)` and `init_weights_and_freqs()` afterwards.
 
     Args:
         config: sizes of the full model.
@@ -336,11 +339,11 @@ class Transformer(nn.Module):
                 dim).
             attention_mask: None; or (batch, seq) of bool or integers, nonzero = real token; or bool
                 (batch, 1 or heads, seq, seq), True = may attend. Attention stays causal under every
-                mask. Experts leave out the padding of a (batch, seq) mask; a mask of four
-                dimensions does not say which positions are padding.
+                mask. Experts leave out the padding of a (batch, seq) mask. A mask of four
+                dimensions does not say which positions are padding, so experts take all of them.
             position_ids: integer positions (batch, seq); None for 0, 1, 2, …
-            cache: the cache of the positions before these (`new_cache`). It takes these positions
-                in, which go on from there. No mask and no positions may come with it.
+            cache: the cache of the earlier positions (`new_cache`). The positions of x follow them
+                and are added to it. No mask and no positions may come with a cache.
 
         Returns:
             Logits (batch, seq, vocab_size) where the head is here, else hidden states (batch, seq,
@@ -380,12 +383,12 @@ class Transformer(nn.Module):
         """Draw every parameter from (seed, its full name) and compute the rotary tables.
 
         Matrices are normal(0, 0.02). The two projections of a layer that end in the residual stream
-        are scaled by 1/sqrt(2 · n_layers), as there are 2 · n_layers additions to it (Radford et
-        al. 2019, GPT-2, section 2.3). Norms are one, biases zero.
+        are scaled by 1/sqrt(2 · n_layers), because there are 2 · n_layers additions to it (Radford
+        et al. 2019, GPT-2, section 2.3). Norms are one, biases zero.
 
-        Each is drawn whole on the CPU in float32, then cast and, if it is a DTensor, sharded: so
-        neither dtype, device nor layout changes the model that a seed means. Without a seed,
-        `torch.manual_seed` decides.
+        Each parameter is drawn whole on the CPU in float32, then cast and, if it is a DTensor,
+        sharded. So one seed gives the same model for every dtype, device and layout. Without a
+        seed, `torch.manual_seed` decides.
         """
         self.init_freqs_and_ties()
         seed = torch.initial_seed() if seed is None else seed
@@ -402,7 +405,7 @@ class Transformer(nn.Module):
     def init_freqs_and_ties(self) -> None:
         """Restore the state that `to_empty` loses and no checkpoint holds.
 
-        That is the rotary tables, the loads of routers, and the tie of tied ends.
+        It consists of the rotary tables, the loads of routers, and the tie of embedding and head.
         """
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if tensor.is_meta:
@@ -424,7 +427,7 @@ class Transformer(nn.Module):
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.float32, device="cpu")
         if name == "head.weight" and self.config.tie_embeddings:
-            # A stage with this end alone must start from the values of the stage with the other.
+            # The embedding may be on another stage, and both must start from the same values.
             name = "embed.weight"
         std = INIT_STD
         if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
@@ -485,15 +488,16 @@ class Transformer(nn.Module):
                 f"positions from {int(position_ids.min())} to {int(position_ids.max())} must lie in"
                 f" [0, max_seq_len) = [0, {self.config.max_seq_len})"
             ) from None
-        # One dimension for the heads.
+        # The new dimension is the heads', which all turn alike.
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def causal_mask(attention_mask: Tensor, batch: int, seq_len: int) -> Tensor:
-    """Return which position may attend to which: bool (batch, 1 or heads, seq, seq).
+    """Return the mask of attention, bool (batch, 1 or heads, query, key), True = may attend.
 
-    A position always sees itself. Before the first real token of a left-padded row there is nothing
-    else to see, and a softmax over nothing is NaN in some attention kernels and zero in others.
+    A position always sees itself. Before the first real token of a left-padded row it would
+    otherwise see no position, and a softmax over none is NaN in some attention kernels and zero in
+    others.
     """
     dtype, shape = attention_mask.dtype, attention_mask.shape
     is_full = len(shape) == 4 and shape[0] == batch and shape[2:] == (seq_len, seq_len)
@@ -516,8 +520,8 @@ def parameter_seed(seed: int, name: str) -> int:
     """Return the seed of one parameter: a hash of (seed, name).
 
     It is the same in every process and Python version. It has 32 bits, because torch's CPU
-    generator ignores the others. Nothing breaks when two names share a seed, as some of 1,000 names
-    do for about one model seed in 10,000.
+    generator ignores any more. Among 1,000 names, two share a seed for about one model seed in
+    10,000, and that breaks nothing.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
@@ -542,12 +546,11 @@ def _fill(parameter: Tensor, full: Tensor) -> None:
 class CrossEntropy:
     """Cross-entropy of logits (batch, seq, vocab) with target ids (batch, seq), in nats a token.
 
-    A batch cut into microbatches with unequal numbers of counted tokens has a mean that is not the
-    mean of the microbatches' means: divide the sum of :meth:`total` by the sum of :meth:`count`
-    instead.
+    If microbatches count unequal numbers of tokens, the mean of their means is not the mean of the
+    batch. Divide the sum of :meth:`total` by the sum of :meth:`count` instead.
     """
 
-    # The target of positions where nothing is to be predicted, such as padding.
+    # The target at positions without a prediction, such as padding.
     ignore_index: int = -100
 
     def __call__(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -555,7 +558,7 @@ class CrossEntropy:
         return self.total(logits, target) / self.count(target).clamp(min=1)
 
     def total(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the sum; a scalar in float32 at least: long sums overflow half precision."""
+        """Return the sum, a scalar in float32 or wider, as long sums overflow half precision."""
         if logits.dtype.itemsize < 4:
             logits = logits.float()
         rows = logits.flatten(0, 1)
