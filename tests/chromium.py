@@ -1,4 +1,4 @@
-"""A headless Chromium; without it the tests are skipped, and say what enables them."""
+"""A headless Chromium. Without it the tests are skipped with the way to enable them."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _FLAGS = (
 
 @pytest.fixture(scope="session")
 def page() -> Iterator[Any]:
-    """A page of a headless Chromium that keeps what it throws in ``page.thrown``."""
+    """A page of a headless Chromium, with the exceptions of its scripts in ``page.thrown``."""
     if not (executable := next(filter(None, map(shutil.which, _CHROMIUM)), None)):
         lacking(
             "browser",

@@ -1,4 +1,4 @@
-"""Where tests start their ranks, and which of them start any."""
+"""Set-up of all tests: ranks start on this machine, and tests that start ranks are marked."""
 
 import os
 import signal
@@ -19,12 +19,12 @@ from course_pp.launch import fork_server, on_ranks, run_torchrun
 from tests import grids
 from tests.chromium import page as page  # one for all folders: a process drives one browser
 
-# Beside a cluster, too, ranks start here; the tests in tests/slurm say otherwise.
+# Ranks start on this machine even if it belongs to a cluster; tests/slurm changes that.
 os.environ["COURSE_PP_WHERE"] = "local"
 # Workers of pytest-xdist get the width of a terminal that is not theirs.
 os.environ.pop("COLUMNS", None)
-# A shell that put us into the background has told us to ignore it, and tests interrupt themselves
-# and what they start.
+# A shell that starts the tests in the background lets them ignore this signal. Tests interrupt
+# themselves and processes that they start, so the signal must work.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STARTERS = (on_ranks, run_torchrun, check, checking.judge, subprocess.Popen)
@@ -44,7 +44,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts ranks and what a sample leaves out."""
+    """Mark the tests that start ranks, and the cases that a sample leaves out."""
     for _, cases in groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
         mark_all_but_a_sample([item for item in cases if not item.get_closest_marker("full")])
     for item in items:
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
             if "cluster" not in item.fixturenames:  # else they start on its nodes
                 STARTING_FILES.add(item.nodeid.partition("::")[0])
-    # What waits goes first, or the last worker would wait alone.
+    # Tests that start ranks mostly wait. They go first, or one would hold up the end of the run.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -94,7 +94,7 @@ def reaches_starter(function: Callable[..., Any]) -> bool:
 
 @cache
 def mentioned_by(function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions and classes of other modules and its own that a function names."""
+    """Return the functions and classes, its module's own and others, that a function names."""
     function = unwrap(function)
     if not isinstance(function, FunctionType):
         return []
@@ -106,7 +106,7 @@ def mentioned_by(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that code uses, in inner functions too."""
+    """Return the names that code uses, in inner functions too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -115,10 +115,9 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_inherit_imports(request: pytest.FixtureRequest) -> None:
-    """Ranks that a file's tests start find what the file imports, and its ``RANKS_IMPORT``,
-    imported already.
+    """Import a file's modules, and its ``RANKS_IMPORT``, before its tests start ranks.
 
-    Otherwise each of the thousands of ranks would import it anew.
+    The ranks inherit the imports. Otherwise each of thousands of ranks would import them anew.
     """
     if request.node.nodeid in STARTING_FILES and "not ranks" not in request.config.option.markexpr:
         fork_server.SERVERS.get().preload(
@@ -128,7 +127,7 @@ def _ranks_inherit_imports(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _starts_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tests that start ranks are left out, one that went unnoticed is told to say so."""
+    """Fail an unmarked test that starts ranks, where marked ones are left out."""
     if "not ranks" in request.config.option.markexpr and not request.node.get_closest_marker(
         "ranks"
     ):

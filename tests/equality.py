@@ -1,4 +1,4 @@
-"""Equal to one process: the comparison every distributed test makes."""
+"""The comparison of ranks with one process that every distributed test makes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ class Trained:
 
 
 def full(tensor: Any) -> Tensor:
-    """Return a copy of a tensor, all of it if it is sharded."""
+    """Return a copy of the whole tensor, also if it is sharded."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
@@ -85,7 +85,7 @@ def sharded_adamw(modules: Iterable[nn.Module]) -> torch.optim.AdamW:
 
 
 def _parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Each once, also where two modules share it."""
+    """Return each parameter once, also if two modules share it."""
     return list(dict.fromkeys(p for m in modules for p in m.parameters()))
 
 
@@ -131,12 +131,11 @@ def assert_same_training(
     tied: Sequence[Sequence[str]] = (),
     tolerances: tuple[float, float] = (GRADIENT_TOLERANCE, PARAMETER_TOLERANCE),
 ) -> None:
-    """Every rank's loss, and all gradients and parameters of the ranks together, equal the
-    reference's.
+    """Assert that losses, gradients and parameters of all ranks equal the reference's.
 
     Args:
-        tied: for each weight with several names these; the reference has the first.
-        tolerances: of losses and gradients, and of parameters.
+        tied: the names of each weight that has several. The reference has the first of them.
+        tolerances: one tolerance for losses and gradients, one for parameters.
     """
     first_name = {name: names[0] for names in tied for name in names}
     for rank, trained in enumerate(ranks):

@@ -12,7 +12,7 @@ from hypothesis import settings
 
 IN_FULL = True
 
-# A prime, so that what is taken of a grid holds every value of its axes.
+# A prime, so that a sample of a grid holds every value of its axes.
 thinned = pytest.mark.parametrize(
     "every", [pytest.param(7, id="a seventh"), pytest.param(1, id="all", marks=pytest.mark.long)]
 )
@@ -20,9 +20,9 @@ thinned = pytest.mark.parametrize(
 
 
 def examples(n: int) -> settings:
-    """Hypothesis' settings for a property: ``n`` examples, and in the default run a third of them.
+    """Return Hypothesis' settings: ``n`` examples, and in the default run a third of them.
 
-    Which run this is, tests/conftest.py says in ``IN_FULL``.
+    ``IN_FULL``, which tests/conftest.py sets, tells which run this is.
     """
     return settings(deadline=None, max_examples=n if IN_FULL else n // 3)
 
@@ -30,14 +30,14 @@ def examples(n: int) -> settings:
 def folded(
     names: str, cases: Iterable[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As ``pytest.mark.parametrize``, but one test for all cases: for sizes, of which an id would
-    say nothing.
+    """Parametrize like ``pytest.mark.parametrize``, but run all cases as one test.
 
-    The first case that fails ends the test, and its error says which case that is.
+    It is for sizes, whose ids would say nothing. The first case that fails ends the test, and the
+    error names the case.
 
     Args:
-        names: of the parameters, with commas between them.
-        cases: a tuple each, or a value if there is one parameter.
+        names: names of the parameters, with commas between them.
+        cases: a tuple for each case, or a value if there is one parameter.
     """
     keys = names.replace(" ", "").split(",")
     rows = [dict(zip(keys, case if len(keys) > 1 else (case,), strict=True)) for case in cases]
@@ -64,14 +64,14 @@ def folded(
 
 
 def crossed(*axes: Sequence[Any]) -> list[Any]:
-    """Every combination of the axes' values, for ``pytest.mark.parametrize``; all but a sample are
-    marked ``full``.
+    """Return every combination of the axes' values, for ``pytest.mark.parametrize``.
 
-    The sample holds every value of every axis, and of the axes beside the longest as many pairs as
-    fit.
+    All but a sample are marked ``full``. The sample holds every value of every axis, and as many
+    pairs of values of the axes beside the longest as fit.
 
     Args:
-        axes: values of one parameter each; tuples, or ``pytest.param``, are values of several.
+        axes: the values of one parameter each. An axis of tuples, or of ``pytest.param``, has the
+            values of several.
     """
     entries = [[each if hasattr(each, "marks") else _param(each) for each in axis] for axis in axes]
     sizes = [len(axis) for axis in entries]
@@ -97,7 +97,11 @@ def _param(value: Any) -> Any:
 
 
 def _place(i: int, sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Along the longest axis step by step; along the others as the digits of a number count up."""
+    """Return the place of a sampled case on each axis.
+
+    It goes step by step along the longest axis, and along the others as digits of a number that
+    counts up.
+    """
     place, stride = [], 1
     for axis, size in enumerate(sizes):
         if axis == longest:

@@ -12,7 +12,10 @@ from jupyter_client.manager import AsyncKernelManager, KernelManager
 
 
 def own_sockets(_: KernelManager) -> str:
-    """A name for each kernel; that of jupyter_client's is the same for all in one folder."""
+    """Give each kernel's sockets a name of their own.
+
+    jupyter_client gives all kernels in one folder the same name.
+    """
     return str(Path(tempfile.gettempdir()) / f"kernel-{uuid4().hex}")
 
 

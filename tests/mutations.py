@@ -1,9 +1,9 @@
 """Faults that the tests must catch: python tests/mutations.py [WORD...]
 
-Each is put into a copy of the repository, and the tests named beside it must fail there. Run it
-before and after a change to the tests: what was caught must still be caught. Words choose the
-faults whose file or tests hold one of them. The exit status is 1 if a fault survives, if the code
-that it changes is gone, or if the tests are too slow to tell.
+Each fault is put into a copy of the repository, and the tests named beside it must fail there. Run
+this before and after a change to the tests: a fault that was caught must still be caught. Words
+choose the faults whose file or tests hold one of them. The exit status is 1 if a fault survives, if
+the code that it changes is gone, or if the tests are too slow to tell.
 """
 
 import os
@@ -20,7 +20,7 @@ LIMIT_S = 300
 
 
 class Fault(NamedTuple):
-    """In ``file``, ``right`` becomes ``wrong``; ``tests`` notice."""
+    """A fault: in ``file``, ``right`` becomes ``wrong``, and ``tests`` must fail."""
 
     file: str
     right: str
@@ -273,7 +273,7 @@ FAULTS = [
 
 
 def outcome_of(fault: Fault, copy: Path) -> str:
-    """Whether the tests fail in the copy, which is mended afterwards."""
+    """Return the outcome of the tests in the copy with the fault; mend the copy afterwards."""
     file = copy / "course_pp" / fault.file
     source = file.read_text()
     if source.count(fault.right) < 1:

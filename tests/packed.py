@@ -1,4 +1,7 @@
-"""Packed sequences: rows of several documents, a language model that attends within each, and its documents alone."""
+"""Packed sequences: rows of several documents, and a language model that attends within each.
+
+The reference computes the documents one by one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +18,14 @@ N_MICROBATCHES, VOCAB, DIM, N_DOCUMENTS = 4, 13, 8, 3
 
 
 class Offsets(NamedTuple):
-    """Where the documents of each row begin and end, (rows, documents + 1); and the longest one's length."""
+    """The bounds of each row's documents, (rows, documents + 1), and the longest one's length."""
 
     starts: Tensor
     longest: int
 
 
 class Mask:
-    """Which positions see which, (rows, length, length): an object that nobody but the model can read."""
+    """The mask of attention, (rows, length, length), in an object that only the model can read."""
 
     def __init__(self, offsets: Offsets, length: int) -> None:
         document = (offsets.starts[:, None] <= torch.arange(length)[:, None]).sum(-1)
@@ -34,7 +37,7 @@ class Mask:
 
 
 class Block(nn.Module):
-    """Attention within a document: over each by its offsets, or over the row behind a mask."""
+    """Attention within a document: one by one by offsets, or over the whole row with a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +68,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Packed(nn.Module):
-    """Some of a language model's parts; each stage is given the offsets, or the mask, of its microbatch."""
+    """Some of a language model's parts.
+
+    Each stage is called with the offsets, or the mask, of its microbatch.
+    """
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -86,7 +92,7 @@ class Packed(nn.Module):
 
 
 def model(tied: bool = True) -> Packed:
-    """Its embedding and its head are one weight, if ``tied``."""
+    """Return a whole model. Its embedding and its head are one weight if ``tied``."""
     torch.manual_seed(0)
     parts: dict[str, nn.Module] = {"embed": nn.Embedding(VOCAB, DIM)}
     parts |= {f"block{i}": Block() for i in range(6)} | {"head": nn.Linear(DIM, VOCAB, bias=False)}
@@ -144,7 +150,7 @@ STEPS[0][1].targets.fill_(-100)  # a microbatch that counts no token
 
 
 def one_process(data: Sequence[Sequence[Rows]], tied: bool = True) -> Trained:
-    """The documents one by one, each loss over the tokens of its step."""
+    """Train on the documents one by one, and divide each loss by the tokens of its step."""
     whole, loss_fn = model(tied), CrossEntropy()
 
     def step(i: int) -> Tensor:
@@ -161,7 +167,10 @@ def one_process(data: Sequence[Sequence[Rows]], tied: bool = True) -> Trained:
 
 
 def of_ranks(dp: int) -> list[list[Rows]]:
-    """By step what ``dp`` data ranks have, which take turns."""
+    """Return the microbatches of ``dp`` data ranks for each step, rank by rank.
+
+    The ranks take the microbatches by turns.
+    """
     return [
         [rows for rank in range(dp) for rows in step[rank::dp][:N_MICROBATCHES]] for step in STEPS
     ]
@@ -170,7 +179,7 @@ def of_ranks(dp: int) -> list[list[Rows]]:
 def given(
     data: Sequence[Rows], is_first: bool, is_last: bool, masked: bool = False
 ) -> dict[str, Any]:
-    """What a rank gives: the ends to the ends, and its own objects to every stage."""
+    """Return a rank's arguments: inputs and targets at the ends, objects for every stage."""
     keywords = [{"offsets": rows.offsets} for rows in data]
     for each, rows in zip(keywords, data, strict=True):
         if masked:

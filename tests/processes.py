@@ -1,8 +1,8 @@
 """One question for every test that starts ranks: is a process left behind?
 
-The test process adopts orphans (Linux), so every process that was started from here, however deep
-and in whichever session or group, stays below it in the tree until it ends. What a process that was
-there before starts meanwhile, such as the browser that tests share, is that process's own.
+The test process adopts orphans (Linux), so every process that a test starts, however deep and in
+whichever session or group, stays below it in the tree until it ends. A process that existed before
+the test, such as the browser that tests share, may keep the processes that it starts meanwhile.
 """
 
 import ctypes
@@ -19,9 +19,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants(others: Collection[int] = ()) -> dict[int, str]:
-    """Processes below this one, by id, with what they run.
+    """Return {id: command} of the processes below this one.
 
-    Not counted are ``others``, all that they start, and the idle server that ranks fork from.
+    They do not include ``others``, the processes below these, and the idle server that ranks fork
+    from.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -41,7 +42,10 @@ def descendants(others: Collection[int] = ()) -> dict[int, str]:
 
 @contextmanager
 def no_process_left(within_s: float = 30.0) -> Iterator[None]:
-    """Fails unless every process that was started inside has ended ``within_s`` seconds after the end."""
+    """Fail unless all processes started in the block have ended.
+
+    They have ``within_s`` seconds after its end.
+    """
     before = descendants()
     yield
     limit = time.monotonic() + within_s

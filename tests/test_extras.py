@@ -28,8 +28,8 @@ ALONE = [
     "training.checkpoint",
 ]
 
-# Of each package: its extra, and code that needs it. A module is imported once only, so the order
-# matters: flags import data and logs.
+# {package: (its extra, code that needs it)}. A module is imported only once, so the order matters:
+# flags import data and logs.
 NEEDS = {
     "matplotlib": ("course", "from course_pp.show import timeline"),
     "tokenizers": ("train", "import course_pp.training.data"),

@@ -1,4 +1,4 @@
-"""The sample of a grid leaves out no value."""
+"""The sample of a grid holds every value."""
 
 from inspect import signature
 from itertools import product

@@ -1,4 +1,4 @@
-"""The arrows of the design hold: who imports whom, and what stays out of the importing process."""
+"""The arrows of the design hold, and heavy packages stay out of the importing process."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import course_pp
 
 ROOT = Path(course_pp.__file__).parent
 
-# What each package may import from its siblings, beside `base`, which imports none. `exercises` and
+# The siblings that each package may import, beside `base`, which imports none. `exercises` and
 # `notebook` are for cells: nothing imports `exercises`.
 ARROWS: dict[str, set[str]] = {
     "base": set(),
@@ -57,7 +57,7 @@ def test_importing_a_light_package_keeps_the_heavy_ones_out(
 
 
 def siblings_imported(path: Path) -> set[str]:
-    """The first name below ``course_pp`` of every import in a file, inside functions too."""
+    """Return the rooms that a file imports, in functions too."""
     package = ["course_pp", *path.relative_to(ROOT).with_suffix("").parts][:-1]
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,4 +1,4 @@
-"""What counts as a process that a test left behind."""
+"""The check for processes left behind finds them, and counts no other."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What hosts, indexes and containers read agrees with the package."""
+"""The files that hosts, indexes and containers read agree with the package."""
 
 import http.server
 import os
@@ -115,8 +115,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         pass
 
 
-# Takes what set-up asks of Python: makes a .venv of itself, and writes down what pip is called
-# with.
+# A stand-in for Python in set-up: it makes a .venv of itself, and writes down pip's arguments.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
 "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp /bin/true .venv/bin/jupyter ;;

@@ -69,7 +69,7 @@ PYTHON = sorted(set(re.findall(r"```python\n(.*?)```", TEXT, re.S)))
 
 
 def script(name):
-    """The code that begins with the script's name."""
+    """Return the code block that begins with the script's name."""
     [source] = [text for text in PYTHON if text.startswith(f"# {name}: ")]
     return source
 
@@ -92,7 +92,7 @@ def test_commands_of_the_package_run(command, tmp_path, monkeypatch, capsys):
 
 
 def under_torchrun(command):
-    """What ``torchrun --standalone --nproc-per-node=N SCRIPT …`` prints, in less time."""
+    """Return the output of ``torchrun --standalone --nproc-per-node=N SCRIPT …``, in less time."""
     launcher, standalone, n_ranks, *script = command
     assert (launcher, standalone) == ("torchrun", "--standalone")
     return labelled_lines(int(n_ranks.removeprefix("--nproc-per-node=")), script)
@@ -194,7 +194,7 @@ def test_the_example_of_attention_residuals_equals_one_process_and_sends_each_va
 
 
 def mean_loss(model, texts):
-    """The mean over the tokens of texts that are read one by one."""
+    """Return the mean loss over the tokens of texts that are read one by one."""
     return sum(CrossEntropy().total(model(text), text) for text in texts) / sum(
         text.numel() for text in texts
     )

@@ -1,8 +1,8 @@
 """Statements stay plain: python -m tests.test_statements prints the figures of each room.
 
-Counted in a thousand lines are comprehensions, conditional expressions, packed assignments
-(``a, b = x, y``) and hard statements, which have more than one comprehension or a conditional
-expression inside another. A room that has fewer of them one day gets a lower limit in ``MOST``.
+The figures count four things in a thousand lines: comprehensions, conditional expressions, packed
+assignments (``a, b = x, y``) and hard statements. A hard statement has more than one comprehension,
+or a conditional expression inside another. If a room gets fewer, lower its limit in ``MOST``.
 """
 
 import ast

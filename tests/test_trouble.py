@@ -1,4 +1,4 @@
-"""Every message in docs/trouble.md is real: it is provoked here, or found where it is written."""
+"""Every message in docs/trouble.md is real: a test provokes it, or finds it in the code."""
 
 import contextlib
 import errno

@@ -15,7 +15,7 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 
 
 def tracked(folder: str) -> set[str]:
-    """What is committed or about to be in ``folder``, as far as it is there."""
+    """Return the existing files in ``folder`` that are committed or about to be."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -59,7 +59,7 @@ def test_lab_says_what_is_missing_where_there_is_neither_clone_nor_wheel(tmp_pat
 
 @pytest.mark.long
 def test_a_wheel_that_is_built_from_the_source_archive_opens_the_course(tmp_path: Path) -> None:
-    """Built and installed without the network: what it needs is here already."""
+    """It is built and installed without the network, because all that it needs is here already."""
     tree, built, prefix = tmp_path / "tree", tmp_path / "built", tmp_path / "prefix"
     ignored = shutil.ignore_patterns(
         "__pycache__", ".*", "*.egg-info", "build", "runs", "my_course"

@@ -1,4 +1,4 @@
-"""What a learner mistypes at the names of notebooks and README is refused by name."""
+"""A learner's wrong argument to a function of notebooks and README is refused by name."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

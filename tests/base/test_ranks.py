@@ -11,7 +11,7 @@ from course_pp.launch.errors import is_echo
 
 
 def what_ranks_say(rank: int) -> dict[str, Any]:
-    """Each method with what one rank alone finds wrong."""
+    """Return the result of each method if one rank alone finds a fault."""
     ranks = Ranks(limit_s=20.0)
 
     def work(failing_rank: int, error: Exception) -> object:

@@ -40,7 +40,7 @@ OF_MODULES_AND_TENSORS = set(filter(is_private, (*dir(nn.Module()), *dir(torch.e
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """Return the private names that a file gives to its own functions, classes, variables and attributes."""
+    """Return the private names of a file's own functions, classes, variables and attributes."""
     found = set()
     for node in ast.walk(tree):
         match node:
@@ -56,7 +56,10 @@ def defined_in(tree: ast.AST) -> set[str]:
 
 
 def private_names(tree: ast.AST, of_package: set[str]) -> Iterator[str]:
-    """Yield each private name that a file takes from elsewhere; ``of_package`` are those that a class may inherit."""
+    """Yield each private name that a file takes from elsewhere.
+
+    ``of_package`` holds the package's names, which a class may inherit.
+    """
     own = defined_in(tree)
     for node in ast.walk(tree):
         match node:

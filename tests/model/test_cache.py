@@ -1,4 +1,4 @@
-"""A cache of keys and values changes what a token costs, not what comes out."""
+"""A cache of keys and values changes the cost of a token, not the output."""
 
 import pytest
 import torch

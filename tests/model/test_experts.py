@@ -1,4 +1,4 @@
-"""A mixture of experts is what a loop over tokens says it is: outputs, gradients, losses, loads."""
+"""A mixture of experts equals a loop over tokens: outputs, gradients, losses, loads."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,10 +68,10 @@ def feed_forward(x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Te
 def token_by_token(
     layer: MoE, sequences: list[Tensor]
 ) -> tuple[list[Tensor], Tensor, list[list[int]]]:
-    """The plain computation of sequences (seq, dim) of any lengths.
+    """Compute sequences (seq, dim) of any lengths in the plain way.
 
     Returns:
-        The output of each, the sum of losses, and by expert how often it was chosen and dropped.
+        The output of each, the sum of losses, and how often each expert was chosen and dropped.
     """
     config = layer.config
     n, k = config.n_experts, config.top_k
@@ -191,7 +191,10 @@ def test_in_half_precision_experts_compute_so_and_the_router_does_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[5, 0, 7, 4], [0, 0, 16, 0], [0, 0, 0, 0]], ids=str)
 def test_the_grouped_product_equals_a_loop(counts: list[int], dtype: torch.dtype) -> None:
-    """One kernel takes rows of whole 16 bytes; 24 + 1 columns are computed one expert after the other."""
+    """One kernel takes rows of whole 16 bytes only.
+
+    Rows of 24 + 1 columns are computed one expert after the other.
+    """
     torch.manual_seed(0)
     x, wide, towards = (
         torch.randn(sum(counts), 16),

@@ -52,7 +52,10 @@ INPUTS = ["plain", "left_padding", "right_padding", "positions"]
 
 
 def random_model(config: ModelConfig) -> Transformer:
-    """Float64, every weight (norms too) far from its initial value, so that no mix-up cancels out."""
+    """Return a model in float64 with every weight, norms too, far from its initial value.
+
+    So no mix-up of weights cancels out.
+    """
     model = Transformer(config).double()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -103,7 +106,10 @@ def inputs_for(kind: str, vocab_size: int) -> tuple[Tensor, dict[str, Tensor]]:
 def real_token_loss(
     logits: Tensor, tokens: Tensor, attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits and mean cross-entropy where a real token stands; what a pad position says does not matter."""
+    """Return the logits and the mean cross-entropy of real tokens.
+
+    The output at padding does not matter.
+    """
     real = (
         torch.ones_like(tokens, dtype=torch.bool)
         if attention_mask is None

@@ -1,4 +1,4 @@
-"""The cut into stages: who holds what, that it is the same model, and that it is the best cut."""
+"""The cut into stages: each holds its parts, the model is the same, and the cut is the best."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -232,7 +232,7 @@ class TestLayerAssignment:
 def best_by_trying_all(
     costs: list[float], n_stages: int, first: float, last: float
 ) -> list[tuple[int, int]]:
-    """Fastest slowest stage, then the least sum of squares, then the longest early stages."""
+    """Return the best split: fastest slowest stage, least sum of squares, longest early stages."""
 
     def rank(cuts: tuple[int, ...]) -> tuple[Fraction, Fraction, tuple[int, ...]]:
         sums = [

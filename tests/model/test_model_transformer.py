@@ -102,7 +102,10 @@ class TestInitialValues:
         )
 
     def test_are_those_of_every_earlier_version(self) -> None:
-        """A published seed keeps meaning the same model; a change here is a change of every result."""
+        """A published seed must keep giving the same model.
+
+        A change of these numbers changes every result.
+        """
         assert parameter_seed(42, "layers.0.attn.q_proj.weight") == 2259395683
         first = seeded(CONFIG, 42).layers["0"].attn.q_proj.weight[0, :3]
         torch.testing.assert_close(first, torch.tensor([0.005489925, -0.024751632, 0.011130323]))

@@ -1,4 +1,7 @@
-"""The orders of torch's own schedules. torch has no public way to ask for them: this file alone uses private names."""
+"""The orders of torch's own schedules.
+
+torch has no public way to ask for them. This file alone uses its private names.
+"""
 
 from types import SimpleNamespace
 
@@ -6,10 +9,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 
 def torch_rows(name: str, p: int, m: int, v: int) -> list[list[str]]:
-    """For each rank what torch's schedule of that name lists, idle slots as empty strings."""
+    """Return each rank's row of torch's schedule of that name, idle slots as empty strings."""
     cls = torch_schedules.get_schedule_class(name)
     rounds = max(1, m // p)
-    # Building one needs a process group on every rank; its orders need only these numbers.
+    # To build a schedule takes a process group on every rank. Its orders need only these numbers.
     itself = SimpleNamespace(
         pp_group_size=p,
         n_local_stages=v,
@@ -31,7 +34,10 @@ def torch_rows(name: str, p: int, m: int, v: int) -> list[list[str]]:
 
 
 def torch_accepts(rows: list[list[str]], n_stages: int, n_microbatches: int) -> dict[int, int]:
-    """Which rank torch takes each stage to be on, from the cells of a CSV; AssertionError if it refuses them."""
+    """Return the rank that torch gives each stage, read from the cells of a CSV.
+
+    Raises an AssertionError if torch refuses the cells.
+    """
     actions = {
         rank: [torch_schedules._Action.from_str(cell) for cell in row]
         for rank, row in enumerate(rows)

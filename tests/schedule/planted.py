@@ -1,4 +1,4 @@
-"""Runs whose faults are known, because they were put there, and what each of them truly costs."""
+"""Simulated runs with planted faults, and the true cost of each fault."""
 
 import random
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ class Planted:
     """A pipeline with faults, in seconds.
 
     Attributes:
-        links: for two ranks, the lower first, the time of a message; ``usual_transfer`` for the
-            others.
-        launch: mean time before each action; it varies by ``launch_spread`` of it to either side.
-        jitter: standard deviation of an action's time over its mean.
+        links: {(lower rank, higher rank): time of a message}. Other links take
+            ``usual_transfer``.
+        launch: mean time before each action. It varies by the share ``launch_spread`` either way.
+        jitter: standard deviation of an action's time, divided by its mean.
     """
 
     schedule: Schedule
@@ -38,7 +38,7 @@ class Planted:
         return self.run(frozenset(CAUSES), varied=True)
 
     def run(self, causes: frozenset[str], varied: bool = False) -> Timeline:
-        """The run with just these causes; ``varied`` by jitter too."""
+        """Return the run with just these causes, and with jitter if ``varied``."""
         schedule, luck = self.schedule, random.Random(self.seed)
         work = self._work() if "imbalance" in causes else self._balanced_work()
         gaps, lengths = [], []
@@ -67,7 +67,11 @@ class Planted:
         return Timeline(schedule.n_ranks, tuple(spans), "s", name=schedule.name, measured=True)
 
     def truth(self) -> dict[str, float]:
-        """What each cause adds to the makespan, averaged over all orders of adding them; and the rest, the jitter."""
+        """Return the true loss to each cause, and the rest.
+
+        The loss is the time that a cause adds to the makespan, averaged over all orders in which
+        the causes can be added. The rest is due to jitter.
+        """
 
         @cache
         def makespan(causes: frozenset[str]) -> float:

@@ -54,7 +54,7 @@ def test_memory_for_one_microbatch_lets_one_pass_at_a_time() -> None:
     # From its forward on rank 0 to its weight gradient there: 4 forwards, 4 input gradients, 1
     # weight gradient.
     assert bound(4, 8, UNIT, memory_limit=1) == 8 * 9
-    # What goes back with the input gradient is free for the next forward.
+    # Memory that the input gradient gives back is free for the next forward.
     assert bound(4, 8, Costs(1, 1, 1, released_by_input_grad=1), memory_limit=1) == 8 * 8 + 1
 
 
@@ -109,8 +109,10 @@ def test_a_copy_that_sees_no_microbatch_needs_no_memory() -> None:
 def test_what_a_rank_must_do_to_make_room_counts_with_the_round_trip(
     p: int, m: int, limit: int, least: int
 ) -> None:
-    """The first two are proven optima; of the third, 31 is. The last forward of p = 3 waits for a
-    round trip, for the second input and weight gradient, and for the third forward.
+    """The first two bounds are proven optima. The optimum of the third case is 31.
+
+    The last forward of p = 3 waits for a round trip, for the second input and weight gradient, and
+    for the third forward.
     """
     assert bound(p, m, UNIT, limit) == least
 
@@ -118,7 +120,10 @@ def test_what_a_rank_must_do_to_make_room_counts_with_the_round_trip(
 def test_of_two_stages_a_rank_all_but_what_still_fits_must_be_given_back_before_the_next_turn() -> (
     None
 ):
-    """With room for one microbatch the last rank's period is 6 of work and 6 from its lower stage down and back."""
+    """With room for one microbatch, the last rank's period is 12.
+
+    It has 6 of work, and waits 6 for a microbatch to go down from its lower stage and come back.
+    """
     placement = build("zb_v", 4, 4).placement
     assert bound(4, 4, UNIT, 2, placement=placement) == 4 + 3 * (6 + 6) + 13
 
@@ -187,7 +192,7 @@ def test_no_search_in_little_memory_beats_the_bound(seed: int) -> None:
 
 
 def test_a_bound_of_many_ranks_is_soon_there() -> None:
-    """Whatever it looks up for one rank, it must not go through all others for it."""
+    """A bound for one rank must not go through all other ranks."""
     assert bound(10_000, 4, UNIT, 4) == 2 * 10_000 + 1 + 3 * 2
 
 

@@ -1,4 +1,4 @@
-"""Values beyond the neighbour: which are possible, what their messages cost, and how they are drawn."""
+"""Edges to stages beyond the neighbour: the possible ones, their messages' cost, their drawing."""
 
 from fractions import Fraction
 

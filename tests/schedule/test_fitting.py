@@ -41,8 +41,7 @@ SIZES = [
     ("zb_v", 4, 8),
     ("dualpipe_v", 4, 10),
 ]
-# On which rank the straggler is and which link is slow: beside each other, far apart, and at the
-# ends.
+# The places of the straggler and of the slow link: side by side, far apart, and at the ends.
 PLANTS: list[Callable[[int], tuple[int, int]]] = [
     lambda p: (p - 1, 0),
     lambda p: (p // 2, p // 2 - 1),
@@ -51,7 +50,7 @@ PLANTS: list[Callable[[int], tuple[int, int]]] = [
 
 
 def rightly_attributed(found: Fit, truth: dict[str, float]) -> float:
-    """The share of the lost time that was charged to the cause it is due to."""
+    """Return the share of the lost time that was charged to its true cause."""
     misplaced = sum(abs(found.lost_to(cause).time - time) for cause, time in truth.items()) / 2
     return 1 - misplaced / sum(truth.values())
 
@@ -275,7 +274,7 @@ def test_a_perfect_run_has_nothing_to_find() -> None:
 
 @st.composite
 def measured_runs(draw: st.DrawFn) -> tuple[Timeline, Costs]:
-    """Any schedule with any costs, and each span's length changed by luck."""
+    """Return any schedule run with any costs and with random changes of each span's length."""
     schedule = draw(schedules())
     costs = draw(costs_for(schedule))
     luck = random.Random(draw(st.integers(0, 10**6)))

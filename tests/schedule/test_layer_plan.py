@@ -1,4 +1,4 @@
-"""PipeDream's planner, against trying everything."""
+"""PipeDream's planner finds the plan that an exhaustive search finds."""
 
 import random
 from collections.abc import Iterator
@@ -11,13 +11,16 @@ from course_pp.schedule import ClusterLevel, LayerCost, Partition, PlannedStage,
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``total`` as so many positive numbers, in order."""
+    """Return every way to write ``total`` as a sum of so many positive numbers, in order."""
     for cuts in combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
 
 
 def exhaustive(layers: list[LayerCost], levels: list[ClusterLevel]) -> float:
-    """The least slowest of all plans; what a stage of nodes is given, is planned for the ranks of one node."""
+    """Return the time of the slowest part in the best of all plans.
+
+    The layers that a stage on several nodes gets are planned once more for the ranks of one node.
+    """
     *inner, outer = levels
 
     def one_stage(stage: list[LayerCost], m: int) -> float:

@@ -131,7 +131,10 @@ def test_a_shuffled_order_runs_exactly_if_check_accepts_it(name: str) -> None:
 
 
 def runs(order: Schedule) -> bool:
-    """Play the schedule with a bag of products, one action of some rank at a time, the slow and obvious way."""
+    """Return whether the schedule runs, found in the slow and obvious way.
+
+    It is played one action of any rank at a time, with a bag of the products made so far.
+    """
     made, rest, moved = set(), [list(row) for row in order.actions], True
     while moved:
         moved = False

@@ -1,4 +1,4 @@
-"""The table of optima: every stored order does what its row says, and a sample of the proofs is done again."""
+"""The table of optima: every stored order is as its row says, and sampled proofs hold again."""
 
 from itertools import product
 from statistics import mean
@@ -67,7 +67,10 @@ def test_the_proofs_hold_when_they_are_done_again(every: int) -> None:
 
 
 def test_no_row_contradicts_another() -> None:
-    """More room, halves instead of wholes, and one microbatch fewer never take longer; nothing beats the bound."""
+    """No optimum gets longer by more room, split backwards or one microbatch fewer.
+
+    And no makespan is below its bound.
+    """
     for (times, split, p, m, cap), each in ROWS.items():
         if cap > 1:
             assert each.makespan <= row(p, m, cap - 1, times, split).makespan
@@ -88,7 +91,7 @@ def test_no_row_contradicts_another() -> None:
 
 
 def test_the_bound_is_never_above_an_optimum_and_in_little_memory_close_below() -> None:
-    """Without what a rank must do to make room, the gap was 4.4% on average there, and 18% at most."""
+    """Without the work that makes room, the gap was 4.4% on average there, and 18% at most."""
     gaps = {}
     for each in optima():
         costs = each.costs if each.split else Costs(each.times[0], sum(each.times[1:]), 0)
@@ -109,14 +112,14 @@ def test_the_bound_is_never_above_an_optimum_and_in_little_memory_close_below() 
     assert everywhere.count(0) == 619
 
 
-# What the table says, as notebook 11 tells it.
+# The findings in the table that notebook 11 tells of.
 
 ONE_STAGE = ("naive", "gpipe", "1f1b", "1f1b_eager", "zb_h1", "zb_h2")
 MEASURED = (10, 12, 7)
 
 
 def of(times: tuple[int, int, int], split: bool) -> list[OptimumRow]:
-    """Where a cap is one: rows of several ranks, in which more room than microbatches is left out."""
+    """Return the rows of several ranks with a cap that does not exceed the microbatches."""
     return [
         each
         for each in ROWS.values()
@@ -141,7 +144,10 @@ def test_1f1b_of_whole_backwards_and_zb_h1_at_equal_times_are_optimal_wherever_t
 def test_with_the_times_of_a_layer_zb_h1_is_optimal_at_its_own_memory_and_zb_h2_at_its_own() -> (
     None
 ):
-    """Between the two, on three ranks and four, each activation more buys time, and no name has it."""
+    """Between the two caps, each further activation saves time, on three ranks and on four.
+
+    No named schedule reaches these times.
+    """
     for m in (4, 8):
         for p in (2, 3, 4):
             assert row(p, m, p, MEASURED).named["zb_h1"] == row(p, m, p, MEASURED).makespan
@@ -153,7 +159,7 @@ def test_with_the_times_of_a_layer_zb_h1_is_optimal_at_its_own_memory_and_zb_h2_
 
 
 def test_with_one_activation_less_than_1f1b_the_best_order_still_beats_it() -> None:
-    """No schedule of one stage a rank with a name lives there but the naive one."""
+    """The naive schedule is the only named one of one stage a rank that fits there."""
     assert row(4, 8, 3).makespan == 31 < row(4, 8, 4).named["1f1b"] == 33
     assert {name: row(4, 8, 3).named.get(name) for name in ONE_STAGE} == dict.fromkeys(
         ONE_STAGE

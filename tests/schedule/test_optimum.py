@@ -16,7 +16,7 @@ pytest.importorskip("ortools")
 
 
 def merged(*chains: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """Every order of all actions in which each chain keeps its own."""
+    """Yield every order of all actions that keeps the order within each chain."""
     if not any(chains):
         yield ()
     for i, chain in enumerate(chains):
@@ -26,7 +26,10 @@ def merged(*chains: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
 
 
 def least_of_all_orders(placement: Sequence[Sequence[int]], m: int, costs: Costs, cap: int) -> Time:
-    """Simulate every order of every rank, whichever microbatch comes first, that can run within the cap."""
+    """Return the least makespan of all orders that can run within the cap.
+
+    Microbatches may come in any order.
+    """
     rows = []
     for rank in range(1 + max(map(max, placement))):
         here = [stage for stage, ranks in enumerate(placement) if rank in ranks]
@@ -44,7 +47,7 @@ def most_held(row: Sequence[Action]) -> int:
 
 
 def least_of_all_words(problem: OrderProblem) -> Time:
-    """As above, with the microbatches in order, which makes more sizes small enough."""
+    """Return the same with the microbatches in order, which is quick enough for more sizes."""
 
     def words(rank: int) -> Iterator[list[int]]:
         letters = problem.letters_of(rank)

@@ -1,9 +1,8 @@
-"""What PipeDream's paper says of work scheduling (section 3.2) and weight stashing (3.3), statement
-by statement.
+"""The statements of PipeDream's paper on work scheduling (section 3.2) and weight stashing (3.3).
 
-Narayanan et al. 2019, "PipeDream: generalized pipeline parallelism for DNN training", SOSP. Ranks
-are its machines, microbatches its minibatches; it counts both from 1. That gradients are those of
-these versions, tests/runtime shows.
+Narayanan et al. 2019, "PipeDream: generalized pipeline parallelism for DNN training", SOSP. Its
+machines are ranks here, its minibatches are microbatches, and it counts both from 1. tests/runtime
+shows that gradients are computed with the versions that are tested here.
 """
 
 from collections.abc import Sequence
@@ -160,7 +159,10 @@ def test_staleness_in_the_steady_state_of_each_stage(versions: Versions, late: l
 
 
 def versions_held(schedule: Schedule, found: Ledger, stage: int) -> int:
-    """The most versions of a stage that a moment needs: of microbatches in flight, and the newest."""
+    """Return the most versions of a stage's weights that are needed at one moment.
+
+    These are the versions of microbatches in flight, and the newest one.
+    """
     row, most, updates = parts(schedule, stage), 0, 0
     in_flight: set[int] = set()
     for part in row:

@@ -1,4 +1,4 @@
-"""What holds for every schedule, size and cost."""
+"""Properties of every schedule with every size and cost."""
 
 from dataclasses import fields
 from fractions import Fraction
@@ -16,7 +16,7 @@ times = st.fractions(min_value=0, max_value=9, max_denominator=7)
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Any schedule of any small size it allows."""
+    """Draw any schedule of any small size that it allows."""
     name = draw(st.sampled_from(names()))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     if name in TWO_COPIES:

@@ -1,4 +1,4 @@
-"""Orders, makespans and peaks against what their authors publish, at a few hundred sizes each."""
+"""Orders, makespans and peaks equal the authors' published ones, at a few hundred sizes each."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -148,7 +148,10 @@ def test_built_for_unequal_times_a_v_is_never_longer_than_the_authors_nor_higher
 
 
 def megatron(rank: int, p: int, m: int, v: int, n: int) -> list[str]:
-    """What Megatron-LM has ``rank`` do with a microbatch group size of ``n`` per virtual pipeline stage."""
+    """Return Megatron-LM's order of ``rank``.
+
+    ``n`` is the microbatch group size per virtual pipeline stage.
+    """
     table = [
         (chunk, i)
         for first in range(0, m, n)
@@ -170,7 +173,7 @@ def rounds_of_megatron() -> Iterator[tuple[int, int, int, int]]:
     for p in range(2, 7):
         for v in (2, 3):
             for m in range(p, 4 * p + 1):
-                # Those that Megatron takes: at least p in every round.
+                # Sizes that Megatron accepts: at least p in every round.
                 yield from ((p, m, v, n) for n in range(p, m + 1) if not 0 < m % n < p)
 
 
@@ -246,7 +249,10 @@ def test_a_round_size_that_cannot_be_is_refused_with_the_nearest_that_can(
 
 
 def deepseek(rank: int, p: int, m: int) -> list[str]:
-    """DeepSeek's published steps for one rank: which phase goes forward and backward, ``Z`` a backward split in two."""
+    """Return DeepSeek's published steps for one rank.
+
+    A step names the phases that go forward and backward. ``Z`` is a backward split in two.
+    """
     near = min(rank, p - 1 - rank)
     half, behind = p // 2, p // 2 - near - 1
     main = m // 2 - p + near + 1
@@ -265,7 +271,10 @@ def deepseek(rank: int, p: int, m: int) -> list[str]:
 
 
 def spelled(steps: list[str], rank: int, p: int) -> list[str]:
-    """Phase 0 of a rank in the lower half goes the other way; each way numbers its microbatches, one of every two."""
+    """Return the steps as actions.
+
+    Phase 0 of a rank in the lower half goes the other way. Each way has every second microbatch.
+    """
     count, waiting, row = {}, [], []
     for step in steps:
         parts = []
@@ -299,7 +308,10 @@ def test_dualpipe_has_the_order_of_deepseeks_published_code(every: int) -> None:
 @thinned
 @pytest.mark.slow
 def test_chimera_and_hanayo_idle_as_long_as_their_authors_say(every: int) -> None:
-    """For m = p, and for as many units of that as one likes where forward and backward take equally long."""
+    """The published idle times are for m = p.
+
+    If forward and backward take equally long, they also hold for any multiple.
+    """
     sizes = [(p, units) for p in range(1, 21) for units in range(1, 11)]
     assert len(sizes) == 200
     for p, units in sizes[::every]:

@@ -113,7 +113,7 @@ def test_the_bound_of_two_stages_a_rank_in_little_memory_is_never_above_an_optim
 def test_with_little_room_two_stages_a_rank_come_within_a_twentieth_of_the_optimum(
     case: tuple[int, int, int, Literal["loop", "v"]],
 ) -> None:
-    """Rules and the catalogue alone end up to a ninth above it, and a twelfth in the first case."""
+    """Rules and the catalogue alone are up to a ninth above it, and a twelfth in the first case."""
     p, m, cap, placement = case
     found = search(p, m, None, cap, 2, 60, placement=placement)
     assert found.stopped in ("patience", "bound")
@@ -158,13 +158,16 @@ def test_what_cannot_be_searched_is_refused_by_name(
         search(**{"n_ranks": 2, "n_microbatches": 2, **arguments})
 
 
-# A search is never worse than what has a name, nor than the heuristic of the Zero Bubble authors.
+# A search is never worse than a named schedule, nor than the Zero Bubble authors' heuristic.
 
 SECONDS = 5.0
 
 
 def drawn(seed: int) -> tuple[int, int, Costs, list[int], int]:
-    """Sizes, costs with unequal stages and latency, caps from p to 2p ranks' worth, and the stages a rank."""
+    """Return sizes, costs, caps and the number of stages a rank, drawn at random.
+
+    Costs have unequal stages and latency. Caps go from p to 2p microbatches.
+    """
     rng = random.Random(seed)
     p = rng.randint(2, 8)
     m = rng.randint(p, 2 * p)
@@ -198,7 +201,7 @@ def test_it_is_at_least_as_good_as_every_name_that_fits_and_as_the_published_heu
 
 
 def least_of_others(p: int, m: int, costs: Costs, caps: list[int], n_chunks: int) -> Time:
-    """The least makespan of every schedule of the catalogue that fits and of the published heuristic."""
+    """Return the least makespan of all named schedules that fit and of the published heuristic."""
     others = []
     for question in questions(p, m, costs, caps, n_chunks, None, split=True):
         others += [simulate(each, costs).makespan for each in question.named()]
@@ -211,7 +214,10 @@ def least_of_others(p: int, m: int, costs: Costs, caps: list[int], n_chunks: int
 
 
 def test_the_heuristic_makes_zb_h2_where_all_takes_equally_long() -> None:
-    """Figure 3 of the paper: with room for 2p - 1 microbatches, no rank waits between its first and last action."""
+    """Figure 3 of the paper has room for 2p - 1 microbatches.
+
+    No rank waits between its first and its last action.
+    """
     (question,) = questions(4, 8, Costs(), 7, 1, None, split=True)
     orders = [
         question.problem.schedule_of("heuristic", each)
@@ -222,7 +228,10 @@ def test_the_heuristic_makes_zb_h2_where_all_takes_equally_long() -> None:
 
 
 def test_the_heuristic_answers_its_open_questions_in_eight_ways() -> None:
-    """The same orders as those of the authors' own code, on this case and on 2,612 others, when it was compared."""
+    """The orders equal those of the authors' own code.
+
+    They were compared on this case and on 2,612 others.
+    """
     costs = Costs((3, 1, 2, 4, 2), (2, 5, 3, 3, 1), (4, 2, 2, 1, 3), latency=2)
     (question,) = questions(5, 9, costs, 7, 1, None, split=True)
     runs = [question.problem.run(words) for words in zero_bubble_heuristic(question.problem)]

@@ -8,9 +8,9 @@ from course_pp.schedule import Costs, Timeline, build, names, simulate, theory
 from tests.grids import thinned
 from tests.schedule.sizes import TWO_COPIES
 
-# f, b, w: around and on every condition of a form. Integers here, so thousands of points are quick;
-# the simulator only adds and compares, so what holds for integers holds for their fractions (tested
-# below).
+# Values of f, b, w around and on every condition of a form. They are integers, so that thousands of
+# points are quick. The simulator only adds and compares, so a form that holds for integers holds
+# for their fractions as well, as a test below shows.
 RATIOS = [
     (2, 2, 2),
     (4, 4, 2),
@@ -32,7 +32,10 @@ ENOUGH = dict.fromkeys(FORMED, 500) | {"v_half": 80, "v_min": 80, "chimera": 200
 
 
 def grid(name: str) -> list[tuple[int, int, int | None, tuple[int, int, int], int]]:
-    """Ranks, microbatches, chunks, ratio, latency: every point of interest, in an order that mixes sizes."""
+    """Return (ranks, microbatches, chunks, ratio, latency) in an order that mixes sizes.
+
+    Every point at which a form may change is among them.
+    """
     chunks = (1, 2, 3) if name in CHUNKED else (2, 4) if name == "hanayo" else (None,)
     ratios, latencies = (RATIOS[:1], (0,)) if name in ("v_half", "v_min") else (RATIOS, LATENCIES)
     points = list(product((*range(1, 8), 10), (*range(1, 20), 24, 30), chunks, ratios, latencies))
