@@ -31,10 +31,10 @@ class MissingExtra(ModuleNotFoundError):
 
 @contextmanager
 def imports_of_extra(extra: str) -> Iterator[None]:
-    """Name the extra of course_pp that brings a package which an import inside does not find.
+    """Name the extra of course_pp to install if an import in the block does not find its package.
 
     Raises:
-        MissingExtra: instead of ModuleNotFoundError. It can be caught as that, too.
+        MissingExtra: instead of ModuleNotFoundError, of which it is a subclass.
     """
     try:
         yield

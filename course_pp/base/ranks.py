@@ -72,7 +72,7 @@ class RankMissing(RuntimeError):
         )
         if len(self.missing) == 1:
             who = f"rank {self.missing[0]}, ended or did not come: look at what was printed there"
-        elif missing:  # a rank that still waits for the first one cannot report either
+        elif missing:  # a rank that itself waits for the rank that is gone cannot report either
             named = ", ".join(map(str, self.missing))
             who = (
                 f"ranks {named}: one of them ended or did not come, and the others may be waiting "

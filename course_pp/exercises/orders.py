@@ -106,9 +106,9 @@ def judge_orders(
         given: the sizes, as a message begins: ``"With p=4 and m=8"``.
         yours: order of the answer, on the ranks of the reference.
         reference: the best order there is.
-        impossible: likely cause of an order that cannot run, of `Orders`.
-        crowded: likely cause of an order in which ``orders.rank`` holds more.
-        slow: likely cause of an order that takes longer.
+        impossible: the likely cause if the order cannot run, chosen by the facts in `Orders`.
+        crowded: the likely cause if rank ``orders.rank`` holds more than in the reference.
+        slow: the likely cause if the order takes longer than the reference.
         costs: all costs with which the orders are simulated.
 
     Raises:

@@ -456,7 +456,7 @@ def _folded(notebook: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def progress() -> Progress:
-    """Return a table over all notebooks: solved exercises, attempts, and the help that was used.
+    """Show and return a table of all notebooks: solved exercises, attempts, and the help used.
 
     In a notebook, its own exercises come first, and every other notebook has one line.
     """

@@ -105,7 +105,8 @@ class _Task(Process):
             self._folder = Path(started.enter_context(shared_folder(place.site.folder)))
             patience_s = self.keep_s + _ON_ITS_WAY_S
             program = ["-m", "course_pp.launch.remote", str(self._folder), str(patience_s)]
-            # A step gives way to nobody: its cores stay with the job in which it runs.
+            # A Slurm step in a job that is there already does not end for a waiting job: its cores
+            # would stay with the job in which it runs.
             if place.job is None:
                 program.append(NAME)
             command = Command(
@@ -121,7 +122,7 @@ class _Task(Process):
         ours = self.command.place
         if self.owner != os.getpid() or (ours.site, ours.job) != (site, job):
             return False
-        # Inside another job there are the GPUs of that one.
+        # In a job that is there already, the call gets the GPUs of that job and asks for no others.
         wants_gpus = needs.gpus and job is None and bool(site.gres)
         if wants_gpus and not self.needs.gpus:
             return False

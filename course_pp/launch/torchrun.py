@@ -242,7 +242,13 @@ def _defaults(one_node: bool, threads: int) -> dict[str, str]:
 
 
 class _Peer:
-    """A connection to the watchdog's socket, which a process of the run has made, or a stranger."""
+    """A connection to the watchdog's socket, which a process of the run has made, or a stranger.
+
+    Attributes:
+        known: whether the other side has shown the ``mark``, a secret of the run's own processes.
+        raised: the exception that the rank raised: a sentence, its time, and whether another rank's
+            failure was its cause.
+    """
 
     def __init__(self, connection: socket.socket, mark: str, one_clock: bool) -> None:
         self.connection = connection

@@ -92,7 +92,7 @@ class Source:
         return view.transpose(-2, -1) if self.transposed else view
 
     def take(self, theirs: Tensor) -> Tensor:
-        """Return the part of their tensor that counts, as a view."""
+        """Return the part of their tensor that holds our values, as a view."""
         return theirs if self.half is None else theirs.chunk(2, dim=1)[self.half]
 
 

@@ -245,7 +245,10 @@ class Exchanged(Replaced):
 
     @contextmanager
     def _own_experts(self) -> Iterator[list[Tensor]]:
-        """Let the module find this rank's experts as if there were no others; yield them."""
+        """Let the module find this rank's experts as if there were no others; yield them.
+
+        Their gradients are divided by the number of ranks that share the experts out.
+        """
         own: dict[str, Any] = {
             name: part_of(parameter, _Averaged.apply(parameter.to_local(), self._ep))
             for name, parameter in self._module.named_parameters(recurse=False)

@@ -309,8 +309,8 @@ class ModelStage(LocalNeighboursStage):
     ) -> None:
         shapes: dict[str, Any] = {}
         if takes is not None and returns is not None:
-            # Without shapes torch would find them by one forward, which changes buffers. It takes
-            # an empty tuple for no shapes.
+            # Without shapes torch would find them by one forward, which changes buffers. It treats
+            # an empty tuple as if no shapes were given.
             nothing = torch.empty(0, device="meta")
             shapes["input_args"] = takes.empty("meta", requires_grad=stage > 0)
             shapes["output_args"] = returns.empty("meta", requires_grad=True) or nothing
@@ -462,8 +462,10 @@ class ModelStage(LocalNeighboursStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """Run backward as torch does; in a foreign module, ``I`` leaves only the weights of linear
-        layers to ``W``.
+        """Run backward as torch does, except that torch does not split every graph.
+
+        If ``can_split`` is False, or the microbatch has attached losses or a queue, ``I`` leaves
+        only the weights of linear layers to ``W``.
 
         torch splits a graph where the paths from parameters meet the paths from inputs. By this
         rule a stage whose inputs carry no gradient would silently lose its own gradients. A
@@ -563,7 +565,10 @@ class ModelStage(LocalNeighboursStage):
         return any(isinstance(part, FSDPModule) or is_shared_out(part) for part in parts)
 
     def _tag(self, sender: int, microbatch: int) -> int:
-        """Return the tag of the note to stage ``sender``; torch's own messages have tag 0."""
+        """Return the tag of the message that tells stage ``sender`` its unused outputs.
+
+        torch's own messages have tag 0.
+        """
         return 1 + sender + microbatch * self.num_stages
 
     def end_step(self) -> None:

@@ -225,12 +225,13 @@ def _data_groups(
 ) -> Sequence[dist.ProcessGroup]:
     """Return the groups over whose ranks FSDP2 averages the gradients of this pipeline.
 
-    A rank of which FSDP2 shards nothing has no such group, but needs one if it has the loss. A rank
-    that has groups asks the other pipelines which rank is in the same place there; these ranks make
-    a new group.
+    A rank that knows fewer data ranks than others, for example because FSDP2 shards none of its
+    weights, lacks a group that it needs if it computes the loss. One rank that knows all data ranks
+    asks over its own groups which ranks stand in the same place in the other pipelines. These
+    ranks form a new group.
 
     Args:
-        sizes: the number of data ranks that each rank of the pipeline knows.
+        sizes: for each rank of the pipeline, the number of data ranks that it knows.
     """
     groups = ShardedStages(modules.values()).data_groups
     knows = sizes.index(max(sizes))

@@ -54,8 +54,8 @@ class ShardedStages:
     def reduced_once(self, trains: bool) -> Iterator[None]:
         """Reduce the gradients that the body computes, if it ``trains``; forget them if it raises.
 
-        Parts whose ``set_requires_all_reduce(False)`` leaves the replicas of HSDP for a later step
-        stay so.
+        If ``set_requires_all_reduce(False)`` was called on a part, it stays in force: the sum over
+        that part's HSDP replicas waits for a later step.
         """
         as_set = []
         for root in self._roots:

@@ -396,15 +396,18 @@ def _dualpipe_phases(p: int, m: int, rank: int) -> list[Phase]:
     ]
 
 
-# On a grid in which a forward and a backward take one step each. A microbatch goes down the stages
-# and back, a stage a step; the next one enters two steps later. Where two stages of a rank lie at
-# mirrored places of the pipeline, one stage uses the steps that the other leaves free: for half as
-# many microbatches as there are stages, no two actions want a rank in the same step. Then the grid
-# repeats. A rank does its actions in the order of their steps, however long they really take.
+# The two schedules below are drawn on a grid: a row for each rank, a column for each step, and one
+# step for a forward or a backward. A microbatch goes down the stages and back, a stage a step, and
+# the next one enters two steps later. Where two stages of a rank lie at mirrored places of the
+# pipeline, one stage uses the steps that the other leaves free. A *unit* is the largest number of
+# microbatches of which no two actions want a rank in the same step. The next unit repeats the
+# pattern. A rank does its actions in the order of their steps, however long they really take.
 
 
 def chimera(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Two pipelines in opposite directions: even microbatches go down the ranks, odd ones up.
+    """Two pipelines in opposite directions.
+
+    Microbatches with even numbers go down the ranks, those with odd numbers go up.
 
     Li and Hoefler 2021, "Chimera: efficiently training large-scale neural networks with
     bidirectional pipelines", section 3.1; more than ``n_ranks`` microbatches by direct
@@ -429,11 +432,12 @@ def hanayo(n_ranks: int, n_microbatches: int, n_chunks: int) -> Schedule:
 def _on_grid(
     name: str, placement: Sequence[tuple[int, ...]], turns: Sequence[int], in_unit: int
 ) -> Schedule:
-    """Order the actions of each rank by their steps on the grid.
+    """Order the actions of each rank by their steps on a grid of ranks and steps.
 
     Args:
         turns: the place of each microbatch among those that enter at the same end.
-        in_unit: the number of turns that fill the grid once.
+        in_unit: the number of microbatches of a unit that enter at the same end. The next unit has
+            the same pattern, ``2 * n_stages`` steps later.
     """
     n_stages = len(placement)
     n_ranks = 1 + max(map(max, placement))
@@ -452,11 +456,12 @@ def _on_grid(
     return Schedule(name, tuple(placement), tuple(actions))
 
 
-# These repeat the block of one microbatch, then squeeze it into the gaps at both ends. Qi et al.
-# 2024, "Pipeline parallelism with controllable memory" (arXiv 2405.15362), section 3: how long a
-# block holds its activations, divided by the time to the next block, is the memory of the whole. On
-# a V every rank holds the activations of one chunk for a short time and those of the other for a
-# long time; under a loop the first rank holds all of them for a long time.
+# The schedules below repeat the block of one microbatch, then move actions into the gaps at both
+# ends of the step. Qi et al. 2024, "Pipeline parallelism with controllable memory" (arXiv
+# 2405.15362), section 3: the memory of the whole is the time for which a block holds its
+# activations, divided by the time to the next block. On a V every rank holds the activations of one
+# chunk for a short time and those of the other for a long time; under a loop the first rank holds
+# all of them for a long time.
 
 _INTERVAL = 6
 """Units of time from a block to the next, as a rank does ``F``, ``I`` and ``W`` of two chunks."""
@@ -504,7 +509,7 @@ def v_min(n_ranks: int, n_microbatches: int) -> Schedule:
 def _repeated(
     name: str, block: Sequence[tuple[int, int, int, int]], n_microbatches: int
 ) -> Schedule:
-    """Repeat a block for each microbatch, then squeeze the ends.
+    """Repeat a block for each microbatch, then move actions into the gaps at both ends.
 
     Args:
         block: for each rank the times at which a microbatch that enters at 0 passes it: down and up

@@ -72,7 +72,7 @@ class Desk:
         held: for each rank the number of activations it has.
         ahead: for each rank the number of its forwards less that of its input gradients.
         under_way: for each rank the number of activations of its first stage it has.
-        inbox: for each letter when the inputs that it could take arrived.
+        inbox: for each letter, the times at which the inputs that it could take arrive.
     """
 
     def __init__(self, problem: OrderProblem, rule: DispatchRule) -> None:
@@ -126,7 +126,7 @@ class Desk:
         return self.ahead[rank] <= distance
 
     def start(self, rank: int, letter: int) -> Time:
-        """Return when the rank could start the letter, whose input is there."""
+        """Return when the rank could start ``letter``, if an input for it is in the inbox."""
         return max(self.clocks[rank], self.inbox[letter][0])
 
     def _choices(self, rank: int) -> Iterator[Choice]:

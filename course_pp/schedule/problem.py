@@ -1,10 +1,11 @@
 """A search's question in numbers, and a simulator fast enough to be asked thousands of times.
 
-All microbatches are alike, so on each rank, each stage may take them in order without loss: give
-the k-th ``F`` of a stage to start, in any schedule, to microbatch k, and likewise its ``I`` and
-``W``. Every action still finds its input, as the k-th of a stage ends no earlier than the k-th of
-the stage it waits for did, and a rank holds as much as before. So a rank's order is a *word* over
-its (stage, kind) pairs; which microbatch each letter means follows from counting.
+All microbatches are alike, so on each rank, each stage may take them in order without loss. To see
+this, take any schedule, and let the k-th ``F`` that a stage starts be the one of microbatch k, and
+likewise its ``I`` and ``W``. Every action still finds its input: when a stage starts its k-th
+action, at least k of the actions that it waits for have ended. A rank holds as much as before. So a
+rank's order is a *word* over its (stage, kind) pairs, and the microbatch of each letter follows
+from counting.
 
 A letter is an integer: ``3 * stage + kind``, with the kinds ``F``, ``I``, ``W`` as 0, 1, 2.
 """

@@ -426,7 +426,7 @@ def _follows(position: Position, order: Rows) -> bool:
 def _options(
     position: Position, policy: str, references: Mapping[str, Rows], rank: int
 ) -> Iterator[tuple[tuple[float, ...], Action]]:
-    """Yield the next actions of a policy or an order on a rank, each after its sort key."""
+    """Yield the possible next actions of a policy or an order on a rank, as (sort key, action)."""
     if policy in references:
         placed = len(position.rows[rank])
         order = references[policy][rank]

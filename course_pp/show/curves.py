@@ -169,7 +169,7 @@ class _Point:
         return self.names == (_ASYNCHRONOUS,)
 
     def beats(self, other: "_Point") -> bool:
-        """Return whether it is as good in both and better in one."""
+        """Return whether it is no worse in memory and in bubble, and better in one of them."""
         is_as_good = self.memory <= other.memory and self.bubble <= other.bubble
         return is_as_good and (self.memory < other.memory or self.bubble < other.bubble)
 

@@ -283,7 +283,7 @@ def _stage_of(cut: Any, call: int) -> int:
 
 
 def _passes(cut: Any, value: Any) -> bool:
-    """Return whether it crosses a stage that does not read it."""
+    """Return whether ``value`` crosses a stage that does not read it."""
     stages = {_stage_of(cut, call) for call in value.read}
     return any(stage not in stages for stage in range(_stage_of(cut, value.made) + 1, max(stages)))
 

@@ -262,7 +262,7 @@ def _label_versions(axes: Axes, used: Collection[_Used]) -> None:
         return True
 
     forms = [(2, size) for size in _SIZES] + [(1, size) for size in _SIZES]
-    # The least form is drawn even where it does not fit: a picture without versions says nothing.
+    # The smallest form is drawn even where it does not fit: the picture says nothing without it.
     n_lines, size = next((form for form in forms if fits(form[1], form[0])), forms[-1])
     step = 0.62 * size / points_y
     labels = Labels()

@@ -268,7 +268,7 @@ class Labels(Artist):
         return found
 
     def draw(self, renderer: RendererBase) -> None:
-        """Draw glyphs that are rasterised once and copied; text where text stays text (SVG)."""
+        """Draw glyphs that are rasterised once and copied. Other renderers, as SVG's, draw text."""
         if self.axes is None or not self.get_visible():
             return
         graphics = renderer.new_gc()

@@ -43,13 +43,13 @@ class Given:
 
     @property
     def lists(self) -> dict[str, Any]:
-        """The lists of ready-made microbatches, by name."""
+        """The lists of ready-made microbatches that were given, by name."""
         lists = {name: getattr(self, name) for name in _LISTS}
         return {name: entries for name, entries in lists.items() if entries is not None}
 
     @property
     def whole(self) -> list[str]:
-        """The names of the arguments that belong to a whole batch."""
+        """The names of those given arguments that belong to a whole batch."""
         names = []
         if any(value is not None for value in self.inputs):
             names.append("inputs")

@@ -19,7 +19,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         counts: (groups,) int64, the number of rows of each group, in order; they add up to
             ``rows``.
     """
-    # A mode may take the product over: course_pp.step.late_weights does.
+    # A torch function mode may compute this product itself, as course_pp.step.late_weights does.
     if has_torch_function((x, weights)):
         product: Tensor = handle_torch_function(grouped_product, (x, weights), x, weights, counts)
         return product

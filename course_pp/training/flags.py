@@ -201,7 +201,10 @@ class ModelOptions:
     """the factor of the router's z-loss"""
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """Return the model of these sizes. Without ``--vocab-size`` it has ``vocab_size`` rows."""
+        """Return the config of a model with these sizes.
+
+        Its vocabulary has ``--vocab-size`` entries, or ``vocab_size`` if that flag is not given.
+        """
         return ModelConfig(
             dim=self.dim,
             n_layers=self.layers,

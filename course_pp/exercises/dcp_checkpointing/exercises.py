@@ -1,4 +1,4 @@
-"""Notebook 09: a rank's rectangle, reads of a load, the newest whole one, two barriers, a clinic."""
+"""Notebook 09: a rank's rectangle, a load's reads, the newest save, two barriers, a clinic."""
 
 from __future__ import annotations
 
@@ -332,7 +332,10 @@ def _times(n: int) -> str:
 
 
 def _complaints(ranks: Sequence[list[_Event]]) -> Iterator[tuple[int, str, str]]:
-    """Yield the complaints about one save: place in the order of telling, symptom, cause."""
+    """Yield the complaints about one save, each as (priority, symptom, cause).
+
+    The learner is told the complaint with the lowest priority.
+    """
 
     def when(wanted: str) -> list[tuple[int, int]]:
         found = []

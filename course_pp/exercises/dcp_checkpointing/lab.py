@@ -229,7 +229,7 @@ class SavedMeanwhile:
 
 
 def save_meanwhile(folder: Path) -> SavedMeanwhile:
-    """Save a model of four square layers on one rank, once at once and six times asynchronously."""
+    """Save a model of four square layers on one rank: once synchronously, then asynchronously."""
     return on_ranks(1, _save_meanwhile, folder)[0]
 
 

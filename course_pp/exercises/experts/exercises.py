@@ -135,12 +135,12 @@ def _read_route(value: Any, call: str) -> _Route:
 
 
 def _same_route(got: _Route, right: _Route) -> bool:
-    """Whether two routes are equal, experts of equal weight in any order."""
+    """Return whether two routes are equal; experts of equal weight may stand in any order."""
     return alike(_by_number(got), _by_number(right))
 
 
 def _by_number(pairs: _Route) -> _Route:
-    """The pairs, each run of equal weights sorted by the number of the expert."""
+    """Return the pairs, with neighbours of equal weight sorted by the number of the expert."""
     runs: list[_Route] = []
     for pair in pairs:
         if runs and close(runs[-1][0][1], pair[1]):

@@ -339,7 +339,7 @@ _NOT_IN_ROUNDS: Cause = (
 
 
 def _warms_up_by_p(rows: Sequence[Sequence[Action]], m: int, v: int) -> bool:
-    """Whether the warm-up of each rank is that of rounds of p."""
+    """Return whether each rank's warm-up is as long as rounds of p microbatches make it."""
     p = len(rows)
     for rank, row in enumerate(rows):
         kinds = [action.kind for action in row]

@@ -520,7 +520,7 @@ def _bytes_of(model: nn.Module, forward_and_backward: Callable[[], Any]) -> Byte
 
 
 def _meter(model: nn.Module) -> Meter:
-    """Counts what is kept for backward, but for the model's own."""
+    """Return a meter of what is kept for backward, without the model's parameters and buffers."""
     meter = Meter()
     meter.ignore([*model.parameters(), *model.buffers()])
     return meter

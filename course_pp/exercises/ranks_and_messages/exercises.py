@@ -198,7 +198,7 @@ def _complete(n: int) -> Tensor:
 def _gathered(
     rank: int, answer: Callable[..., Any], p: int, n: int
 ) -> tuple[list[int], Any, Traffic]:
-    """The numbers of the tensor after the gather, what it returned, and what it sent."""
+    """Return the tensor's numbers after the answer's gather, its return value and its traffic."""
     x = torch.full((n,), _unfinished(rank))
     chunks = x.tensor_split(p)
     complete = _complete(n).tensor_split(p)

@@ -422,7 +422,7 @@ class _Watch(TorchDispatchMode):
 
     def _leave(self, output: Any) -> Any:
         now, call = self._open.pop(), len(self.recording.calls)
-        if self._open:  # one unit within another's forward is that one's business
+        if self._open:  # the call of the outer unit covers a unit inside its forward
             return None
         own: dict[int, Tensor] = {}
 

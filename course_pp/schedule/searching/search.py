@@ -194,7 +194,7 @@ AnyFound = TypeVar("AnyFound", bound=Found)
 def best_of(found: Sequence[AnyFound]) -> AnyFound:
     """Return the best of several placements' results.
 
-    Its ``stopped`` is ``bound`` if no placement can have a better order.
+    Its ``stopped`` is ``bound`` if the bounds prove that no placement has a shorter order.
     """
     best = min(found, key=lambda each: each.timeline.makespan)
     unsettled = set()

@@ -617,7 +617,7 @@ def _sources_of(
 def _refuse_lost(states: States) -> None:
     """Refuse a tensor on the meta device that no file fills."""
     for stage, state in states:
-        # Our own model makes its tables anew.
+        # Our own model computes its rotary tables anew.
         if isinstance(stage, Transformer):
             continue
         given = {id(tensor) for tensor in state.values()}

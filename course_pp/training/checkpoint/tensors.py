@@ -336,7 +336,11 @@ def write_tensors(
 
 
 def read_tensors(directory: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    """Return a block that says in a sentence why a checkpoint cannot be written to ``root``."""
+    """Load the values of ``tensors``, in place, from the checkpoint's files in ``directory``.
+
+    Raises:
+        CheckpointError: in one sentence, if that fails.
+    """
     with _in_a_sentence(f"{directory} cannot be loaded"):
         dcp.load(dict(tensors), storage_reader=_Reader(directory, metadata), no_dist=True)
 
