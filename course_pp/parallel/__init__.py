@@ -8,10 +8,13 @@ Order of use::
     apply_expert_parallel(module, mesh)
     apply_ac(module, "selective")
     apply_compile(module)
-    apply_fsdp2(module, mesh, default_mp_policy())  # computes in bfloat16; parameters and gradients stay float32
+    # computes in bfloat16; parameters and gradients stay float32
+    apply_fsdp2(module, mesh, default_mp_policy())
     optimizer = torch.optim.AdamW(module.parameters())
     stage = build_pipeline_stage(module, mesh, get_device(), batch_size=4, seq_len=128)
-    schedule = build_pipeline_schedule(stage, n_microbatches=8, loss_fn=CrossEntropy(), schedule="1f1b")
+    schedule = build_pipeline_schedule(
+        stage, n_microbatches=8, loss_fn=CrossEntropy(), schedule="1f1b"
+    )
     loss = schedule.step(inputs, target=targets)
     norm = clip_grad_norm_(stage, 1.0, device_mesh=mesh)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""The batch of a pipeline: whether it fits this rank's stages, and what they are given for each microbatch."""
+"""The batch of a pipeline: whether it fits this rank's stages, and its microbatches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,18 +104,28 @@ class Batch:
         return Microbatches(arguments, keywords, targets, counts, ready)
 
     def nothing(self) -> Microbatches:
-        """Return what a rank in the middle is given, if only others have ready-made microbatches."""
+        """Return the microbatches of a middle rank, without arguments or targets.
+
+        Such a rank is given nothing when the first and the last rank get ready-made microbatches.
+        """
         n = self._n_microbatches
         return Microbatches([()] * n, [{}] * n)
 
     def missing(self, needs_target: bool) -> str | None:
-        """Return what a rank lacks that is given nothing, if others have ready-made microbatches."""
+        """Name the input this rank lacks, or return None.
+
+        The caller asks this of a rank that was given nothing while other ranks got ready-made
+        microbatches.
+        """
         if self._stages[0].is_first:
             return _NO_ARGUMENTS
         return _NO_TARGETS if self._stages[-1].is_last and needs_target else None
 
     def problem_of_sizes(self, microbatches: Microbatches) -> str | None:
-        """Return which target is not of its microbatch's size, once the stages know what crosses; None if all are."""
+        """Return the first target whose size is not its microbatch's, as a message, or None.
+
+        Call it once the stages know what crosses between them.
+        """
         if self._transformer is None or not self._counts_tokens:
             return None
         for i, target in enumerate(microbatches.targets or ()):
@@ -128,7 +138,7 @@ class Batch:
         return None
 
     def _cut(self, values: Any) -> list[Any]:
-        """Return ``values`` for each microbatch: tensors are cut by rows, anything else is repeated."""
+        """Return ``values`` for each microbatch: tensors cut by rows, anything else repeated."""
         leaves, spec = tree_flatten(values)
         n = self._n_microbatches
         parts = [leaf.chunk(n) if isinstance(leaf, Tensor) else [leaf] * n for leaf in leaves]
@@ -286,7 +296,10 @@ class RankBatch:
 
 
 def problem_between(told: Sequence[RankBatch]) -> str | None:
-    """Return what is wrong with what all ranks were given, by rank; the same sentence on each of them."""
+    """Return the reason to refuse the inputs of all ranks, listed by rank, or None.
+
+    Every rank gets the same sentence, because every rank calls this on the same list.
+    """
     for each in told:
         if each.problem is not None:
             return each.problem

@@ -2,7 +2,7 @@
 sharded by itself.
 
     model ─┬─ embed
-           ├─ layers ── 0, 1, 2, …     blocks: the longest run of modules of one class in one container
+           ├─ layers ── 0, 1, 2, …     blocks: the longest run of one class in one container
            └─ head
 
 Everything else, here ``embed`` and ``head``, belongs to the root.
@@ -109,7 +109,10 @@ def _check_apart(found: dict[str, nn.Module]) -> None:
 
 
 def runs_of_like_modules(module: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return every outermost run of modules of one class in a ModuleList, ModuleDict or Sequential."""
+    """Return every outermost run of modules of one class in a container.
+
+    A container is a ModuleList, a ModuleDict or a Sequential.
+    """
     return list(_runs(module, "", lone=False)) or list(_runs(module, "", lone=True))
 
 
@@ -161,7 +164,10 @@ def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.
 
 
 def _is_here(part: nn.Module | None) -> TypeGuard[nn.Module]:
-    """Return whether a part is really here: a stage of auto_split has placeholders for other stages' blocks."""
+    """Return whether a part belongs to this stage.
+
+    A stage of auto_split holds placeholders for the blocks of other stages.
+    """
     return part is not None and not getattr(type(part), "of_another_stage", False)
 
 

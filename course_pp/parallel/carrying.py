@@ -28,7 +28,7 @@ _VALUE, _CARRIED = "value", "carried"
 
 @dataclass(frozen=True)
 class _Load:
-    """The named values that one stage gets from the stage before beside its output, and those it passes on."""
+    """The named values a stage receives beside its input, and those it passes on."""
 
     stage: int
     arrives: tuple[str, ...]

@@ -3,7 +3,8 @@
     each rank      norms of its own shards, kept apart by the groups a parameter is sharded over
     tp, dp_shard   shards are disjoint: powers of their norms add up, one group after the other
     dp_replicate   replicas hold the same gradient: nothing to add
-    pp             stages hold different layers: powers add up; a tied weight is on two stages and counts once
+    pp             stages hold different layers: powers add up; a tied weight, which is on two
+                   stages, counts once
 
 Clipping each stage by its own norm scales the stages' gradients differently, and so changes their
 direction. Pascanu et al. 2013, "On the difficulty of training recurrent neural networks",
@@ -300,7 +301,10 @@ def _check_equal_gradients(total: Tensor, held: "_Held", everyone: Ranks) -> Non
 
 
 def _all_close(norms: Sequence[float]) -> bool:
-    """Return whether all are equal but for rounding; a norm that is not finite differs from every finite one."""
+    """Return whether all norms are equal but for rounding.
+
+    A norm that is not finite differs from every finite one.
+    """
     finite = [norm for norm in norms if math.isfinite(norm)]
     return not finite or (
         len(finite) == len(norms) and max(norms) - min(norms) <= _SAME * max(norms)
@@ -326,7 +330,10 @@ class _Held:
 
     @property
     def are_ours(self) -> bool:
-        """Whether all modules are this package's: they know their number and ties, so ranks need not compare first."""
+        """Return whether all modules are this package's.
+
+        These know how many stages there are and which weights are tied, so ranks need not compare.
+        """
         return not self.ties and all(isinstance(module, Transformer) for module in self.modules)
 
     def ends(self, tie: Tie) -> list[tuple[int, nn.Parameter]]:
@@ -438,7 +445,10 @@ class _Passed:
 
 
 def _agree(held: _Held, device_mesh: DeviceMesh | None, copies: int) -> Ranks:
-    """Refuse, on every rank, stages of a foreign model that are not one model; return the ranks that compared."""
+    """Refuse, on every rank, stages that are not parts of one foreign model.
+
+    Return the ranks that compared their stages.
+    """
     everyone = _ranks_of(held, device_mesh)
 
     def look() -> _Passed:

@@ -1,4 +1,4 @@
-"""Which cores and how many threads a rank uses, so that the ranks of one node do not fight over them."""
+"""The cores and threads of each rank, so that the ranks of a node do not fight over them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _DONE = "COURSE_PP_PINNED_PID"
 
 @dataclass(frozen=True)
 class CoreShare:
-    """The cores a rank may run on, whether `share_cores` bound it to them, and the threads torch uses."""
+    """The cores and threads of a rank, and whether `share_cores` bound the rank to its cores."""
 
     cores: tuple[int, ...]
     pinned: bool

@@ -4,8 +4,9 @@ torch receives into buffers that are there beforehand, so both ends must know th
 stage returns may depend on the shapes of a microbatch, and on numbers and strings among its keyword
 arguments: these are its kind.
 
-    kinds of all microbatches ──gather──► new ones? ──► stage 0 says what it returns ──gather──► stage 1 says … ──► step
-                                              └──────────────────────────── none ──────────────────────────────────►
+    kinds of all microbatches ──gather──► any new kind?
+        yes:  stage 0 says what it returns ──gather──► stage 1 says … ──gather──► … ──► step
+        no:   step
 
 Kinds stay known, on all ranks alike, so that every rank finds the same ones to be new.
 """
@@ -37,7 +38,10 @@ _MOST_KINDS = 10_000  # then all are forgotten; a kind is a few kilobytes
 
 
 class Crossings:
-    """What this rank's stages take and return for each kind of microbatch. All of ``everyone`` know the same kinds."""
+    """The values this rank's stages take and return for each kind of microbatch.
+
+    All ranks of ``everyone`` know the same kinds.
+    """
 
     def __init__(self, stages: Sequence[ModelStage], everyone: Ranks) -> None:
         self._stages = {stage.stage_index: stage for stage in stages}
@@ -139,7 +143,10 @@ class _Question:
 
     @torch.no_grad()
     def try_out(self) -> ValueMeta:
-        """Run the stage once, on zeros unless it is the first; buffers and random numbers stay as they were."""
+        """Run the stage once, on zeros unless it is the first.
+
+        Buffers and random numbers stay as they were.
+        """
         stage, module = self.stage, self.stage.submod
         value = as_value(self.arguments)
         if not stage.is_first:
@@ -200,7 +207,10 @@ def _digest(arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> bytes:
 
 
 def _shapes(value: Any) -> Any:
-    """Return a value's containers, with shape and dtype in place of each tensor, and its type for anything else."""
+    """Return a value's containers, filled with descriptions of their leaves.
+
+    A tensor is described by its shape and dtype, anything else by its type.
+    """
     if isinstance(value, dict):
         return {key: _shapes(each) for key, each in value.items()}
     if isinstance(value, tuple | list):

@@ -124,7 +124,10 @@ def _wanted(experts: Blocks) -> list[type[nn.Module] | str]:
 
 
 def _experts_of(model: nn.Module, experts: Blocks, ep: int) -> dict[str, nn.Module]:
-    """Return the modules to share out, by name; refuse one that cannot be. A stage may have none."""
+    """Return the modules to share out, by name. A stage may have none.
+
+    Refuse a module that cannot be shared out.
+    """
     if problem := problem_of_wrappers(model, "the model"):
         raise ValueError(problem)
     if experts is None:
@@ -196,7 +199,7 @@ def _rows(module: nn.Module) -> dict[str, int]:
 
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """Return a parameter whose local tensor is this rank's part of the rows, apart from the whole."""
+    """Return a parameter whose local tensor is a copy of this rank's part of the rows."""
     part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     return nn.Parameter(
         DTensor.from_local(part, mesh, (Shard(0),), run_check=False), parameter.requires_grad
@@ -204,7 +207,10 @@ def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 class Exchanged(Replaced):
-    """Experts called with x (n, dim), sorted by expert, and counts (n_experts,): they compute where they are."""
+    """Experts that are called with rows sorted by expert; each computes on the rank that holds it.
+
+    The arguments are x (n, dim), and counts (n_experts,), the number of rows of each expert.
+    """
 
     takes: tuple[str, ...] = ("x", "counts")
 
@@ -262,7 +268,11 @@ class Exchanged(Replaced):
 
 
 class ExchangedChoices(Exchanged):
-    """Experts of transformers, called with tokens (n, dim), each one's choices (n, top_k), and weights (n, top_k)."""
+    """Experts of transformers, which are called with tokens and their choices.
+
+    The arguments are tokens (n, dim), the experts each token chose (n, top_k), and the weights of
+    the choices (n, top_k).
+    """
 
     takes = ("hidden_states", "top_k_index", "top_k_weights")
 

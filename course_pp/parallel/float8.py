@@ -1,6 +1,7 @@
 """Linear layers whose three products are taken in eight bits; parameters stay in full precision.
 
-    input, weight, gradient of the output ──► scaled into float8's range, rounded ──► product ──► scaled back
+    input, weight,          ──► scaled into float8's range, ──► product ──► scaled back
+    gradient of the output      rounded
 
 A number in float8 (e4m3) has three bits behind the point, so a rounding is off by at most 1/16 of
 it. What keeps that bearable is the scale: the largest value of the whole tensor, or of each row,

@@ -1,8 +1,9 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks.
 
-    root group    what is left: embedding, final norm, head
-    group 0 …     one a block, as :func:`find_blocks` finds them
-    experts       of a layer, if they are shared out over ``ep``: over the ranks that hold the same ones
+    group 0 …     one for each block that :func:`find_blocks` finds
+    experts       one for each layer whose experts are shared out over ``ep``; it is sharded over
+                  the ranks that hold the same experts
+    root group    all other parameters: embedding, final norm, head
 
 A group is gathered in one collective and its gradients are reduced in one. On the 2-D mesh
 (``dp_replicate``, ``dp_shard``) it is sharded over the second dimension and its reduced gradients
@@ -34,7 +35,10 @@ ReshardPolicy = bool | int | Literal["auto"]
 
 
 def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisionPolicy:
-    """Compute in ``param_dtype``, reduce gradients in float32, cast the inputs of every block to ``param_dtype``."""
+    """Return the policy that computes in ``param_dtype`` and reduces gradients in float32.
+
+    It casts the inputs of every block to ``param_dtype``.
+    """
     return MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
@@ -168,12 +172,18 @@ def _say_that_float32_becomes_bfloat16() -> None:
 
 
 def _placement(parameter: nn.Parameter, n_shards: int) -> Shard:
-    """Cut experts by the columns of each, as a rank may hold a single one; by rows if the columns cannot be shared."""
+    """Cut experts by columns if the ranks can share the columns equally, else by rows.
+
+    There is one row for each expert, and a rank may hold a single expert.
+    """
     return Shard(int(parameter.dim() > 1 and parameter.shape[1] % n_shards == 0))
 
 
 def _check_sharing(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Refuse a parameter in two groups: each would shard it, train its own copy, and the tie would be gone."""
+    """Refuse a parameter in two groups.
+
+    Each group would shard it and train a copy of its own, so the two would no longer be tied.
+    """
     block_of = {part: name for name, block in blocks.items() for part in block.modules()}
     home: dict[nn.Parameter, tuple[str, str]] = {}
     for name, part in model.named_modules(remove_duplicate=False):

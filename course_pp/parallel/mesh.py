@@ -110,7 +110,10 @@ class DistributedConfig:
             )
 
     def sizes(self, world_size: int) -> dict[str, int]:
-        """Return the sizes of all four dimensions, outermost first, with -1 resolved; refuse another ``world_size``."""
+        """Return the sizes of all four dimensions, outermost first, with -1 resolved.
+
+        Refuse a ``world_size`` that is not their product.
+        """
         sizes = {name: getattr(self, name) for name in _DIMENSIONS}
         if self.dp_shard == -1:
             others = {name: size for name, size in sizes.items() if name != "dp_shard"}
@@ -191,7 +194,10 @@ def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | 
 
 
 def mesh_of(kind: str, sizes: Mapping[str, int], ep: int) -> DeviceMesh:
-    """Return a mesh with these dimensions on devices of a kind; it keeps the one of experts, if ``ep`` is above 1."""
+    """Return a mesh with these dimensions, on devices of this kind.
+
+    If ``ep`` is above 1, it carries the mesh of experts as an attribute.
+    """
     mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if ep > 1:
         parts: dict[str, int] = {}
@@ -223,7 +229,10 @@ def _warn_if_tp_leaves_a_node(tp: int) -> None:
 
 
 def limit_waiting(device_mesh: DeviceMesh | None, timeout_s: float) -> None:
-    """Limit how long a rank waits for the others from now on: on the default group, and on every group of the mesh."""
+    """Limit, from now on, how long a rank waits for the others.
+
+    The limit holds for the default group and for every group of the mesh.
+    """
     for group in (dist.group.WORLD, *_groups_of(device_mesh)):
         if group is not None:
             set_timeout(group, timedelta(seconds=timeout_s))
@@ -245,13 +254,20 @@ def destroy_distributed() -> None:
 
 @lru_cache(maxsize=1)
 def lone_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of this rank alone within ``world``; one serves all stages of a model without a pipeline."""
+    """Return a group of this rank alone within ``world``.
+
+    All stages of a model without a pipeline use the same one.
+    """
     group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group  # and not torch's mark of a rank outside the group
 
 
 def _dimension(device_mesh: DeviceMesh | None, name: str) -> DeviceMesh | None:
-    """Return one dimension of the mesh, None if it is not there. Other kinds of dimensions are ignored."""
+    """Return one dimension of the mesh, or None if the mesh does not have it.
+
+    Refuse names that other packages give to our dimensions. Ignore dimensions that are none of
+    ours.
+    """
     names = () if device_mesh is None else device_mesh.mesh_dim_names or (None,)
     if (
         None in names
@@ -300,7 +316,10 @@ def has_dp_mesh(device_mesh: DeviceMesh | None) -> bool:
 
 
 def get_dp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the 1-D ``dp_shard`` mesh, or the 2-D ``(dp_replicate, dp_shard)`` mesh; refuse a mesh without either."""
+    """Return the data-parallel mesh; refuse a mesh without one.
+
+    It is the 1-D ``dp_shard``, or the 2-D ``(dp_replicate, dp_shard)``.
+    """
     if device_mesh is None or not has_dp_mesh(device_mesh):
         names = () if device_mesh is None else device_mesh.mesh_dim_names
         raise ValueError(
@@ -318,7 +337,10 @@ def get_ep_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of the ranks that hold the same experts: ``efsdp``, or ``(dp_replicate, efsdp)``."""
+    """Return the mesh of the ranks that hold the same experts.
+
+    It is the 1-D ``efsdp``, or the 2-D ``(dp_replicate, efsdp)``.
+    """
     mesh = mesh_of_experts(device_mesh)
     assert mesh is not None  # only called where there are experts
     return (
@@ -329,19 +351,28 @@ def get_efsdp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def mesh_of_experts(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the mesh of the same ranks that has ``efsdp`` and ``ep`` in place of ``dp_shard``; None without ``ep``."""
+    """Return the mesh of experts, or None without expert parallelism.
+
+    It has the same ranks as ``device_mesh``, and ``efsdp`` and ``ep`` in place of ``dp_shard``.
+    """
     _dimension(device_mesh, "dp_shard")  # refuses a mesh whose dimensions have other names
     mesh: DeviceMesh | None = getattr(device_mesh, _OF_EXPERTS, None)
     return mesh
 
 
 def get_dp_size(device_mesh: DeviceMesh | None) -> int:
-    """Return the number of ranks with data of their own, ``dp_replicate × dp_shard``; 1 without data parallelism."""
+    """Return the number of ranks with data of their own; 1 without data parallelism.
+
+    It is ``dp_replicate × dp_shard``.
+    """
     return get_dp_mesh(device_mesh).size() if has_dp_mesh(device_mesh) else 1
 
 
 def get_dp_rank(device_mesh: DeviceMesh | None) -> int:
-    """Return which part of the global batch is this rank's, ``dp_replicate`` outermost; 0 without data parallelism."""
+    """Return the number of this rank's part of the global batch; 0 without data parallelism.
+
+    Parts are numbered with ``dp_replicate`` outermost.
+    """
     if not has_dp_mesh(device_mesh):
         return 0
     mesh = get_dp_mesh(device_mesh)

@@ -104,7 +104,7 @@ def to_meta(value: Any) -> Any:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` on the meta device, as it was before anything was applied to it."""
+    """Return a copy of ``module`` on the meta device, without anything that was applied to it."""
     return _Copier().copy(module, None)
 
 
@@ -228,7 +228,11 @@ def has_no_weights(unit: nn.Module) -> bool:
 
 @contextmanager
 def without_numbers(model: nn.Module, units: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let a model without weights run on a real example: its units' buffers on meta, parameters beside them zeros."""
+    """Let a model without weights run on a real example.
+
+    The buffers of its units move to the meta device, and the parameters outside the units become
+    zeros.
+    """
     own: set[int] = set()
     with ExitStack() as puts_back:
         for unit in units.values():

@@ -63,16 +63,26 @@ class Replaced:
         raise NotImplementedError
 
     def put_on(self, module: nn.Module) -> None:
-        """Make it the module's forward. (torch.compile would compile anew for each callable object.)"""
+        """Make this the forward of ``module``.
+
+        The forward is the bound method, because torch.compile compiles anew for each callable
+        object.
+        """
         module.forward = self.run
 
     def in_copy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what takes its place in a copy on the meta device: there, how a result is computed does not matter."""
+        """Return the forward that takes this one's place in a copy on the meta device.
+
+        A copy has no numbers, so it does not matter there how a result is computed.
+        """
         return forward
 
 
 def replaced_forwards(forward: Any) -> Iterator[Replaced]:
-    """Return the replacements around a module's forward, outermost first; none if it is the module's own."""
+    """Yield the replacements around a module's forward, outermost first.
+
+    There are none if the forward is the module's own.
+    """
     while isinstance(replaced := getattr(forward, "__self__", None), Replaced):
         yield replaced
         forward = replaced.forward
@@ -88,7 +98,10 @@ def has_replaced(module: nn.Module, kind: type[Replaced]) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` or a part of it is compiled: by :func:`apply_compile`, in place, or in a wrapper."""
+    """Return whether ``module`` or a part of it is compiled.
+
+    It may be compiled by :func:`apply_compile`, in place, or in a wrapper.
+    """
     for part in module.modules():
         if uncompiled(part) is not part or is_compiled_in_place(part):
             return True
@@ -107,7 +120,10 @@ class Compiled(Replaced):
 
 
 class Uncompiled(Replaced):
-    """Stays out of its block's graph, as experts must: what they compute depends on how many rows each of them gets."""
+    """A forward that stays out of its block's compiled graph.
+
+    Experts need this: the sizes they compute with depend on the number of rows each of them gets.
+    """
 
     @torch.compiler.disable
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +285,10 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def compute_dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    """Return what a module computes in and sends: that of mixed precision, else its parameters' dtypes, each once."""
+    """Return the dtypes in which a module computes and sends, each once.
+
+    With mixed precision it is one dtype, without it the dtypes of the parameters.
+    """
     policy = mixed_precision(module)
     mixed = _half_precision(module) if policy is None else policy.output_dtype or policy.param_dtype
     if mixed is not None:

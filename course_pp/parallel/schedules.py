@@ -19,7 +19,10 @@ from course_pp.schedule import Entry, Schedule, build, check, find, names
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return the names :func:`build_pipeline_schedule` takes, and torch's names for them: those torch can run."""
+    """Return the names of the schedules torch can run, torch's own names included.
+
+    :func:`build_pipeline_schedule` takes each of them.
+    """
     return tuple(name for name in names() if _foreign_to_torch(_example(name)) is None)
 
 
@@ -66,7 +69,10 @@ def _problem_of_stages_a_rank(schedule: Entry, number: int | None) -> str | None
 
 
 def runnable(schedule: str) -> Entry:
-    """Return the catalogue's entry of a schedule; a ValueError for one that is unknown or that torch cannot run."""
+    """Return the catalogue's entry of a schedule.
+
+    Raise a ValueError if the catalogue does not know it or torch cannot run it.
+    """
     entry = find(schedule, offered=schedule_names)
     _refuse(problem_of_order(_example(entry.name)))
     return entry
@@ -158,7 +164,10 @@ def torch_schedule(
 
 
 def splits_backward(schedule: str | Schedule) -> Literal["none", "some", "all"]:
-    """Return which backwards are split in two actions, the gradients of inputs and those of weights."""
+    """Return how many of a schedule's backwards are split in two actions.
+
+    One action computes the gradients of inputs, the other those of weights.
+    """
     kinds = {
         part.kind
         for part in (schedule if isinstance(schedule, Schedule) else _example(schedule)).parts

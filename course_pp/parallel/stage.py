@@ -371,7 +371,7 @@ class ModelStage(LocalNeighboursStage):
         return self.crossing[microbatch][1] if self.crossing else self.returns
 
     def message(self, output: Any, microbatch: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of ``output`` that are sent; refuse those the next stage cannot take."""
+        """Return the tensors of ``output`` to send; refuse an output the next stage cannot take."""
         try:
             tensors = self.returned_for(microbatch).flatten(output)
             return tuple(_Handed.apply(tensor) for tensor in tensors)

@@ -1,6 +1,6 @@
 """Tensor parallelism: the matrices of any model cut over the ranks of ``tp``, as a plan says.
 
-    q, k, v, gate, up   column-wise   a rank computes some heads, some channels; needs the whole input
+    q, k, v, gate, up   column-wise   a rank computes some heads or channels from the whole input
     o, down             row-wise      a rank's product is one term of a sum; the ranks add up
 
 A block whose matrices are cut by columns first and rows second costs two sums over the ranks in
@@ -187,7 +187,10 @@ def _check_size(name: str, module: nn.Module, style: ParallelStyle, tp: int) -> 
 def _check_sharing(
     model: nn.Module, name: str, module: nn.Module, uses: Counter[nn.Parameter]
 ) -> None:
-    """Refuse to cut a tied weight: the module would get parts of its own, and the tie would be gone."""
+    """Refuse to cut a tied weight.
+
+    The module would get a part of its own, which is no longer tied to the other module's weight.
+    """
     inside = Counter(p for _, p in module.named_parameters(remove_duplicate=False))
     for own, parameter in module.named_parameters():
         if uses[parameter] > inside[parameter]:
@@ -203,7 +206,10 @@ def _check_sharing(
 def _check_every_pattern(
     plan: Plan, found: Sequence[tuple[nn.Module, _Found]], ranks: Ranks
 ) -> None:
-    """Refuse, on every rank, a pattern that matches no module of any stage, in words that name what looks like it."""
+    """Refuse, on every rank, a pattern that matches no module of any stage.
+
+    The message names the modules whose names look like the pattern.
+    """
     mine = {pattern for _, styles in found for pattern, _ in styles.values()}
     names = [name for model, _ in found for name, _ in model.named_modules()]
     given = list(plan) if isinstance(plan, Mapping) else []
@@ -261,7 +267,10 @@ class SequencesDivide(ParallelStyle):
 
 
 class PartOfSequence(ParallelStyle):
-    """Hands a module its rank's part of a first argument (batch, seq, …) that every rank has whole."""
+    """Hands a module this rank's part of its first argument (batch, seq, …).
+
+    Every rank has the whole argument; each gets its part of the sequence.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def take_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,7 +307,10 @@ _WITHOUT = "build the plan with partial(llama_plan, sequence_parallel=False)"
 
 
 def check_sequence_divides(seq_len: int, tp: int, otherwise: str = "") -> None:
-    """Refuse a sequence that the ranks of ``tp`` cannot share equally: DTensor would pad it, our residuals not."""
+    """Refuse a sequence that the ranks of ``tp`` cannot share equally.
+
+    DTensor would pad the sequence, but the residual stream, a plain tensor, has no padding.
+    """
     if seq_len % tp:
         raise ValueError(
             f"seq_len={seq_len} must be a multiple of tp={tp} for sequence-parallel norms: "
@@ -397,7 +409,7 @@ def _head(gather_logits: bool, stream: Placement) -> ParallelStyle:
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int, gather_logits: bool) -> None:
-    """Refuse a ``tp`` that divides no heads or feed-forward width, or logits that cannot stay cut."""
+    """Refuse a ``tp`` that does not divide the widths it cuts, or logits that cannot stay cut."""
     _check_divides(tp, cut_by_tp(config))
     if not gather_logits and not shards_head(config, tp):
         raise ValueError(
@@ -662,7 +674,11 @@ class VocabParallelCrossEntropy(CrossEntropy):
 
 
 class _TotalLoss(torch.autograd.Function):
-    """logits (batch, seq, vocab / tp), target (batch, seq) counted from this rank's first id -> scalar."""
+    """The sum of the cross-entropies of tokens whose logits are cut over the ranks of ``tp``.
+
+    logits (batch, seq, vocab / tp), target (batch, seq) -> scalar. Targets are counted from this
+    rank's first token id.
+    """
 
     @staticmethod
     def forward(

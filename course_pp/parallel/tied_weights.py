@@ -76,7 +76,10 @@ def agree_on_ties(
 def _ties_of_stages(
     tied: Iterable[SharedName], names: Mapping[int, Sequence[str]]
 ) -> tuple[Tie, ...]:
-    """Return the ties by stage; a weight that only one stage holds is not a tie. ``names``: second names included."""
+    """Return each tie as {stage: name}; a weight that only one stage holds is not a tie.
+
+    ``names`` are the names of each stage's parameters, second names of one parameter included.
+    """
     ties: list[dict[int, str]] = []
     for shared in tied:
         if isinstance(shared, Mapping):
@@ -245,5 +248,8 @@ def _problem_of(tie: Tie, ends: Mapping[int, _Facts]) -> str | None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard: where both ends are sharded, the peer holds the same rows of the other."""
+    """Return this rank's part of a sharded tensor, or the tensor if it is not sharded.
+
+    If both ends of a tie are sharded, the peer's part has the same rows.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

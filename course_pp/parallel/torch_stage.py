@@ -37,7 +37,10 @@ class LocalNeighboursStage(PipelineStage):
     def sent_back(
         self, microbatch: int, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Return what the stage before is sent for the gradients of the tensors that it sent: just these, in torch."""
+        """Return the gradients to send to the stage before.
+
+        torch's own stage sends exactly the gradients it computed.
+        """
         return tuple(gradients)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

@@ -21,8 +21,9 @@ With m microbatches a step, L layers a stage, and an activation of A = batch · 
               arXiv:2205.05198, section 4.2.2
     pipeline  m messages of A down each boundary and m up:
               Narayanan et al. 2021, arXiv:2104.04473, section 3.2
-    experts   a microbatch and layer: the counts of rows, the rows and what became of them, in backward the gradients of
-              both; a row is a token's activation, and top_k · A / dim of them leave a rank:
+    experts   for each microbatch and layer: the counts of rows, the rows and the experts' results,
+              and in backward the gradients of both. A row is a token's activation, and
+              top_k · A / dim rows leave a rank:
               Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.2
     the rest  a handful of scalars: refusals, token count, loss, attached losses, norm
 
@@ -208,7 +209,10 @@ def count_collectives(
 
 
 class CollectiveCounter(CollectiveWatcher):
-    """Counts in a ``with`` block, as :func:`count_collectives` does during a call; ``entered`` lists it in order."""
+    """Counts the collectives of a ``with`` block; :func:`count_collectives` counts those of a call.
+
+    ``entered`` lists them in order.
+    """
 
     def __init__(self, device_mesh: DeviceMesh | None = None) -> None:
         if not dist.is_initialized():
@@ -292,7 +296,10 @@ class _Rank:
 
     @property
     def everyone(self) -> str:
-        """What a collective of all ranks counts as: of the one dimension there is, or of the world."""
+        """Return the dimension for which a collective of all ranks counts.
+
+        It is the mesh's only dimension, or else the world.
+        """
         names = [name for name, size in self.sizes.items() if size > 1]
         return names[0] if len(names) == 1 else "world"
 
@@ -310,7 +317,10 @@ class _Rank:
         return self.tokens * self.config.dim * self.computed.itemsize
 
     def over(self, dimension: str, collective: str, number: int, n_bytes: int) -> CollectiveCounts:
-        """Return ``number`` collectives of ``n_bytes`` each over a mesh dimension; none if it has only this rank."""
+        """Return ``number`` collectives of ``n_bytes`` each over a mesh dimension.
+
+        There are none if this rank is alone in the dimension.
+        """
         efsdp = self.layout.dp_shard // self.layout.ep
         if (efsdp if dimension == "efsdp" else getattr(self.layout, dimension)) == 1:
             return _NOTHING
@@ -489,7 +499,10 @@ def _gathers(rank: _Rank, dimension: str, n_bytes: int) -> CollectiveCounts:
 
 
 def _tensor_parallel(rank: _Rank) -> CollectiveCounts:
-    """Sums over the ranks of ``tp``, a microbatch at a time; see :func:`apply_tensor_parallel` for what is cut."""
+    """Count the sums over the ranks of ``tp``, for one microbatch after the other.
+
+    See :func:`apply_tensor_parallel` for the matrices that are cut.
+    """
     counts = _NOTHING
     for stage in rank.stages:
         for sparse in stage.has_experts:
@@ -553,7 +566,10 @@ def _experts(rank: _Rank) -> CollectiveCounts:
 
 
 def _rows_exchanged(rank: _Rank, layer: int, microbatch: int) -> int:
-    """Return the rows that this rank sends to the experts of a layer, or gets, whichever are more."""
+    """Return the rows this rank sends to a layer's experts, or gets for its own.
+
+    It is the larger of the two numbers.
+    """
     if rank.routed is None:
         limit = min(1.0, rank.config.capacity_factor or 1.0)
         return round(rank.tokens * rank.config.top_k * limit)
@@ -595,7 +611,11 @@ def _ends(rank: _Rank, stage: StagePlan) -> CollectiveCounts:
 
 
 def _norm_weights(rank: _Rank, dtype: torch.dtype) -> CollectiveCounts:
-    """Gradients of norms: those that saw parts of the sequence, two a layer and the final one; those of heads."""
+    """Count the sums of gradients of norms whose inputs are cut over ``tp``.
+
+    With sequence parallelism, two norms a layer and the final one saw parts of the sequence. The
+    norms of queries and keys saw some of the heads.
+    """
     counts, n_layers = _NOTHING, sum(stage.n_layers for stage in rank.stages)
     if rank.sequence_parallel:
         counts += rank.over("tp", "all_reduce", 2 * n_layers + 1, rank.config.dim * dtype.itemsize)
@@ -636,7 +656,11 @@ def _pipeline(rank: _Rank) -> CollectiveCounts:
 
 
 def _attached_losses(rank: _Rank) -> CollectiveCounts:
-    """Routers' losses: the microbatches' weights before the step, the sums of all stages' losses after it."""
+    """Count the messages for routers' losses.
+
+    Before the step, ranks tell the weights of their microbatches. After it, they tell the sums of
+    their stages' losses.
+    """
     config, n_stages = rank.config, rank.stages[0].n_stages
     kinds = config.router_losses
     ranges = compute_layer_assignment(config.n_layers, n_stages)
@@ -667,7 +691,10 @@ def _asks_who_refuses(rank: _Rank) -> CollectiveCounts:
 
 
 def _clipping(rank: _Rank) -> CollectiveCounts:
-    """Count one float64 a rank and dimension: norms are gathered, and added up in the same order everywhere."""
+    """Count one float64 a rank and dimension.
+
+    Norms are gathered and not reduced, so that every rank adds them up in the same order.
+    """
     layout = rank.layout
     counts = _asks_who_refuses(rank) + rank.over("tp", "all_gather", 1, _FLOAT64 * layout.tp)
     # norm, and how many stages it is of

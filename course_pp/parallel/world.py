@@ -39,8 +39,7 @@ def get_world_info() -> tuple[int, int, int]:
     bare ``srun`` too.
 
     A batch script that runs Python without ``srun`` has Slurm's variables too, and would wait for
-    tasks that were never
-    started: start it with ``srun``, also for one task.
+    tasks that were never started: start it with ``srun``, also for one task.
     """
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return _read("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -93,7 +92,10 @@ def _slurm_local_world_size(world_size: int) -> int:
 
 
 def _slurm_master_address() -> str:
-    """The first node's name if it is a host's, else the address at which Slurm itself reaches it (virtual nodes)."""
+    """Return the name of the first node if it is a host's, else its address.
+
+    Virtual nodes have names that are no hosts'; Slurm itself reaches them at this address.
+    """
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     n_nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if n_nodes == "1" or not nodes:
@@ -129,13 +131,18 @@ def first_host(nodelist: str) -> str:
 
 
 def is_rank_zero() -> bool:
-    """Return True on global rank 0, by the process group if there is one, else by the launcher's variables."""
+    """Return whether this is global rank 0.
+
+    The process group says so if there is one, else the launcher's variables.
+    """
     return (dist.get_rank() if dist.is_initialized() else get_world_info()[0]) == 0
 
 
 @contextmanager
 def refusals_said_once(program: str) -> Iterator[None]:
-    """End a script on a ``ValueError`` or a missing extra with exit code 2 and one message, not one traceback a rank.
+    """End a script with exit code 2 and one message on a ``ValueError`` or a missing extra.
+
+    Without it, every rank would print a traceback.
 
     An interrupt (Ctrl-C, SIGINT) ends it with exit code 130 and one line of rank 0.
 
@@ -158,7 +165,10 @@ def refusals_said_once(program: str) -> Iterator[None]:
 
 
 def is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank is a task of bare ``srun``; under torchrun, the task is all ranks of the node."""
+    """Return whether this rank is a task of bare ``srun``.
+
+    Under torchrun a task of ``srun`` is all ranks of a node, so the answer is no.
+    """
     return "SLURM_PROCID" in environ and not any(
         name.startswith("TORCHELASTIC_") for name in environ
     )
@@ -197,7 +207,11 @@ def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.
 
 
 def visible_gpus() -> tuple[int, int, int]:
-    """How many GPUs this rank sees, how many ranks see these same ones, and this rank's number among them."""
+    """Return ``(n_gpus, n_ranks, rank)``.
+
+    This rank sees ``n_gpus`` GPUs. ``n_ranks`` ranks see these same GPUs, and this one is number
+    ``rank`` among them.
+    """
     _, local_rank, world_size = get_world_info()
     n, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if n and _has_gpus_of_its_own(os.environ, n, n_local):

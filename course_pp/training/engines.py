@@ -37,7 +37,10 @@ from course_pp.training.config import SettingError, TrainConfig
 from course_pp.training.data import Sequences
 
 Stages = Sequence[nn.Module] | Mapping[int, nn.Module]
-"""This rank's stages: in a list, with the names of the full model; or by stage, with other names."""
+"""This rank's stages.
+
+In a list, parameters have the names of the full model; in a mapping by stage, other names.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class HeldStages:
 
 
 def stages_of_rank(config: TrainConfig, pp_rank: int, pp_size: int) -> tuple[list[int], int]:
-    """Return the indices of the stages to build on a pipeline rank, and the number of all stages."""
+    """Return the indices of the stages to build on a pipeline rank, and the number of stages."""
     _check_ranks(config, pp_size)
     if config.engine == "parallel":
         indices = get_stage_indices(config.order or config.schedule, pp_rank, pp_size)
@@ -207,8 +210,8 @@ class Engine:
     Every rank passes the same whole batch. Data-parallel ranks take their own rows of it.
 
     Attributes:
-        copies: the number of ranks that hold each stage and have the same gradients. Ranks of tensor
-            or data parallelism do not count.
+        copies: the number of ranks that hold each stage and have the same gradients. Ranks of
+            tensor or data parallelism do not count.
     """
 
     def __init__(

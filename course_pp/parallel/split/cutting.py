@@ -39,7 +39,7 @@ _COPIES = 4  # a weight, its gradient and two moments
 _SHOWN = 3
 
 By = Literal["parameters", "time", "memory"]
-"""The cost that a balanced cut evens out: the largest stage's share of it is as small as possible."""
+"""The cost that a balanced cut evens out: the largest stage's cost is as small as possible."""
 
 
 def auto_split(
@@ -200,7 +200,10 @@ def _refuse(model: nn.Module, problems: Sequence[Problem]) -> None:
 def _differences(
     model: nn.Module, stages: Sequence[nn.Module], recording: Recording
 ) -> list[Problem]:
-    """Return whether the stages, one after another, give what the model gives, random numbers included."""
+    """Return the differences between the stages, one after another, and the whole model.
+
+    Both begin with the same random numbers, so their dropouts must agree, too.
+    """
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return []
     args, kwargs = recording.example
@@ -239,7 +242,10 @@ def _line_of(error: Exception) -> str:
 
 
 def _partition_at(model: nn.Module, recording: Recording, at: Sequence[str]) -> list[LayerRange]:
-    """Return the calls of each stage as (first, end), end excluded; each stage but the first begins with a name."""
+    """Return the calls of each stage as (first, end), end excluded.
+
+    Each stage but the first begins with the unit of one name in ``at``.
+    """
     units = {id(unit): first for first, unit in recording.units.items()}
     named = dict(model.named_modules(remove_duplicate=False))
     called = [call.unit for call in recording.calls]

@@ -87,7 +87,10 @@ class Problem:
 
 
 Source = Output | Input | Parameter | Problem
-"""What a value was computed from; a problem, which no stage could reproduce, counts if the value is read."""
+"""A thing a value was computed from.
+
+No stage could reproduce a problem; it counts only if the value is read.
+"""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,11 @@ class Recording:
         return {source.leaf for source in self.reads_from(first) if isinstance(source, Input)}
 
     def parameters_read(self, first: int, end: int) -> set[str]:
-        """Return the names of parameters that the model itself uses for calls ``first`` to ``end``, end excluded."""
+        """Return the names of the parameters that the model itself uses for these calls.
+
+        The calls are ``first`` to ``end``, end excluded. Parameters that only units use are not
+        among them.
+        """
         reads = frozenset[Source]().union(*(call.reads for call in self.calls[first:end]))
         reads |= self.result_reads if end == len(self.calls) else frozenset()
         return {source.name for source in reads if isinstance(source, Parameter)}
@@ -140,7 +147,7 @@ class Recording:
 
 
 def _candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that may be units, by their first name, in the order in which the model names them."""
+    """Return the modules that may be units, by their first name, in the model's order."""
     on_the_way = _ancestors(model)
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
@@ -170,7 +177,10 @@ def replaced_on_the_way(model: nn.Module) -> str | None:
 
 
 def _ancestors(model: nn.Module) -> set[str]:
-    """Return the names of the model, and of all modules on the way from it to a list of blocks, that list included."""
+    """Return the names of the model and of all modules on the way to a list of blocks.
+
+    The lists themselves are among them.
+    """
     found = {""}
     for run in runs_of_like_modules(model):
         for parts in (name.split(".") for name in run):
@@ -186,14 +196,21 @@ _DATA_OPS = {torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 
 
 def as_call(example: Any) -> Example:
-    """Return positional and keyword arguments: from a tuple or list, from a dict, or from the only one."""
+    """Return an example as positional and keyword arguments.
+
+    A tuple or list holds the positional ones, a dict the keyword ones; anything else is the only
+    argument.
+    """
     if isinstance(example, tuple | list):
         return tuple(example), {}
     return ((), dict(sorted(example.items()))) if isinstance(example, Mapping) else ((example,), {})
 
 
 def record(model: nn.Module, example: Example) -> Recording:
-    """Run ``model`` on ``example`` without gradients; its buffers and the random numbers stay as they were."""
+    """Run ``model`` on ``example`` without gradients, and record the calls of its units.
+
+    The model's buffers and the random numbers stay as they were.
+    """
     units = _candidates(model)
     # Which stage runs a dropout decides who draws which numbers, so one is a unit in any case.
     random = kinds_of_dropout()
@@ -366,7 +383,7 @@ class _Watch(TorchDispatchMode):
                 self._inside.setdefault(storage_key(tensor), len(self.recording.calls))
 
     def _link(self, one: Tensor, other: Tensor) -> None:
-        """Note that two storages are one in the model: a unit may return what it was called with."""
+        """Note that two storages count as one: a unit may return its own argument."""
         self._kept += [one, other]
         together = set[int]().union(
             *(self._same.get(key, {key}) for key in (storage_key(one), storage_key(other)))
@@ -374,7 +391,10 @@ class _Watch(TorchDispatchMode):
         self._same |= dict.fromkeys(together, together)
 
     def _see_change(self, tensor: Tensor, what: str, spares: int | None = None) -> None:
-        """Note a change in place: what shares the tensor's storage may not be used afterwards, except ``spares``."""
+        """Note that ``tensor`` is changed in place.
+
+        Nothing that shares its storage may be used afterwards, except ``spares``.
+        """
         said = f"{what} is changed in place and used afterwards"
         spoiled = _problem(
             "changed in place", said, "change a copy, or use only what the module returns"
@@ -410,7 +430,10 @@ class _Watch(TorchDispatchMode):
         return given if on_meta else None
 
     def _on_meta(self, given: Any, allowed: set[int]) -> Any:
-        """Return meta copies of arguments for a unit without weights; a change to one counts for the original."""
+        """Return meta copies of the arguments of a unit without weights.
+
+        A change to a copy counts as a change to its original.
+        """
         self._looking = False
         copies = to_meta(given)
         self._looking = True
@@ -492,7 +515,10 @@ class _Watch(TorchDispatchMode):
 
 @dataclass
 class _Open:
-    """A call that has begun: what it may use (storages of its arguments and its own), and whether it is on meta."""
+    """A call that has begun.
+
+    ``allowed`` are the storages it may use: those of its arguments, and its own.
+    """
 
     unit: str
     reads: frozenset[Source]
@@ -516,7 +542,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _problem(kind: str, what: str, remedy: str) -> Problem:
-    """Return a problem of the line of the model's code where we are: the innermost that is of the model."""
+    """Return a problem at the line of the model's code that runs now.
+
+    It is the innermost line of the call stack that is in the model's files.
+    """
     frame = sys._getframe()
     while frame.f_back is not None and not is_of_model(frame.f_code.co_filename):
         frame = frame.f_back

@@ -3,7 +3,7 @@ units are absent.
 
     stage 1 of a GPT-2 runs GPT2LMHeadModel.forward:
         wte, wpe, drop, h.0 … h.4      absent: return zeros that take the place of their results
-        h.5                            absent: returns what it has returned on stage 0, which was received
+        h.5                            absent: returns its result, received from stage 0
         h.6 … h.11                     here
         ln_f                           absent: the stage is done, and sends the result of h.11
 
@@ -35,7 +35,7 @@ from course_pp.parallel.split.recording import Example, Output, Recording, tenso
 
 
 class Done(BaseException):
-    """The stage has made all that it sends. Not an Exception, so that the model does not catch it."""
+    """Raised when the stage has made all it sends; no Exception, so that models do not catch it."""
 
 
 class OtherWay(RuntimeError):
@@ -102,7 +102,7 @@ class SplitStage:
         return {"inputs": packed, "values": tuple(run.values[key] for key in here.given)}
 
     def sent_for_example(self) -> tuple[Any, Any]:
-        """Return what the stage is called with and what it sends for the model's example, as meta tensors."""
+        """Return the stage's input and output for the model's example, as meta tensors."""
         here, calls = self._segment, self._segment.recording.calls
         metas = here.arguments.of_example()
         values = tuple(calls[key.call].leaves[key.leaf] for key in here.taken)
@@ -141,7 +141,10 @@ def _keeping(here: "Segment", name: str, number: Callable[[str], int]) -> Callab
 
 
 def _forgetting_draws(here: "Segment", name: str, on_gpu: bool) -> Callable[..., None]:
-    """Undo what the model draws before this stage's own part: the stages before have drawn it already."""
+    """Return a hook that undoes the random draws the model makes before this stage's own part.
+
+    The stages before have made these draws already.
+    """
     state, of_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
 
     def forget(_: nn.Module, args: Any) -> None:
@@ -189,7 +192,7 @@ def _here_or_absent(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class _Run:
-    """One forward of a stage: the values that cross its boundaries, and how often each unit was called."""
+    """One forward of a stage: the values that cross its boundaries, and the calls of each unit."""
 
     values: dict[Output, Tensor]
     counts: dict[str, int] = field(default_factory=dict)
@@ -252,7 +255,10 @@ class Segment:
         return self._numbers[unit][self.run.counts[unit] - 1]
 
     def result(self, number: int, twin: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the result of an absent unit: tensors that were received, and zeros that nobody reads; or be done."""
+        """Return the result of an absent unit, or raise Done after the stage's last call.
+
+        Its tensors were received, or are zeros that nobody reads.
+        """
         if number >= self.end:
             raise Done
         assert self.run is not None
@@ -281,13 +287,16 @@ class Segment:
         self.run.values |= {key: self._own(key, leaves[key.leaf]) for key in wanted}
 
     def _own(self, key: Output, value: Tensor) -> Tensor:
-        """Return the value, or a copy where the model changes it in place later: each stage does so for itself."""
+        """Return the value, or a copy of it if the model changes it in place later.
+
+        Each stage that uses the value makes the change for itself.
+        """
         return value.clone() if key.call in self.recording.changed else value
 
     def _shaped(
         self, number: int, twin: nn.Module, args: Any, kwargs: Any, tensors: list[Tensor]
     ) -> tuple[Any, ...]:
-        """Return the leaves of a result as meta tensors, found once for each shape of the arguments."""
+        """Return the leaves of a result as meta tensors, found once for each shape of arguments."""
         key, known = tuple((tuple(t.shape), t.dtype) for t in tensors), self._shapes[number]
         if key not in known:
             args, kwargs = to_meta((args, kwargs))
@@ -330,7 +339,10 @@ class _Arguments:
         self._kinds = [leaf.dtype for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a call of the first stage; refuse other arguments than the example's."""
+        """Return the tensors among the first stage's arguments.
+
+        Refuse arguments unlike those of the example.
+        """
         leaves, tree = tree_flatten((args, dict(sorted(kwargs.items()))))
         if tree != self._tree:
             raise ValueError(
@@ -407,7 +419,10 @@ def _spelled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def carve(model: nn.Module, recording: Recording, first: int, end: int) -> nn.Module:
-    """Make the stage of calls ``first`` to ``end``, end excluded; its units are the model's own modules."""
+    """Return the stage of calls ``first`` to ``end``, end excluded.
+
+    Its units are the model's own modules, not copies.
+    """
     return _Carver(model, recording, first, end).stage()
 
 
@@ -455,7 +470,10 @@ class _Carver:
         return copied
 
     def _on_the_way(self, module: nn.Module, name: str, kind: type[nn.Module]) -> nn.Module:
-        """Return a module whose forward every stage runs, with those of its own parameters that this stage reads."""
+        """Return a copy of a module whose forward every stage runs.
+
+        It keeps those of its own parameters that this stage reads.
+        """
         copied = _shallow(module, kind)
         for key, parameter in own_parameters(module).items():
             path = f"{name}.{key}" if name else key
@@ -471,7 +489,10 @@ class _Carver:
 
 
 def _shallow(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A copy of class ``kind``; replacing its parameters, buffers or children leaves the original as it was."""
+    """Return a copy of ``module`` of class ``kind``.
+
+    Replacing the parameters, buffers or children of the copy leaves the original as it was.
+    """
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     # Only torch's own containers are copied: another dict of the module may be shared on purpose.
