@@ -1,4 +1,7 @@
-"""Models that nobody wrote for a pipeline, and their stages: what crosses is a dict, several tensors, an image."""
+"""Models that nobody wrote for a pipeline, and their stages.
+
+Their stages send a dict, several tensors or an image.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +18,10 @@ ROWS, DIM, VOCAB = 16, 8, 11
 
 
 class Chain(nn.Module):
-    """Parts that call one another. A stage is a chain of some of them, which keep their names."""
+    """A chain of parts, called one after another.
+
+    A stage is a chain of some of the parts, under the same names.
+    """
 
     def __init__(self, parts: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -29,7 +35,7 @@ class Chain(nn.Module):
         return result[0] if type(result) is tuple and len(result) == 1 else result
 
     def cut(self, n_stages: int) -> list["Chain"]:
-        """Stages that share this chain's parts."""
+        """Return stages that share this chain's parts."""
         names = list(self.parts)
         bounds = [round(stage * len(names) / n_stages) for stage in range(n_stages + 1)]
         return [
@@ -39,7 +45,7 @@ class Chain(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Token ids (rows, seq) and numbers (rows, dim) -> a dict with a mask and an empty place."""
+    """Turns token ids (rows, seq) and numbers (rows, dim) into a dict with an empty place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +90,11 @@ class Judged(nn.Module):
 
 
 def masked_model() -> Chain:
-    """Several inputs of two dtypes, dicts with a bool tensor between stages, a tied weight, a keyword."""
+    """Return a model with many features at once.
+
+    It has several inputs of two dtypes, dicts with a bool tensor between stages, a tied weight, and
+    a keyword.
+    """
     first = Embedded()
     parts = (
         {"0": first}
@@ -95,7 +105,7 @@ def masked_model() -> Chain:
 
 
 def conv_model() -> Chain:
-    """Images, a skip connection in a tuple, and a frozen first part."""
+    """Return a model of images with a skip connection in a tuple and a frozen first part."""
     parts: dict[str, nn.Module] = {"0": nn.Conv2d(3, DIM, 3, padding=1)}
     parts |= {str(i): Skip() for i in range(1, 7)}
     parts["7"] = Classified()
@@ -155,11 +165,11 @@ def coded_model() -> Chain:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A model, what it is called with, and its loss.
+    """A model, its arguments, and its loss.
 
     Attributes:
-        inputs, kwargs, target: of a whole batch.
-        evaluated: what of the output the comparison looks at.
+        inputs, kwargs, target: arguments and targets of a whole batch.
+        evaluated: returns the part of the output that is compared.
     """
 
     build: Callable[[], Chain]
@@ -173,11 +183,14 @@ class Foreign:
         return self.build()
 
     def example(self, n_microbatches: int) -> tuple[Tensor, ...]:
-        """The arguments of one microbatch."""
+        """Return the arguments of one microbatch."""
         return tuple(tensor[: ROWS // n_microbatches].to("meta") for tensor in self.inputs)
 
     def train(self, steps: int = 2) -> Trained:
-        """The reference: one process, each batch in one piece; gradients are the first step's."""
+        """Train the reference in one process, each batch in one piece.
+
+        Gradients are the first step's.
+        """
         model = self.model()
 
         def step(_: int) -> Tensor:

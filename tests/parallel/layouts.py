@@ -104,7 +104,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Variant:
-    """What else every layout must get right."""
+    """A variant of the model and its data that every layout must get right."""
 
     tied: bool
     padded: bool
@@ -120,7 +120,10 @@ SELECTIVE = Variant(tied=False, padded=True, ac="selective")
 
 
 def variants_of(case: Case) -> tuple[Variant, ...]:
-    """What runs under ``case``: without a pipeline also masks through sequence-parallel, untied blocks."""
+    """Return the variants that run under ``case``.
+
+    Without a pipeline there is one more: masks that pass through sequence-parallel, untied blocks.
+    """
     return (PLAIN, TIED) if case.pp > 1 else (PLAIN, TIED, SELECTIVE)
 
 
@@ -129,11 +132,11 @@ def grid(
     in_full: Sequence[Case] = (),
     long: Mapping[Case, Variant] | None = None,
 ) -> list[Any]:
-    """Parameters ``("case", "variants")``: by default a sample with one variant each, in full every
-    case with all.
+    """Return the values of ``("case", "variants")``.
 
-    Without ``in_full`` every case is one of the table. Cases of ``long`` are of the sample and cost
-    much.
+    By default these are a sample of cases with one variant each. In full they are all cases with
+    all variants. Without ``in_full`` the cases are those of the table of layouts. Cases in ``long``
+    belong to the sample and take long.
     """
     cases = in_full or all_cases()
     long = long or {}
@@ -154,7 +157,10 @@ def grid(
 
 @dataclass
 class Run:
-    """What a training run leaves behind: clipped gradients of the first step, norms and evaluations of all."""
+    """The result of a training run.
+
+    It has the clipped gradients of the first step, and the norms and evaluations of all steps.
+    """
 
     trained: Trained
     norms: list[float]
@@ -162,7 +168,7 @@ class Run:
 
 
 def all_cases() -> list[Case]:
-    """Every layout of at most 8 ranks, with every schedule and reshard policy it has."""
+    """Return every layout of at most 8 ranks, with all schedules and reshard policies it allows."""
     cases = []
     for pp, dp_replicate, dp_shard, tp in product(FACTORS, repeat=4):
         if not 1 < prod((pp, dp_replicate, dp_shard, tp)) <= 8:
@@ -174,7 +180,7 @@ def all_cases() -> list[Case]:
 
 
 def cases_with_experts() -> list[Case]:
-    """Every layout of at most 8 ranks in which experts are shared out, with 1F1B."""
+    """Return every layout of at most 8 ranks in which experts are shared out, with 1F1B."""
     return [
         Case(pp, dp_replicate, dp_shard, tp, "1f1b" if pp > 1 else "none", ep=ep)
         for pp, dp_replicate, dp_shard, tp, ep in product((*FACTORS, 6), repeat=5)
@@ -183,7 +189,10 @@ def cases_with_experts() -> list[Case]:
 
 
 def model_config(case: Case, tied: bool) -> ModelConfig:
-    """The smallest model that the layout can cut: heads for ``tp``, layers for two stages a rank and one more."""
+    """Return the sizes of the smallest model that the layout can cut.
+
+    It has heads for ``tp``, and layers for two stages a rank and one layer more.
+    """
     sizes = (
         {"n_heads": 6, "n_kv_heads": 3, "dim": 36}
         if case.tp == 3
@@ -201,7 +210,10 @@ def model_config(case: Case, tied: bool) -> ModelConfig:
 
 @cache
 def data_of(config: ModelConfig, batch: int, padded: bool) -> tuple[Data, dict[str, Tensor]]:
-    """Two batches, and the keyword arguments of a batch; padded rows count different numbers of tokens."""
+    """Return two batches, and the keyword arguments of a batch.
+
+    Padded rows count different numbers of tokens.
+    """
     data = batches(config, batch, SEQ_LEN, STEPS)
     if not padded:
         return data, {}
@@ -213,7 +225,7 @@ def data_of(config: ModelConfig, batch: int, padded: bool) -> tuple[Data, dict[s
 
 @cache
 def reference(config: ModelConfig, batch: int, padded: bool) -> Run:
-    """Clipped training of the whole model in float64, in one process."""
+    """Train the whole model with clipping in float64, in one process."""
     data, kwargs = data_of(config, batch, padded)
     torch.manual_seed(0)
     model = Transformer(config).double()
@@ -241,7 +253,7 @@ def build_modules(
     mp_policy: MixedPrecisionPolicy | None = None,
     **tp_options: bool,
 ) -> list[PipelineStageModule]:
-    """This rank's modules in float64, transformed in order."""
+    """Return this rank's modules in float64, after all transformations in order."""
     indices = get_stage_indices(case.schedule, get_pp_rank(mesh), case.pp) if case.pp > 1 else [0]
     modules = [build_stage_module(config, i, case.pp * len(indices)).double() for i in indices]
     for module in modules:
@@ -261,7 +273,7 @@ def build_pipeline(
     loss_fn: CrossEntropy,
     dtype: torch.dtype = torch.float64,
 ) -> PipelineSchedule:
-    """The schedule over this rank's modules, for ``batch`` sequences on each data-parallel rank."""
+    """Return the pipeline of this rank's modules, for ``batch`` sequences on each data rank."""
     stages = [
         build_pipeline_stage(m, mesh, "cpu", batch // case.n_microbatches, SEQ_LEN, dtype)
         for m in modules
@@ -287,7 +299,10 @@ class WholeModel:
         return value
 
     def step(self, inputs: Tensor, target: Tensor, **kwargs: Tensor) -> Tensor:
-        """The mean loss over the tokens of all ranks; gradients where they are enabled."""
+        """Return the mean loss over the tokens of all ranks.
+
+        Gradients are computed if they are enabled.
+        """
         total = self.loss_fn.total(self.model(inputs, **kwargs), target)
         loss = total / self._average(self.loss_fn.count(target).double())
         if torch.is_grad_enabled():
@@ -295,7 +310,7 @@ class WholeModel:
         return self._average(loss.detach().clone())
 
     def eval(self, inputs: Tensor, target: Tensor, **kwargs: Tensor) -> Tensor:
-        """The same without gradients."""
+        """Return the mean loss without gradients."""
         with torch.no_grad():
             return self.step(inputs, target, **kwargs)
 
@@ -310,7 +325,7 @@ def train_on_rank(
     loss_fn: CrossEntropy | None = None,
     **tp_options: bool,
 ) -> Run:
-    """Two clipped AdamW steps on this rank's part of the data."""
+    """Take two clipped AdamW steps on this rank's part of the data."""
     mesh = init_distributed(case.distributed, seed=0)
     loss_fn = loss_fn or CrossEntropy()
 
@@ -344,7 +359,7 @@ Job = tuple[Variant, ModelConfig, Data, dict[str, Tensor]]
 
 
 def jobs_of(case: Case, variants: Sequence[Variant]) -> list[Job]:
-    """What to train under ``case``: a model and data for each variant."""
+    """Return the jobs under ``case``: a model and data for each variant."""
     configs = [(variant, model_config(case, variant.tied)) for variant in variants]
     return [
         (variant, config, *data_of(config, case.batch, variant.padded))
@@ -353,12 +368,16 @@ def jobs_of(case: Case, variants: Sequence[Variant]) -> list[Job]:
 
 
 def train_variants_on_rank(rank: int, case: Case, jobs: Sequence[Job]) -> list[Run]:
-    """Every job on one set of ranks: starting them costs more than the training."""
+    """Run every job on one set of ranks, because to start ranks costs more than the training."""
     return [train_on_rank(rank, case, *job) for job in jobs]
 
 
 def assert_runs_equal(runs: Sequence[Run], expected: Run, config: ModelConfig) -> None:
-    """Losses, evaluations, norms on every rank; clipped gradients and trained parameters of all."""
+    """Assert that a run equals another: losses, evaluations, norms, gradients and parameters.
+
+    Losses, evaluations and norms are compared on every rank. Clipped gradients and trained
+    parameters are compared for all ranks together.
+    """
     for run in runs:
         assert run.norms == runs[0].norms, "the norm differs between ranks"
         assert run.evaluated == runs[0].evaluated, "the evaluated loss differs between ranks"

@@ -9,7 +9,7 @@ BATCH, SEQ_LEN, N_MICROBATCHES = 8, 8, 4
 
 
 def model_config(tied, n_layers=5):
-    """By default layers for two stages on each of two ranks, and one more."""
+    """Return sizes, by default with layers for two stages on each of two ranks and one more."""
     sizes = {
         "dim": 32,
         "n_heads": 4,
@@ -22,7 +22,7 @@ def model_config(tied, n_layers=5):
 
 
 def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCHES, batch=BATCH):
-    """This rank's stage modules in float64, and the schedule over them."""
+    """Return this rank's stage modules in float64, and the pipeline of them."""
     indices = get_stage_indices(schedule, rank, pp)
     n_stages = pp * len(indices)
     modules = [build_stage_module(config, i, n_stages).double() for i in indices]
@@ -38,5 +38,5 @@ def build(config, mesh, pp, rank, schedule, loss_fn, n_microbatches=N_MICROBATCH
 
 
 def tokens(batch=BATCH, seq_len=SEQ_LEN):
-    """A batch of the first token only."""
+    """Return a batch of the first token only."""
     return torch.zeros(batch, seq_len, dtype=torch.int64)

@@ -35,7 +35,7 @@ from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
 CONFIG = ModelConfig(
     dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8
 )
-# Without a loss of the router, which would be another for each piece of a batch.
+# Routers have no loss, because a loss would depend on the pieces of the batch.
 EXPERTS = replace(
     CONFIG, n_experts=8, expert_dim=16, moe_every=2, n_shared_experts=1, balance="none"
 )
@@ -45,11 +45,11 @@ DATA = batches(CONFIG, ROWS, SEQ_LEN, 2)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to the model, in order.
+    """The changes that are made to the model, in order.
 
     Attributes:
         compiler: a backend of torch.compile; None compiles nothing.
-        dtype: computed in. Parameters are float64 for float64, else float32.
+        dtype: the dtype of computation. Parameters are float64 for float64, else float32.
         float8: a recipe of products in eight bits.
     """
 
@@ -65,7 +65,7 @@ class Recipe:
 def train_on_rank(
     rank: int, recipes: Sequence[Recipe], config: ModelConfig = CONFIG
 ) -> list[Trained]:
-    """What each recipe leaves behind on this rank, in float64 on the CPU."""
+    """Return the result of each recipe on this rank, in float64 on the CPU."""
     return [train(recipe, config) for recipe in recipes]
 
 
@@ -97,7 +97,7 @@ def train(recipe: Recipe, config: ModelConfig = CONFIG) -> Trained:
 
 
 def _mesh(layout: DistributedConfig) -> DeviceMesh:
-    """A rank alone shards, cuts and sends too, over groups of one."""
+    """Return the mesh. A lone rank shards, cuts and sends, too, over groups of one."""
     mesh = init_distributed(layout, seed=0)
     kind = get_device(layout.backend).type
     return mesh or init_device_mesh(kind, (1, 1, 1), mesh_dim_names=("pp", "dp_shard", "tp"))
@@ -106,7 +106,7 @@ def _mesh(layout: DistributedConfig) -> DeviceMesh:
 def build_modules(
     recipe: Recipe, mesh: DeviceMesh, config: ModelConfig = CONFIG
 ) -> list[PipelineStageModule]:
-    """This rank's stages; two where there is one rank, so that something crosses."""
+    """Return this rank's stages. A lone rank has two, so that tensors cross a boundary."""
     indices = get_stage_indices(recipe.schedule, get_pp_rank(mesh), get_pp_size(mesh))
     kept = torch.float64 if recipe.dtype == torch.float64 else torch.float32
     device = get_device(recipe.layout.backend)
@@ -131,5 +131,5 @@ def build_modules(
 
 
 def reference(config: ModelConfig = CONFIG) -> Trained:
-    """One process, in float64 on the CPU."""
+    """Train in one process, in float64 on the CPU."""
     return train_in_one_process(config, DATA, CrossEntropy())

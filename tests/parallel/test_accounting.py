@@ -1,4 +1,4 @@
-"""What a real step sends, and keeps gathered, is what formulas predict: number and bytes, on every layout."""
+"""Formulas predict the messages and the gathered bytes of a real step on every layout."""
 
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,7 @@ from tests.parallel.layouts import (
 
 
 def step_of(case, mesh, modules, inputs, target, kwargs, loss_fn, mp_policy):
-    """A whole training step on one batch, as a function without arguments."""
+    """Return a whole training step on one batch, as a function without arguments."""
     dtype = torch.float64 if mp_policy is None else mp_policy.param_dtype
     optimizer = sharded_adamw(modules)
     runner = (
@@ -67,7 +67,7 @@ def step_of(case, mesh, modules, inputs, target, kwargs, loss_fn, mp_policy):
 
 
 def run_jobs(case, jobs, watch, mp_policy=None, **tp_options):
-    """``watch(step, modules, mesh)`` of the second step of each job."""
+    """Return the results of ``watch(step, modules, mesh)`` for the second step of each job."""
     mesh = init_distributed(case.distributed, seed=0)
 
     def mine(rows):
@@ -87,7 +87,7 @@ def run_jobs(case, jobs, watch, mp_policy=None, **tp_options):
 
 
 def count_on_rank(rank, case, jobs, *options, **tp_options):
-    """Collectives of the second step, for each job."""
+    """Return the collectives of the second step, for each job."""
     return list(
         run_jobs(
             case,
@@ -100,7 +100,7 @@ def count_on_rank(rank, case, jobs, *options, **tp_options):
 
 
 def predict(case, variant, config, **options):
-    """The prediction for a case of the table, in float64."""
+    """Return the prediction for a case of the table, in float64."""
     return predict_collectives(
         config,
         case.distributed,
@@ -115,7 +115,7 @@ def predict(case, variant, config, **options):
 
 
 def assert_counted(ranks, predicted):
-    """Each rank began what was predicted for it."""
+    """Assert that each rank began the collectives that were predicted for it."""
     for rank, (counted, expected) in enumerate(zip(ranks, predicted, strict=True)):
         assert counted == expected, f"rank {rank} counted\n{counted}\npredicted\n{expected}"
 
@@ -221,7 +221,7 @@ WITH_EXPERTS_LONG = [
 
 
 def jobs_with_experts(case, ac, changes):
-    """The job of :func:`jobs_of`, every second layer with experts, and options of FSDP2."""
+    """Return the job of :func:`jobs_of` with experts in every second layer, and FSDP2's options."""
     policy = {name: value for name, value in changes.items() if name == "mp_policy"}
     sizes = {"n_experts": 8, "expert_dim": 16, "moe_every": 2, "n_shared_experts": 1}
     sizes |= {name: value for name, value in changes.items() if name != "mp_policy"}
@@ -230,7 +230,10 @@ def jobs_with_experts(case, ac, changes):
 
 
 def count_exchanges(rank, cases):
-    """For each case the collectives of the second step, and the rows of each layer's microbatches by expert."""
+    """Return the collectives of the second step of each case, and the rows of experts.
+
+    The rows are those of each layer's microbatches, by expert.
+    """
     found = []
     for case, *rest in cases:
         jobs, policy = jobs_with_experts(case, *rest)
@@ -270,7 +273,7 @@ def test_exchanges_of_experts_are_predicted_on_every_layout(case, subtests):
 
 
 def assert_exchanges(cases, subtests):
-    """On every rank, in the second step."""
+    """Assert that every rank exchanged in the second step as predicted."""
     for n_ranks in sorted({case.n_ranks for case, *_ in cases}):
         here = [each for each in cases if each[0].n_ranks == n_ranks]
         ranks = on_ranks(n_ranks, count_exchanges, here, timeout_s=110)
@@ -313,7 +316,7 @@ MEMORY_CASES = {
 
 
 def measure_on_rank(rank, case, jobs, mp_policy=None):
-    """Most bytes of gathered parameters in the second step, for each job."""
+    """Return the most bytes of gathered parameters in the second step, for each job."""
     return list(
         run_jobs(
             case,
@@ -325,7 +328,7 @@ def measure_on_rank(rank, case, jobs, mp_policy=None):
 
 
 def assert_measured(case, variants, mp_policy=None):
-    """Each rank gathered what was predicted for it."""
+    """Assert that each rank gathered the bytes that were predicted for it."""
     jobs = jobs_of(case, variants)
     ranks = on_ranks(case.n_ranks, measure_on_rank, case, jobs, mp_policy, timeout_s=110)
     options = {
@@ -350,7 +353,7 @@ def test_memory_of_gathered_parameters_in_half_precision_is_predicted():
 
 
 def each_collective(rank):
-    """Number and bytes of one collective of every kind, in and out of the mesh's groups."""
+    """Count one collective of every kind, in the mesh's groups and outside, with its bytes."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
     pair, alone, crossing = (
         mesh.get_group("dp_shard"),
@@ -424,7 +427,7 @@ def test_counts_add_up_repeat_and_print_as_a_table():
 
 
 def sent_by_first_rank(layout, dimension, **options):
-    """Bytes that rank 0 puts on the wire over one dimension."""
+    """Return the bytes that rank 0 sends over one dimension."""
     sizes = {
         "config": SMALL,
         "batch_size": 2,

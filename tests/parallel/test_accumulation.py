@@ -1,4 +1,7 @@
-"""torch's switch for accumulation under HSDP: a step that is told to leaves the replicas for a later one."""
+"""torch's switch for accumulation under HSDP.
+
+A step can leave the reduction over the replicas to a later step.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +42,10 @@ def batch(number: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(rank: int, engine: str) -> dict[str, Any]:
-    """Run three steps, of which the last is to all-reduce; return each one's all-reduces, and the gradients."""
+    """Run three steps, of which only the last shall all-reduce.
+
+    Return each step's all-reduces, and the gradients.
+    """
     mesh = init_distributed(DistributedConfig(pp=PP, dp_replicate=REPLICAS))
     stage, replica = get_pp_rank(mesh), mesh["dp_replicate"].get_local_rank()
     module = layers()[stage]

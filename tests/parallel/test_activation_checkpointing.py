@@ -27,7 +27,10 @@ MODES = ("none", "selective", "full")
 
 
 def model_with_dropout(mode: str) -> Transformer:
-    """Dropout in attention and behind it, so that recomputing in another state would show."""
+    """Return a model with dropout in attention and behind it.
+
+    A recomputation with another state of the generator would show.
+    """
     torch.manual_seed(0)
     model = Transformer(CONFIG).double()
     for layer in model.layers.values():
@@ -42,7 +45,10 @@ def tokens(batch: int = 4, seq_len: int = 16) -> Tensor:
 
 
 def train(mode: str) -> tuple[list[float], list[Tensor], Tensor]:
-    """Two microbatches forward before either goes backward, as in a pipeline; then where the generator stands."""
+    """Run two microbatches forward before either goes backward, as in a pipeline.
+
+    Return the losses, the gradients and the next random number.
+    """
     model, loss_fn = model_with_dropout(mode), CrossEntropy()
     losses = [loss_fn(model(part), part) for part in tokens().chunk(2)]
     for loss in losses:
@@ -60,7 +66,10 @@ def test_losses_gradients_and_random_numbers_are_those_without_checkpointing(mod
 
 
 def buffers_and_gradients(mode: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Of two microbatches under statistics that every forward changes, and a weight divided by one of them."""
+    """Return buffers and gradients after two microbatches.
+
+    Every forward changes the statistics, and divides a weight by one of them.
+    """
     torch.manual_seed(0)
     norm = nn.utils.parametrizations.spectral_norm
     model = nn.Sequential(
@@ -86,7 +95,7 @@ def test_buffers_that_a_forward_changes_are_changed_once() -> None:
 
 
 def kept_bytes(mode: str, n_layers: int) -> int:
-    """Bytes of the distinct tensors that forward keeps for backward, parameters left out."""
+    """Return the bytes of distinct tensors, without parameters, that forward keeps for backward."""
     model = Transformer(replace(CONFIG, n_layers=n_layers))
     apply_ac(model, mode)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -113,7 +122,10 @@ def test_full_keeps_the_input_of_each_block_and_selective_less_than_everything()
 
 
 def warnings_on_rank(rank: int, schedule: str, mode: str) -> tuple[list[str], dict[int, float]]:
-    """What building the pipeline warns of; and forwards a microbatch of each stage's first attention."""
+    """Return the warnings of building the pipeline, and counts of forwards.
+
+    These are forwards of each stage's first attention for one microbatch.
+    """
     mesh, calls = init_distributed(DistributedConfig(pp=2)), {}
     indices = get_stage_indices(schedule, rank, 2)
     stages = []

@@ -1,4 +1,4 @@
-"""Anybody's module is a stage: equal to one process, whatever crosses its boundaries."""
+"""Any module can be a stage, whatever crosses its boundaries, and equals one process."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -102,7 +102,10 @@ def test_any_model_equals_one_process(pp: int, subtests: pytest.Subtests) -> Non
 
 
 class Aside(nn.Module):
-    """Passes a side on beside the rest, through a layer of its own; at the end it is used for the rows that say so."""
+    """A stage that passes a side on beside the rest, through a layer of its own.
+
+    The end uses the side for the rows that ask for it.
+    """
 
     def __init__(self, place: int, last: bool) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class Aside(nn.Module):
 
 
 def asides(n: int, tied: bool) -> list[Aside]:
-    """Stages of which the first and the last share a weight beside, if ``tied``."""
+    """Return stages with a side. The first and the last share a weight of it if ``tied``."""
     stages = [Aside(i, i == n - 1).double() for i in range(n)]
     if tied:
         stages[-1].sometimes.weight = stages[0].sometimes.weight
@@ -130,7 +133,7 @@ def asides(n: int, tied: bool) -> list[Aside]:
 
 
 def aside_inputs(asked: list[int]) -> tuple[Tensor, ...]:
-    """Rows of which those numbered ``asked`` use the side; two rows a microbatch."""
+    """Return rows, two a microbatch. The rows numbered ``asked`` use the side."""
     x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     flags = torch.zeros(8, dtype=torch.int64)
     flags[asked] = 1
@@ -138,7 +141,10 @@ def aside_inputs(asked: list[int]) -> tuple[Tensor, ...]:
 
 
 def step_aside(modules: Any, optimizer: torch.optim.Optimizer, run: Any) -> dict[str, Any]:
-    """Run two steps of AdamW; return the second one's gradients, of which some are None, and the parameters."""
+    """Run two steps of AdamW; return the second one's gradients, and the parameters.
+
+    Some of the gradients are None.
+    """
     for _ in range(2):
         optimizer.zero_grad()
         run()
@@ -216,21 +222,24 @@ def test_a_tensor_that_a_step_leaves_unused_gives_no_gradient_and_moves_nothing(
 
 
 class Ragged(nn.Module):
-    """Drops what is negative: its shape depends on its data."""
+    """A stage that drops negative numbers, so that its shape depends on its data."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[x > 0]
 
 
 class Asking(nn.Linear):
-    """Returns another shape when told that there is something negative."""
+    """A stage that returns another shape when it is told of a negative number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[: 1 if (x < 0).any() else 2]
 
 
 class Sized(nn.Module):
-    """Gives back one column fewer where the first number is negative, which no declaration can say."""
+    """A stage that returns one column fewer if the first number is negative.
+
+    No declaration of shapes can say this.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +255,7 @@ def linear(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 X, WIDE = torch.zeros(2, 4), torch.zeros(2, 5)
 
-# What each of two ranks builds its stage of, and what all are told.
+# The argument from which each of two ranks builds its stage, and the message that all get.
 REFUSED: dict[str, tuple[Any, str]] = {
     "no inputs": (
         lambda rank: (linear(), {}),
@@ -361,7 +370,7 @@ def test_what_cannot_be_a_pipeline_is_refused_in_words() -> None:
 
 
 def sharded_inside_on_rank(rank: int) -> list[str]:
-    """What pipelines say of a stage whose parts alone are sharded, by schedule."""
+    """Return the refusal of a stage of which only parts are sharded, by schedule."""
     mesh, said = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp_shard")), []
     for schedule in ("zb_h1", "gpipe"):
         module = nn.Sequential(linear(), linear())
@@ -385,7 +394,7 @@ def test_a_split_backward_refuses_stages_of_which_only_parts_are_sharded() -> No
 
 
 def wrong_batches_on_rank(rank: int) -> list[str]:
-    """What a pipeline built for two microbatches of two rows says of batches that do not fit it."""
+    """Return the refusals of batches that do not fit a pipeline of two microbatches of two rows."""
     mesh = init_distributed(DistributedConfig(pp=2))
     torch.manual_seed(0)
     stage = build_pipeline_stage(linear(), mesh, "cpu", inputs=X)
@@ -432,7 +441,7 @@ def test_a_batch_that_does_not_fit_is_refused_on_every_rank() -> None:
 
 
 def waits(x: torch.Tensor, *, in_vain: bool) -> torch.Tensor:
-    """Loop until all values are above 0; in vain also until none is."""
+    """Loop until all values are above 0. If ``in_vain``, loop for ever."""
     while not (x > 0).all() or (in_vain and (x > 0).any()):
         x = x + 1
     return x
@@ -460,7 +469,7 @@ class Reads(nn.Linear):
 
 
 def odd_keywords_on_rank(rank: int) -> list[str]:
-    """What stages made from others say of a keyword that only their wrapping would take."""
+    """Return the refusals of a keyword that only the wrapping of a stage would take."""
     mesh, batch, found = init_distributed(DistributedConfig(pp=2)), torch.ones(4, 4), []
     cut = auto_split(nn.Sequential(linear(), linear()), {"input": X}, 2)[rank]
     compiled = torch.compile(
@@ -540,7 +549,7 @@ def test_a_stage_that_returns_what_it_did_not_declare_is_named() -> None:
 
 
 class Counting(nn.Module):
-    """Parameters shared by two names, a buffer, a replaced forward."""
+    """A module with a parameter under two names, a buffer, and a replaced forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,7 +571,10 @@ def lone_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("lone_rank")
 def test_what_a_wrapped_stage_returns_is_found_without_touching_it() -> None:
-    """Checkpointed, compiled and sharded in half precision: the copy has none of it but the dtype."""
+    """The stage is checkpointed, compiled and sharded in half precision.
+
+    Its copy for the trial keeps only the dtype.
+    """
     module = nn.Sequential(Counting())
     apply_ac(module, "full", blocks=Counting)
     module[0].register_forward_hook(lambda *_: pytest.fail("a hook ran"))
@@ -612,7 +624,10 @@ def test_what_a_compiled_stage_returns_has_the_dtype_of_its_mixed_precision(
 @pytest.mark.usefixtures("lone_rank")
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 def test_a_whole_model_of_experts_is_a_stage(implementation: str) -> None:
-    """Neither a product of groups in float32 nor a loop over the experts with rows runs on the meta device."""
+    """Neither of the two ways to compute experts runs on the meta device.
+
+    They are a grouped product in float32, and a loop over the experts that have rows.
+    """
     model: Any = build("mixtral").float()
     model.set_experts_implementation(implementation)
     tokens = torch.arange(16).view(4, 4)

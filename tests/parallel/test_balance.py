@@ -14,7 +14,7 @@ PARTS = 6  # modules of the sequential model
 
 
 def cuts(stages: list[nn.Module]) -> list[list[int]]:
-    """Which of a Sequential's modules each stage holds."""
+    """Return the numbers of a Sequential's modules that each stage holds."""
     return [
         [
             int(name)
@@ -26,7 +26,7 @@ def cuts(stages: list[nn.Module]) -> list[list[int]]:
 
 
 def least_largest(costs: list[int], n_stages: int) -> int:
-    """The slowest stage of the best contiguous cut, by trying all."""
+    """Return the cost of the slowest stage in the best contiguous cut, by trying all cuts."""
     every = (
         (0, *chosen, len(costs)) for chosen in combinations(range(1, len(costs)), n_stages - 1)
     )

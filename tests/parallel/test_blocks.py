@@ -30,7 +30,7 @@ def blocks(n: int) -> nn.ModuleList:
 
 
 def experts() -> nn.Module:
-    """A block that holds a longer list than its model does."""
+    """Return a block that holds a longer list than its model does."""
     return Parts(experts=blocks(5))
 
 
@@ -161,7 +161,7 @@ def test_a_parameter_that_two_groups_would_shard_is_refused_by_name() -> None:
 
 
 class Attention(nn.Linear):
-    """Something to recompute."""
+    """A module that a checkpoint recomputes."""
 
 
 @pytest.mark.parametrize(

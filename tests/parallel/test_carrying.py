@@ -42,7 +42,10 @@ class Part(nn.Module):
 
 
 def parts(n: int) -> list[Part]:
-    """A mask and a value of the first stage, read by two later ones; one of the second, read by the last."""
+    """Return stages with values for later ones.
+
+    Two later stages read a mask and a value of the first. The last reads a value of the second.
+    """
     torch.manual_seed(0)
     graph: list[Any] = [((), ())] * n
     graph[0], graph[1] = ((), ("mask", "early")), ((), ("late",))

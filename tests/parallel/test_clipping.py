@@ -39,7 +39,7 @@ KINDS: Kinds = (
     (0.5, True),
     (math.inf, False),
 )
-"""Each ``norm_type``, and each way, foreach or not, to find it and to scale."""
+"""Every ``norm_type`` with every way to compute it and to scale: foreach or not."""
 CONFIG = ModelConfig(
     dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=16
 )
@@ -51,7 +51,10 @@ Norms = list[tuple[float, bool, float, dict[str, Tensor]]]
 def norms_on_rank(
     rank: int, case: Case, jobs: Sequence[tuple[ModelConfig, Data, Kinds]]
 ) -> list[Norms]:
-    """For each model, the norm and the clipped gradients of every kind, each of the same gradients."""
+    """Return the norm and the clipped gradients of every kind for each model.
+
+    Every kind starts from the same gradients.
+    """
     mesh = init_distributed(case.distributed, seed=0)
     found: list[Norms] = []
     for config, [(inputs, target), *_], kinds in jobs:
@@ -100,7 +103,7 @@ def test_every_norm_equals_that_of_one_process(case: Case) -> None:
 def expected_norm(
     config: ModelConfig, batch: int, norm_type: float
 ) -> tuple[float, dict[str, Tensor]]:
-    """Norm before, and gradients after clipping in one process."""
+    """Return the norm before clipping and the gradients after it, in one process."""
     [(inputs, target), *_], _ = data_of(config, batch, padded=False)
     torch.manual_seed(0)
     model = Transformer(config).double()
@@ -112,7 +115,7 @@ def expected_norm(
 def fill(
     modules: Sequence[PipelineStageModule], gradient: Callable[[str, Tensor], Tensor | None]
 ) -> None:
-    """Give parameters the gradients that ``gradient`` makes of each one's name and shard."""
+    """Give each parameter the gradient ``gradient(name, shard)``."""
     for module in modules:
         for name, p in module.named_parameters():
             local = gradient(name, p.to_local())
@@ -131,7 +134,10 @@ def fill(
 
 
 def special_gradients_on_rank(rank: int, norm_types: Sequence[float]) -> list[dict[str, Any]]:
-    """For each type, norms of gradients that are zero, absent, or on one shard of one parameter not a number."""
+    """Return norms of special gradients for each type.
+
+    They are zero, absent, or not a number on one shard of one parameter.
+    """
     mesh = init_distributed(STAGED.distributed, seed=0)
     modules = build_modules(STAGED, model_config(STAGED, tied=False), mesh)
     return [_special_norms(rank, modules, mesh, norm_type) for norm_type in norm_types]
@@ -183,7 +189,7 @@ def test_gradients_that_are_zero_absent_or_not_finite() -> None:
 
 
 def parts_on_rank(rank: int, dtype: torch.dtype) -> list[float]:
-    """The norm of a pipeline's gradients, all ones, however the stage is passed."""
+    """Return the norm of a pipeline's gradients, all ones, for each way to pass the stage."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module = build_stage_module(CONFIG, get_pp_rank(mesh), 2).to(dtype)
     for p in module.parameters():
@@ -238,7 +244,7 @@ def test_a_stage_left_out_and_a_whole_model_on_a_pipeline_are_refused_on_every_r
 
 
 def norms_alone_on_rank(rank: int) -> tuple[float, float]:
-    """Of a whole model, on a mesh whose pipeline is one rank, and without a mesh."""
+    """Return norms of a whole model, on a mesh with one pipeline rank and without a mesh."""
     model = Transformer(CONFIG)
     model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp_shard"))

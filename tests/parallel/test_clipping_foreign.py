@@ -27,7 +27,7 @@ NORM_TYPES = (2.0, 1.0, math.inf)
 
 
 class Stage(nn.Module):
-    """Holds modules; nothing here runs them."""
+    """A holder of modules that no test runs."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Stage(nn.Module):
 
 
 def build_model() -> nn.ModuleList:
-    """Four stages of one model; the output matrix is the embedding's."""
+    """Return four stages of one model, whose output matrix is the embedding's."""
     torch.manual_seed(0)
     ends = {
         0: {"embed": nn.Embedding(WORDS, WIDTH)},
@@ -60,7 +60,10 @@ def with_gradients(model: nn.Module) -> nn.Module:
 def stages_here(
     indices: Sequence[int], mesh: DeviceMesh | None, sharded: bool
 ) -> dict[int, nn.Module]:
-    """This rank's stages, none of which shares a tensor with another, with the whole model's gradients."""
+    """Return this rank's stages with the whole model's gradients.
+
+    No stage shares a tensor with another.
+    """
     model = with_gradients(build_model())
     here: dict[int, nn.Module] = {}
     for index in indices:
@@ -81,7 +84,7 @@ def stages_here(
 def norms_on_rank(
     rank: int, layout: DistributedConfig, placement: Sequence[Sequence[int]]
 ) -> list[Any]:
-    """Norms of each kind, and the clipped gradients of the last."""
+    """Return norms of each kind, and the clipped gradients of the last."""
     mesh = init_distributed(layout)
     pp_rank = rank * len(placement) // torch.distributed.get_world_size()
     found: list[Any] = []
@@ -134,7 +137,7 @@ def test_one_parameter_under_two_names_counts_once_without_being_named() -> None
 
 
 def norms_of_a_cut_model(rank: int, form: Callable[[int, nn.Module], Any]) -> float:
-    """Stages of auto_split say themselves what is tied, and which they are."""
+    """Return the norm of a stage of auto_split, which knows its number and its ties."""
     mesh = init_distributed(DistributedConfig(pp=2))
     model = with_gradients(cuttable())
     stage = auto_split(model, torch.zeros(2, 3, dtype=torch.int64), 2)[rank]
@@ -166,7 +169,10 @@ def test_stages_of_a_cut_model_count_their_tied_weight_once(
 
 
 def norm_of_a_sharded_model(rank: int) -> float:
-    """Without a mesh: FSDP2's own, over all ranks, shows that nothing is missing."""
+    """Return the norm without a mesh.
+
+    FSDP2's own mesh spans all ranks, which shows that no part is missing.
+    """
     mesh = init_distributed(DistributedConfig(dp_shard=2))
     model = Stage(**{f"part{i}": stage for i, stage in enumerate(build_model())})
     whole = {name: p.grad for name, p in with_gradients(model).named_parameters()}
@@ -184,7 +190,7 @@ def test_a_model_that_is_sharded_over_all_ranks_needs_no_mesh() -> None:
 
 
 def refusals_on_rank(rank: int) -> dict[str, str]:
-    """What every rank says to arguments of which some are wrong on one rank alone."""
+    """Return every rank's refusals of arguments that are wrong on one rank alone."""
     mesh = init_distributed(DistributedConfig(pp=2))
     assert mesh is not None
     here = stages_here([rank, rank + 2], mesh, sharded=False)
@@ -250,7 +256,10 @@ def test_what_is_not_one_whole_model_is_refused_on_every_rank() -> None:
 
 
 def flattened_on_rank(rank: int) -> list[str]:
-    """What is said to models in pieces of FSDP1 whose norms are equal, so that they look like copies."""
+    """Return the refusals of models in pieces of FSDP1.
+
+    Their norms are equal, so that the pieces look like copies.
+    """
     mesh, said = init_distributed(DistributedConfig(dp_shard=2)), []
     for keeps_parameters in (False, True):
         model = FullyShardedDataParallel(

@@ -55,7 +55,7 @@ WITH_EXPERTS = [
 def test_compiled_stages_train_as_one_process(
     recipes: list[Recipe], config: ModelConfig, subtests: pytest.Subtests
 ) -> None:
-    """Traced and differentiated as for a compiler, which is left out to save time."""
+    """Blocks are traced and differentiated for a compiler, which is left out to save time."""
     ranks = on_ranks(4, train_on_rank, recipes, config, timeout_s=110)
     for recipe, found in zip(recipes, zip(*ranks, strict=True), strict=True):
         with subtests.test(str(recipe)):

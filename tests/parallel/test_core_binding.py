@@ -1,4 +1,4 @@
-"""The ranks of one node divide its cores, and leave alone what somebody else has divided."""
+"""The ranks of one node divide its cores, and keep a division that was made before."""
 
 import os
 import sys
@@ -36,7 +36,10 @@ def test_ranks_get_neighbouring_cores_or_share_all(
 
 @pytest.fixture
 def two_packages_of_two_cores(tmp_path: Path) -> Path:
-    """What Linux says of eight hardware threads: the second ones of the cores are numbered after all first ones."""
+    """Write Linux's description of eight hardware threads.
+
+    It numbers the second threads of all cores after the first ones.
+    """
     for number in range(8):
         topology = tmp_path / f"cpu{number}" / "topology"
         topology.mkdir(parents=True)

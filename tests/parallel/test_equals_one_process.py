@@ -1,4 +1,4 @@
-"""Training through the pipeline equals training in one process: loss, every gradient, every parameter."""
+"""Training through the pipeline equals one process: loss, every gradient, every parameter."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SCHEDULES = (*schedule_names(), "interleaved_zb")
 
 
 def train_on_rank(rank, pp, config, data, n_microbatches):
-    """Two AdamW steps under each schedule, from the same initial weights."""
+    """Take two AdamW steps under each schedule, from the same initial weights."""
     torch.set_num_threads(1)
     results = {}
     for schedule in SCHEDULES:
@@ -47,7 +47,7 @@ def test_every_schedule_equals_one_process_and_evaluates_before_and_after_on_eve
     config, n_microbatches = model_config(tied, 2 * pp + 1), max(4, 2 * pp)
     data = batches(config, 2 * n_microbatches, SEQ_LEN, STEPS)
     reference = train_in_one_process(config, data, CrossEntropy())
-    # All on one set of ranks: starting ranks costs more than training this model.
+    # All schedules use one set of ranks: to start ranks costs more than to train this model.
     ranks = on_ranks(pp, train_on_rank, pp, config, data, n_microbatches)
     for schedule in SCHEDULES:
         with subtests.test(schedule):

@@ -56,9 +56,9 @@ from tests.step.test_experts_in_pipelines import (
 )
 from tests.step.test_experts_in_pipelines import CONFIG as SMALL
 
-# Heads, experts and widths for every tp and ep up to 8 but 5 and 7; layers for 8 stages, half of
-# them without experts. Their outputs count much, as AdamW makes steps of tiny gradients, with what
-# rounding does to them.
+# Heads, experts and widths fit every tp and ep up to 8 but 5 and 7. There are layers for 8 stages,
+# half of them without experts. The experts' outputs count much: AdamW makes whole steps of tiny
+# gradients, and so of their rounding errors.
 CONFIG = ModelConfig(
     dim=48, n_layers=8, n_heads=24, ffn_dim=24, vocab_size=24, max_seq_len=24, n_experts=24, expert_dim=24, moe_every=2,
     n_shared_experts=1, router_scale=16.0, balance_coef=0.1, z_coef=0.05,
@@ -139,7 +139,7 @@ def test_one_norm_clips_parts_of_every_mesh_and_evaluation_equals_one_process(
 
 
 def gradients(rank: int) -> dict[str, Tensor]:
-    """Of one backward over two rows a rank, averaged by hand: without FSDP2."""
+    """Return the gradients of one backward over two rows a rank, averaged by hand without FSDP2."""
     mesh = init_distributed(DistributedConfig(dp_shard=4, ep=2), seed=0)
     assert mesh is not None
     model = Transformer(replace(SMALL, balance="none", z_coef=0.0)).double()
@@ -168,7 +168,7 @@ def test_gradients_of_experts_are_means_over_all_data_ranks_where_nothing_is_sha
 
 
 def test_grouped_products_in_float32_are_near_one_process_in_float64() -> None:
-    """Of the parameters only that they are close: AdamW makes steps of the least gradients."""
+    """Parameters need only be close, because AdamW makes whole steps of tiny gradients."""
     recipe = stack.Recipe(DistributedConfig(dp_shard=2, ep=2), dtype=torch.float32)
     ranks = on_ranks(2, stack.train_on_rank, [recipe], stack.EXPERTS, timeout_s=60)
     found = [trained for [trained] in ranks]
@@ -182,7 +182,7 @@ def in_runtime(rank: int, names: Sequence[str]) -> list[Routed]:
 
 
 def under_runtime(name: str) -> Routed:
-    """Losses are those of this data rank's rows, averaged here."""
+    """Train under the runtime. Losses are of this data rank's rows, and averaged here."""
     mesh = init_distributed(PIPED, seed=0)
     schedule = build(name, 2, M)
     modules = stage_modules(get_pp_rank(mesh), schedule, SMALL)
@@ -264,7 +264,7 @@ def skipped(rank: int, cases: list[tuple[int, bool]]) -> list[dict[str, Tensor]]
 
 
 def gradients_of_mixture(rank: int, used: int, sharded: bool) -> dict[str, Tensor]:
-    """Of one backward over two data ranks."""
+    """Return the gradients of one backward over two data ranks."""
     mesh = init_distributed(SHARED_OUT, seed=0)
     assert mesh is not None
     model = Mixture(used)
@@ -306,7 +306,7 @@ class Beside(nn.Module):
 
 
 class Choosing(nn.Module):
-    """A last stage, which uses the experts' output or not."""
+    """A last stage that may use the experts' output."""
 
     def __init__(self, uses_experts: bool) -> None:
         super().__init__()
@@ -354,12 +354,12 @@ def test_experts_whose_output_one_data_rank_leaves_unused_equal_one_process() ->
 
 
 def in_parts(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return what a stage returns for the two microbatches of ``x``, put together."""
+    """Return a stage's outputs for the two microbatches of ``x``, put together."""
     return [torch.cat(parts) for parts in zip(*map(module, x.chunk(2)), strict=True)]
 
 
 class Foreign(nn.Module):
-    """A layer of somebody else's, with one expert a row, or not."""
+    """A layer of another package, perhaps with one expert a row."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()

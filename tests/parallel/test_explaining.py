@@ -1,4 +1,4 @@
-"""A model that cannot be cut is refused by name: which of its lines, what kind of problem, what to do."""
+"""A refusal of a model that cannot be cut names the line, the kind of problem, and the remedy."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def marked(model: type[nn.Module]) -> tuple[str, str]:
-    """The line of a model that is marked, and the kind of problem that it is marked as."""
+    """Return the marked line of a model, and the kind of problem in the mark."""
     lines = list(enumerate(SOURCE.read_text().splitlines(), 1))
     start = next(number for number, line in lines if line.startswith(f"class {model.__name__}("))
     number, line = next((n, line) for n, line in lines if n > start and "# here: " in line)
@@ -33,7 +33,7 @@ def test_the_line_that_stops_a_model_is_named(model: type[nn.Module]) -> None:
 
 
 class Branching(nn.Module):
-    """What is in a batch decides which modules are called."""
+    """A model in which the values of a batch decide which modules are called."""
 
     def __init__(self) -> None:
         super().__init__()

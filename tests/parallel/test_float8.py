@@ -1,4 +1,8 @@
-"""Products in eight bits: torchao's own on one process, and the same conversion on one process under every layout."""
+"""Products in eight bits equal one process.
+
+One process computes as torchao does by itself, and every layout equals the same conversion on one
+process.
+"""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from tests.parallel.stack import DATA
 
 CONFIG = replace(stack.CONFIG, dim=32, n_layers=4, ffn_dim=64, n_kv_heads=None)
 RECIPES: tuple[Literal["tensorwise", "rowwise"], ...] = ("tensorwise", "rowwise")
-# Sums in another order differ in the 24th bit, and then some number is rounded to its other
+# Sums in another order differ in the 24th bit, and then a number may be rounded to its other
 # neighbour in float8.
 TOLERANCES = (1e-5, 1e-3)  # seen: 2e-6 of gradients, 1e-4 of parameters after three AdamW steps
 
@@ -56,7 +60,10 @@ LAYOUTS = {
 
 
 def in_one_process(n_data: int, recipe: str) -> Trained:
-    """The whole model on the same pieces: each microbatch of each data rank has scales of its own."""
+    """Train the whole model on the same pieces.
+
+    Each microbatch of each data rank has scales of its own.
+    """
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     apply_float8(model, None, recipe)

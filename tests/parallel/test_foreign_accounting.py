@@ -36,7 +36,10 @@ LAYOUTS = {
 
 
 def cases_of(n_ranks: int) -> list[tuple[DistributedConfig, str, bool]]:
-    """Layout, model and whether its parameters are freed after forward, which matters where they are sharded."""
+    """Return layouts, models, and whether parameters are freed after forward.
+
+    The last matters only if parameters are sharded.
+    """
     return [
         (layout, name, reshard)
         for layout in LAYOUTS[n_ranks]

@@ -1,4 +1,7 @@
-"""Evaluation is right with message order alone: NCCL has no tags, so both ends must agree on the order."""
+"""Evaluation works by the order of messages alone.
+
+NCCL has no tags, so both ends must agree on the order.
+"""
 
 from types import SimpleNamespace
 
@@ -13,7 +16,7 @@ N_MICROBATCHES = 3
 
 
 def messages_of_rank(monkeypatch, schedule, rank, pp):
-    """What a rank would send and receive: (kind, peer), in order, without any peer."""
+    """Return a rank's messages as (kind, peer), in order, without running any peer."""
     messages = []
 
     def isend(tensor, group, group_dst):
@@ -58,6 +61,6 @@ def test_two_ranks_send_and_receive_in_the_same_order(monkeypatch, schedule, pp)
 
 
 def neighbours(schedule, pp):
-    """Owners of every two adjacent stages."""
+    """Return the owners of every two adjacent stages."""
     owner = {stage: rank for rank in range(pp) for stage in get_stage_indices(schedule, rank, pp)}
     return [(owner[stage], owner[stage + 1]) for stage in range(len(owner) - 1)]

@@ -1,4 +1,4 @@
-"""FSDP2: what is sharded, when it is gathered and freed, how often it is reduced, in which precision."""
+"""FSDP2: shards, gathering and freeing, the number of reductions, and precision."""
 
 import warnings
 from dataclasses import replace
@@ -101,7 +101,10 @@ def test_without_a_data_parallel_dimension_nothing_changes_but_a_bad_policy_is_r
 
 
 def outputs_on_rank(rank: int) -> list[tuple[list[str], bool]]:
-    """Of a whole model and of a last stage, with logits gathered and not, each as :func:`_output` says."""
+    """Return the results of :func:`_output` for a whole model and a last stage.
+
+    Logits are gathered or not.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     return [
         _output(mesh, n_stages, gathered) for n_stages, gathered in product((1, 2), (False, True))
@@ -109,7 +112,10 @@ def outputs_on_rank(rank: int) -> list[tuple[list[str], bool]]:
 
 
 def _output(mesh: DeviceMesh, n_stages: int, gather_logits: bool) -> tuple[list[str], bool]:
-    """Warnings of the last stage's forward under tensor parallelism and FSDP2, and whether its output is a view."""
+    """Return the warnings of a forward, and whether its output is a view.
+
+    The forward is the last stage's under tensor parallelism and FSDP2.
+    """
     module = build_stage_module(CONFIG, n_stages - 1, n_stages)
     apply_tensor_parallel(module, mesh, gather_logits=gather_logits)
     apply_fsdp2(module, mesh)
@@ -129,7 +135,10 @@ def test_with_tensor_parallelism_the_output_is_no_view_on_which_hooks_could_be_l
 
 
 def materialised_on_rank(rank: int, layout: DistributedConfig, config: ModelConfig) -> list[str]:
-    """Parameters, and outputs, in which a stage made on the meta device differs from one made where it is."""
+    """Return the differences of a stage made on meta from one made on its device.
+
+    They are names of parameters and outputs.
+    """
     mesh = init_distributed(layout, seed=0)
     index, n_stages = get_pp_rank(mesh), layout.pp
     with torch.device("meta"):
@@ -160,7 +169,11 @@ def test_a_stage_sharded_on_the_meta_device_is_the_same_model(
 
 
 def precision_on_rank(rank: int, inputs: Tensor) -> dict[str, Any]:
-    """Dtypes in which a pipeline with mixed precision computes and keeps; and the refusal of another boundary."""
+    """Return the dtypes of a pipeline with mixed precision, and a refusal.
+
+    The dtypes are those of computation and of storage. The refusal is of another dtype at a
+    boundary.
+    """
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2), seed=0)
     module = build_stage_module(CONFIG, get_pp_rank(mesh), 2)
     apply_ac(module, "full")
@@ -224,7 +237,7 @@ def test_rank_0_says_once_that_a_float32_model_computes_in_bfloat16(
 
 
 def half_gradient_on_rank(rank: int) -> Tensor:
-    """Reduced gradient of a weight whose gradient is 512 on the first rank and 2 on the others."""
+    """Return the reduced gradient of a weight: 512 on the first rank and 2 on the others."""
     model = Transformer(CONFIG).bfloat16()
     apply_fsdp2(model, init_distributed(DistributedConfig(dp_shard=4)))
     model.norm.register_forward_hook(
@@ -244,7 +257,7 @@ def test_a_half_precision_model_reduces_its_gradients_in_float32() -> None:
 
 
 class Gated(nn.Module):
-    """A layer and a gate, whose weight is one row: of two shards the second is empty."""
+    """A layer and a gate. The gate's weight is one row, so the second of two shards is empty."""
 
     def __init__(self, n_outputs: int) -> None:
         super().__init__()
@@ -255,7 +268,7 @@ class Gated(nn.Module):
 
 
 def gated() -> tuple[Gated, Gated]:
-    """The second's gate has the first's values."""
+    """Return two modules whose gates have the same values."""
     torch.manual_seed(0)
     first, last = Gated(4).double(), Gated(1).double()
     last.gate.load_state_dict(first.gate.state_dict())
@@ -268,7 +281,7 @@ GATED_TIE = ({0: "gate.weight", 1: "gate.weight"},)
 def step_of_empty_shards(
     rank: int, engine: str, folder: str, x: Tensor, y: Tensor
 ) -> dict[str, Any]:
-    """One step with a hook on each gradient, clipped; saved and loaded into zeros."""
+    """Take a clipped step with a hook on each gradient; save it, and load it into zeros."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module, pp_rank = gated()[get_pp_rank(mesh)], get_pp_rank(mesh)
     apply_fsdp2(module, mesh, blocks=())
@@ -372,7 +385,7 @@ def text_and_images() -> TextAndImages:
 
 
 def some_with_images(data_rank: int) -> dict[str, Any]:
-    """Four microbatches of a data rank, of which rank 0's second has images."""
+    """Return four microbatches of a data rank. Only the second one of rank 0 has images."""
     torch.manual_seed(1 + data_rank)
     x, y = torch.randn(2, 4, 2, 6, dtype=torch.float64)
     return {
@@ -383,7 +396,7 @@ def some_with_images(data_rank: int) -> dict[str, Any]:
 
 
 def images_on_one_rank(rank: int) -> list[dict[str, Tensor]]:
-    """Gradients by either engine after two steps that add up."""
+    """Return the gradients of either engine after two steps, added up."""
     mesh = init_distributed(DistributedConfig(dp_shard=2))
     assert mesh is not None
     found = []

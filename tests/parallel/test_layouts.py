@@ -1,4 +1,4 @@
-"""Every layout trains as one process does: loss, gradients, norm, parameters, evaluation."""
+"""Every layout trains like one process: loss, gradients, norm, parameters, evaluation."""
 
 from collections.abc import Sequence
 

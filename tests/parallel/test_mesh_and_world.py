@@ -1,4 +1,4 @@
-"""Ranks find each other under torchrun, Slurm or nothing, and the mesh has the dimensions asked for."""
+"""Ranks find each other under any launcher, and the mesh has the dimensions asked for."""
 
 import gc
 import os
@@ -99,7 +99,7 @@ def test_slurm_variables_are_exported_for_env_rendezvous(launcher, monkeypatch):
 
 @pytest.fixture
 def scontrol_answers(tmp_path, monkeypatch):
-    """The ``scontrol`` that a rank on virtual nodes finds."""
+    """Provide the ``scontrol`` that a rank on virtual nodes finds."""
 
     def answer_with(text):
         scontrol = tmp_path / "scontrol"
@@ -325,7 +325,7 @@ def test_a_layout_with_tensor_parallelism_across_nodes_warns_once(node_of_rank, 
 
 
 def strange_names_on_rank(rank):
-    """Refusals of meshes whose dimensions are named otherwise, or not at all."""
+    """Return the refusals of meshes with other names of dimensions, or with none."""
     refusals = []
     for sizes, names in [
         ((2,), None),
@@ -483,7 +483,7 @@ def test_torchs_pipeline_refuses_gpus_over_gloo_and_names_the_engine_that_can():
 
 
 def test_leaving_lets_go_of_the_group_that_stages_without_a_pipeline_share() -> None:
-    """Its threads would run until the interpreter is taken down around them."""
+    """The group's threads would otherwise run until the interpreter goes down around them."""
     init_distributed(DistributedConfig())
     group = weakref.ref(lone_group(dist.group.WORLD))
     destroy_distributed()

@@ -1,4 +1,7 @@
-"""Tensor → expert parallel → activation checkpointing → compile → FSDP2: any other order is refused, on every rank."""
+"""Transformations have one order, and every rank refuses any other.
+
+Tensor → expert parallel → activation checkpointing → compile → FSDP2.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""Every rank of a group enters the same collectives in the same order: NCCL has no tags, and would wait for ever."""
+"""Every rank of a group enters the same collectives in the same order.
+
+NCCL has no tags, so ranks that differ would wait for ever.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +30,7 @@ Entered = tuple[tuple[int, ...], str, int]
 
 
 def entered_on_rank(rank: int) -> list[list[Entered]]:
-    """What this rank enters in two clipped steps under each recipe, in order."""
+    """Return the calls that this rank enters in two clipped steps under each recipe, in order."""
     return [_entered(recipe) for recipe in RECIPES]
 
 
@@ -47,7 +50,11 @@ def _is_message(operator: str) -> bool:
 
 
 def flaws(ranks: list[list[Entered]]) -> Iterator[str]:
-    """Groups whose ranks enter other collectives; pairs of which one sends what the other does not receive in turn."""
+    """Yield a sentence for each group or pair whose ranks do not match.
+
+    Ranks of a group may enter different collectives, or one of a pair may send messages that the
+    other does not receive in turn.
+    """
     for group in {entered[0] for rank in ranks for entered in rank}:
         first, *others = (
             [e[1:] for e in ranks[rank] if e[0] == group and not _is_message(e[1])]

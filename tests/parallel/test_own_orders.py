@@ -1,4 +1,7 @@
-"""Orders for which torch has no class of their name or size go through its executor, or are refused in a sentence."""
+"""Orders without a class in torch go through its executor, or a sentence refuses them.
+
+torch may lack a class of the name, or refuse the size.
+"""
 
 import pytest
 
@@ -33,8 +36,8 @@ def orders() -> dict[str, Schedule]:
     }
 
 
-# Which torch's own classes refuse on two ranks: fewer microbatches than stages, rounds of unequal
-# size.
+# {schedule: microbatches} that torch's own classes refuse on two ranks: fewer microbatches than
+# stages, or rounds of unequal size.
 TOO_ODD = {"1f1b": 1, "zb_h1": 5}
 ROWS = 20
 

@@ -1,4 +1,4 @@
-"""What a pipeline step does beside computing: weigh unequal microbatches, pass keywords."""
+"""Duties of a pipeline step beside computing: weigh unequal microbatches, pass keywords."""
 
 import pytest
 import torch
@@ -40,7 +40,10 @@ def in_one_process(config, batch, loss_fn, **kwargs):
 
 
 def padded_batch(config):
-    """Rows with 1 to SEQ_LEN real tokens, left-padded, so that microbatches count different numbers of tokens."""
+    """Return left-padded rows with 1 to SEQ_LEN real tokens.
+
+    So microbatches count different numbers of tokens.
+    """
     (inputs, target), *_ = batches(config, BATCH, SEQ_LEN, 1, seed=1)
     lengths = torch.arange(BATCH) % SEQ_LEN + 1
     mask = torch.arange(SEQ_LEN) >= SEQ_LEN - lengths[:, None]
@@ -158,7 +161,7 @@ def views_on_rank(rank):
 
 
 def _views(rank, mesh, rows):
-    """Losses of the first and the last tokens of each row, as views of one tensor and as tensors of their own."""
+    """Return the loss for inputs and targets that overlap in memory, and for copies of them."""
     _, pipeline = build(
         model_config(False, n_layers=2), mesh, 2, rank, "gpipe", CrossEntropy(), rows, rows
     )

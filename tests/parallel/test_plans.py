@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: what they give, and what is refused by name before anything is cut."""
+"""Plans of tensor parallelism: their results, and refusals by name before any cut."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def odd_heads() -> nn.Module:
 
 
 def widened() -> nn.Module:
-    """Norms over all heads, as in OLMo 2."""
+    """Return a model with norms over all heads, as in OLMo 2."""
     model = llama()
     model.model.layers[0].self_attn.k_norm = nn.RMSNorm(16)
     return model
@@ -178,7 +178,10 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_cut(name: str) -
 
 
 def stages_on_rank(rank: int) -> dict[str, Any]:
-    """What is cut of two stages, each on its rank, and the refusals of plans that one of them cannot follow."""
+    """Return the cut parts of two stages, each on its rank, and refusals of plans.
+
+    A plan is refused if one of the stages cannot follow it.
+    """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
     said: dict[str, Any] = {}
 
@@ -220,7 +223,7 @@ def test_the_stages_of_a_pipeline_refuse_a_plan_together() -> None:
 
 
 def whole_sequences_on_rank(rank: int) -> list[str]:
-    """What a model whose ranks hold parts of sequences says of calls that need the whole."""
+    """Return the refusals of calls that need whole sequences, if ranks hold parts of them."""
     model, said = llama(), []
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), llama_plan)
     for length, keywords in [

@@ -1,4 +1,4 @@
-"""An optimizer step that does not wait for the norm leaves exactly what the plain step leaves."""
+"""An optimizer step that does not wait for the norm has exactly the plain step's result."""
 
 import math
 from itertools import product
@@ -15,8 +15,8 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
 }
-# The limit against a norm of about 6; and the stage in which an infinity is planted, in the second
-# of three steps.
+# The limit of a norm that is about 6, and the stage in which an infinity is planted. It is planted
+# in the second of three steps.
 CASES = [*product(OPTIMIZERS, (1e3, 0.5), (None, 0, 1))]
 
 
@@ -29,7 +29,7 @@ def gradients(rank, step, planted):
 
 
 def plain_step(optimizer, parameters, max_norm):
-    """What every rank does that waits: the norm of all, then clip, then step, or no step."""
+    """Take the plain step: wait for the norm of all ranks, clip, then step or skip the step."""
     square = sum(p.grad.double().norm() ** 2 for p in parameters)
     squares = [torch.empty_like(square) for _ in range(dist.get_world_size())]
     dist.all_gather(squares, square)

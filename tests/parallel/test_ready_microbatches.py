@@ -129,10 +129,10 @@ def test_packed_sequences_equal_their_documents_one_by_one(
 
 
 class Noted(nn.Linear):
-    """Cannot run on the meta device; returns as many positions as it is told to, and a tensor that
-    nobody reads.
+    """A stage that cannot run on the meta device.
 
-    It attaches a loss, which one process multiplies by the microbatch's ``share``.
+    It returns as many positions as it is told to, and a tensor that no stage reads. It attaches a
+    loss, which one process multiplies by the microbatch's ``share``.
     """
 
     def __init__(self, name: str) -> None:
@@ -160,7 +160,7 @@ class Last(Noted):
 
 
 KEPT = [[(2, 5, 3), (1, 4, 4), (3, 6, 2), (1, 4, 4)], [(1, 7, 7), (2, 5, 3), (2, 5, 4), (4, 2, 1)]]
-"""Rows, length and what stages keep of it for each microbatch of two data ranks."""
+"""(Rows, length, length that stages keep) of each microbatch of two data ranks."""
 
 
 def noted_stages(n: int) -> list[Noted]:
@@ -219,7 +219,10 @@ def noted_on_rank(rank: int, schedule: str, dp: int) -> tuple[Trained, list[floa
 def test_stages_that_meta_cannot_tell_of_are_tried_once_and_stay_as_they_are(
     schedule: str, dp: int
 ) -> None:
-    """Also under FSDP2, whose replicas have microbatches of other shapes; a plain loss weighs them by their rows."""
+    """It also holds under FSDP2, whose replicas have microbatches of other shapes.
+
+    A plain loss weighs microbatches by their rows.
+    """
     ranks = on_ranks(2 * dp, noted_on_rank, schedule, dp, timeout_s=60)
     n_stages = 2 * len(ranks[0][1])
     assert_same_training([trained for trained, _, _ in ranks], noted_in_one_process(n_stages, dp))
@@ -238,7 +241,7 @@ SAME = replace(WHOLE, offsets=Offsets(torch.tensor([[0, 3, 5, 8]]).expand(4, -1)
 
 
 def replaced(name: str, i: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    """Put another entry into a list, where it is given."""
+    """Put another entry into a list, if the list is given."""
 
     def replace(lists: dict[str, Any]) -> None:
         if name in lists:
@@ -253,7 +256,7 @@ def on(rank: int, change: Callable[[dict[str, Any]], Any]) -> Callable[[int, dic
 
 SHORT = Offsets(DATA[0].offsets.starts, 0)
 
-# What is changed on a rank that has everything that it needs, and what all are told.
+# A change of one rank's right arguments, and the message that all ranks get.
 WRONG: dict[str, tuple[Callable[[int, dict[str, Any]], None], str]] = {
     "three of four": (
         on(1, lambda g: g["kwarg_mbs"].pop()),
@@ -415,7 +418,7 @@ def test_an_argument_of_which_nobody_said_what_it_is_is_offered_what_it_can_be(
 
 
 def refusals_on_rank(rank: int) -> tuple[dict[str, str], list[float]]:
-    """What is said of each mistake, and then the losses of right steps."""
+    """Return the refusal of each mistake, and then the losses of right steps."""
     mesh, said = init_distributed(DistributedConfig(pp=2), seed=0), {}
     example, sent = torch.zeros(1, 8).long(), torch.zeros(1, 8, DIM).double()
     stage = build_pipeline_stage(model().cut(2)[rank], mesh, "cpu", inputs=example, outputs=sent)
@@ -463,7 +466,7 @@ def test_what_does_not_go_together_is_refused_on_every_rank_and_right_steps_go_o
 
 
 class Cutting(nn.Linear):
-    """Returns as many positions as an object says, which ranks do not compare."""
+    """A stage that returns as many positions as an object says. Ranks do not compare objects."""
 
     def forward(self, x: Tensor, sizes: Any) -> Tensor:
         return super().forward(x)[:, : sizes["keep"]]
@@ -493,7 +496,7 @@ LENGTHS = [(2, 8), (1, 16), (3, 5), (1, 2)]
 
 
 def own_on_rank(rank: int, tied: bool) -> tuple[Trained, list[str], Any]:
-    """The course's own model, whose sizes are known: gradients, what is refused, and outputs."""
+    """Return gradients, refusals and outputs of the course's own model, whose sizes are known."""
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     modules, pipeline = build(model_config(tied), mesh, 2, rank, "zb_v", CrossEntropy())
     said = []
@@ -580,7 +583,7 @@ def behind_a_frozen_stage(rank: int) -> tuple[float, list[Tensor | None]]:
 
 
 def test_shorter_microbatches_behind_a_frozen_stage_are_read_to_their_end_alone() -> None:
-    """Nothing comes back to a frozen stage, so no message would notice a buffer that is too long."""
+    """A frozen stage gets no gradient, so no message would show a buffer that is too long."""
     whole = nn.Sequential(*frozen_and_pooled())
     losses = [nn.functional.mse_loss(whole(x), y) for x, y in shorter_data()]
     loss = torch.stack(losses).mean()
@@ -593,7 +596,7 @@ def test_shorter_microbatches_behind_a_frozen_stage_are_read_to_their_end_alone(
 
 
 class Positioned(nn.Module):
-    """Takes three positions a token, as Qwen2-VL does: their first dimension is not the rows."""
+    """A model with three positions a token, as in Qwen2-VL: their first dimension is not rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -630,7 +633,7 @@ def positioned_on_rank(rank: int) -> tuple[Trained, list[str]]:
 
 
 def test_ready_microbatches_need_no_rows_in_their_first_dimension() -> None:
-    """A whole batch does: it is refused on every rank."""
+    """A whole batch needs rows in the first dimension, so it is refused on every rank."""
     model = positioned()
 
     def step(_: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a pipeline refuses: on every rank, before any message, in words that name the remedy."""
+"""A pipeline refuses faults on every rank, before any message, and names the remedy."""
 
 import os
 import re
@@ -32,7 +32,7 @@ from tests.parallel.small import N_MICROBATCHES, SEQ_LEN, build, model_config, t
 
 
 def refusal_on_rank(rank, pp, config, arguments):
-    """The message this rank is refused with, and whether a right step works afterwards."""
+    """Return the refusal on this rank, and whether a right step works afterwards."""
     mesh = init_distributed(DistributedConfig(pp=pp), seed=0)
     _, pipeline = build(config, mesh, pp, rank, "1f1b", CrossEntropy())
     args, kwargs = arguments(rank)
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_the_next_step_works(what
 
 
 def one_data_rank_refusal_on_rank(rank):
-    """Two pipelines of two ranks, of which the second is given too few rows."""
+    """Return the refusals of two pipelines of two ranks. The second gets too few rows."""
     mesh = init_distributed(DistributedConfig(pp=2), seed=0)
     _, pipeline = build(
         model_config(False, n_layers=2), mesh, 2, get_pp_rank(mesh), "1f1b", CrossEntropy()
@@ -260,7 +260,7 @@ def test_a_stage_is_recorded_as_its_pipeline_runs_it_and_refused_before_there_is
 
 
 def mesh_refusals_on_rank(rank):
-    """Refusals of half a mesh, and of stages that two pipeline ranks cannot share."""
+    """Return the refusals of half a mesh, and of stages that two pipeline ranks cannot share."""
     mesh, refusals = init_distributed(DistributedConfig(pp=2)), []
     for given, n_stages in ((mesh["pp"], 2), (mesh, 3)):
         with pytest.raises(ValueError, match="ranks") as refusal:
@@ -367,7 +367,7 @@ class Failing(nn.Linear):
 
 
 def fail_in_mid_step(rank):
-    """What each of two processes of their own does."""
+    """Run a step that fails, in each of two processes."""
     mesh = init_distributed(DistributedConfig(pp=2))
     module = Failing(4, 4) if rank else nn.Linear(4, 4)
     stage = build_pipeline_stage(

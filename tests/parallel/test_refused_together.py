@@ -1,4 +1,7 @@
-"""What is wrong on one rank alone, at the door of a function that all ranks call, is refused on all of them."""
+"""All ranks refuse a call that is wrong on one rank alone.
+
+This holds for every function that all ranks call together.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +31,7 @@ def stage_module() -> nn.Sequential:
 
 
 def doors(rank: int, mesh: Any, odd: Any) -> dict[str, Callable[[], Any]]:
-    """Calls of every function that all ranks make together, with ``odd`` on rank 1 alone."""
+    """Return calls of every function that all ranks call together. Rank 1 alone has ``odd``."""
 
     def here(right: Any) -> Any:
         return odd if rank == 1 else right
@@ -102,7 +105,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_in_the_same_words() -> None
 
 
 def refusals_over_data(rank: int) -> str:
-    """Of four ranks, two of which hold one stage."""
+    """Return the refusals of four ranks, of which two hold one stage."""
     mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2, timeout_s=60))
     assert mesh is not None
     with pytest.raises(ValueError, match="blocks") as refused:

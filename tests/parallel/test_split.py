@@ -1,4 +1,4 @@
-"""Models that somebody else wrote, cut without changing their code, do what they did in one piece."""
+"""Models of other packages are cut without a change of their code, and compute the same."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
 
 
 def target_of(name: str) -> Tensor:
-    """Numbers of the shape of the model's result."""
+    """Return a target of the shape of the model's result."""
     with torch.no_grad():
         like = tensor_of(called(build(name).eval(), example(name)))
     return torch.randn(like.shape, dtype=like.dtype, generator=torch.Generator().manual_seed(3))
@@ -61,7 +61,10 @@ def in_turn(stages: list[nn.Module], given: Example) -> Any:
 @pytest.mark.parametrize("n_stages", [pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_called_one_after_another_are_the_model(name: str, n_stages: int) -> None:
-    """While it trains, dropout included: the same result to the last bit, the same gradients, the same names."""
+    """In training, dropout included, the stages have the same result to the last bit.
+
+    They also have the same gradients under the same names.
+    """
     model, cut, batch = build(name), build(name), example(name, seed=1)
     stages = auto_split(cut, example(name), n_stages)
     assert set().union(*(stage.state_dict() for stage in stages)) == model.state_dict().keys()
@@ -151,7 +154,10 @@ def test_stages_train_on_ranks_as_in_one_process_at_any_length(
 
 
 def recomputing(reentrant: bool) -> nn.Module:
-    """Return a Llama as scripts of fine-tuning prepare it: layers recomputed, the embedding frozen, then hooked."""
+    """Return a Llama as fine-tuning scripts prepare it.
+
+    Layers are recomputed, and the embedding is frozen and then hooked.
+    """
     model: Any = build("Llama").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.get_input_embeddings().requires_grad_(False)
@@ -162,7 +168,10 @@ def recomputing(reentrant: bool) -> nn.Module:
 def recomputing_on_rank(
     rank: int, engine: str, n_ranks: int, m: int
 ) -> dict[tuple[bool, str], Trained]:
-    """What training leaves behind, by the kind of recomputation and the schedule; no stage is told its number."""
+    """Return the result of training by the kind of recomputation and the schedule.
+
+    No stage is told its number.
+    """
     batch, target, found = example("Llama"), target_of("Llama"), {}
     mesh = init_distributed(DistributedConfig(pp=n_ranks))
     for reentrant, schedule in product((False, True), ("1f1b", "zb_v")):
@@ -205,7 +214,7 @@ def test_a_model_that_recomputes_its_layers_is_cut(engine: str) -> None:
 
 
 class Recomputing(nn.Module):
-    """Recomputes the result of one module and the argument of another, whichever stage holds them."""
+    """A model that recomputes the result of one module and the argument of another."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -218,7 +227,7 @@ class Recomputing(nn.Module):
 
 
 def test_a_received_value_is_not_recomputed() -> None:
-    """A reentrant checkpoint would keep the gradient of what it returns, here a received value, to itself."""
+    """A reentrant checkpoint would not pass on the gradient of a received value that it returns."""
     for reentrant in (False, True):
         model, x = Recomputing(reentrant), torch.ones(3, 4)
         first, last = auto_split(model, x, at=["last"])
@@ -239,7 +248,7 @@ def test_a_received_value_is_not_recomputed() -> None:
 
 
 class Hooked(nn.Sequential):
-    """Lists and dicts of its own beside torch's hooks: only torch's are of one module."""
+    """A module with lists and dicts of its own beside torch's hooks."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -263,7 +272,7 @@ def test_hooks_of_a_model_are_its_stages_and_its_own_lists_stay_as_they_are() ->
 
 
 class AddsInPlace(nn.Module):
-    """What ``same`` returns is what it was called with, and is changed between the modules."""
+    """A model in which ``same`` returns its argument, and that is changed between the modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +316,7 @@ def test_what_a_stage_receives_may_be_changed_in_place(
 
 
 class Counts(nn.Linear):
-    """Looks for what is not zero, which the meta device cannot."""
+    """A module that looks for numbers other than zero, which the meta device cannot do."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * len(x.nonzero())

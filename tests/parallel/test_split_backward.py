@@ -1,4 +1,7 @@
-"""A stage's backward in two halves, where torch cannot split it: the weights of linear layers wait for the second."""
+"""A stage's backward in two halves where torch cannot split it.
+
+The gradients of linear layers' weights wait for the second half.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +39,11 @@ def model() -> nn.Sequential:
 def queued_on_rank(
     rank: int, schedule: str, ac: str
 ) -> tuple[list[int], bool, list[bool], list[Tensor]]:
-    """Layers in each queue that is computed, whether all were; which weights lack a gradient before; gradients."""
+    """Run a step with split backwards; return facts on its queues, and the gradients.
+
+    The facts are the number of layers in each queue that is computed, whether no queue is left, and
+    whether only the second layer had a gradient before.
+    """
     whole, queued, lacking = model(), [], []
     compute = WeightGradients.compute
 
@@ -111,7 +118,7 @@ def own_stages(change: Callable[[nn.Module], None]) -> list[nn.Module]:
 
 
 def split_on_rank(rank: int, change: Callable[[nn.Module], None]) -> list[dict[str, Tensor]]:
-    """Gradients of this package's stages after two steps, of which the second finds the first's."""
+    """Return the gradients of this package's stages after two steps, added up."""
     modules = own_stages(change)
     stages = [
         build_pipeline_stage(module, None, "cpu", BATCH // N_MICROBATCHES, SEQ_LEN)
@@ -138,7 +145,7 @@ def test_own_stages_that_torch_cannot_split_have_the_gradients_of_one_process(ch
 
 
 def wrapped_on_rank(rank: int) -> str:
-    """The refusal of a stage that rank 1 alone has given to ``torch.compile``."""
+    """Return the refusal of a stage that is compiled on rank 1 alone."""
     mesh = init_distributed(DistributedConfig(pp=2))
     like = torch.empty(2, WIDTH, dtype=torch.float64)
     module = model()[:2] if rank == 0 else torch.compile(model()[2:], backend="aot_eager")

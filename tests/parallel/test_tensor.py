@@ -1,4 +1,4 @@
-"""Tensor parallelism: who holds what, what is refused, and a loss over a vocabulary in parts."""
+"""Tensor parallelism: parts that ranks hold, refusals, and a loss over a vocabulary in parts."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
 
 
 def local_shapes_on_rank(rank: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of each parameter but those of the second block."""
+    """Return the local shape of each parameter but the second block's."""
     mesh = init_distributed(DistributedConfig(tp=2))
     model = Transformer(config)
     apply_tensor_parallel(model, mesh)

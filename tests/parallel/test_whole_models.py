@@ -1,4 +1,7 @@
-"""Models that are not this package's train under every mesh as in one process: loss, gradients, parameters."""
+"""Models of other packages train under every mesh as in one process.
+
+Loss, gradients and parameters are equal.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +53,7 @@ SHARDED: Sizes = {"dp_shard": 2}
 HYBRID: Sizes = {"dp_replicate": 2, "dp_shard": 2}
 CUT: Sizes = {"tp": 2}
 SHARED_OUT: Sizes = {"dp_shard": 2, "ep": 2}
-# By number of ranks, which cost more to start than to train on.
+# By number of ranks, because to start ranks costs more than to train on them.
 JOBS: dict[int, list[tuple[Sizes, Recipe]]] = {
     2: [
         (SHARDED, Recipe("llama")),
@@ -89,7 +92,10 @@ def train_jobs_on_rank(rank: int, jobs: Sequence[tuple[Sizes, Recipe]]) -> list[
 
 
 def mesh_of(sizes: Sizes) -> DeviceMesh | None:
-    """Only our own function knows ``ep``; torch's takes dimensions that it does not."""
+    """Return a mesh.
+
+    Only our own function knows ``ep``, and only torch's takes other dimensions than ours.
+    """
     if "ep" in sizes:
         return init_distributed(DistributedConfig(**sizes))
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -106,7 +112,7 @@ def test_a_foreign_model_trains_as_in_one_process(n_ranks: int, subtests: pytest
 def pipeline_on_rank(
     rank: int, case: Case, config: ModelConfig, data: Any
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one step of a pipeline whose mesh has a dimension of another kind."""
+    """Return loss and gradients of one step on a mesh that has a dimension of another kind."""
     mesh = init_device_mesh("cpu", (2, 2, 1, 1), mesh_dim_names=("pp", "cp", "dp_shard", "tp"))
     torch.manual_seed(0)
     modules = build_modules(case, config, mesh)
@@ -137,7 +143,7 @@ def test_a_pipeline_lets_a_dimension_of_another_kind_be() -> None:
 def logits_on_rank(
     rank: int, jobs: Sequence[tuple[ModelConfig, Any, torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Of this rank's rows, for each model cut in two, then in four."""
+    """Return the logits of this rank's rows, for each model cut in two, then in four."""
     found = []
     for (config, state, tokens), schedule in product(jobs, ("1f1b", "interleaved_1f1b")):
         mesh = init_distributed(DistributedConfig(pp=2, dp_shard=2, ep=2), seed=0)
@@ -172,7 +178,7 @@ def test_weights_of_transformers_compute_the_same_cut_and_shared_out() -> None:
 
 
 def adapted(**where: Any) -> nn.Module:
-    """Mixtral with adapters of peft, no part of which is zero."""
+    """Return Mixtral with adapters of peft, no part of which is zero."""
     from peft import LoraConfig, inject_adapter_in_model
 
     model = whole_models.build("mixtral")
@@ -188,7 +194,7 @@ ON_ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 
 
 def adapted_on_rank(rank: int) -> tuple[str, dict[str, torch.Tensor]]:
-    """The refusal of adapters around experts, and gradients of adapters elsewhere."""
+    """Return the refusal of adapters around experts, and gradients of adapters elsewhere."""
     mesh = init_distributed(DistributedConfig(dp_shard=2, ep=2), seed=0)
     model = adapted(target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(ValueError, match="base_layer") as refusal:

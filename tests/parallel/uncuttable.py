@@ -1,4 +1,7 @@
-"""Models that cannot be cut: each has one line, marked ``# here``, that a pipeline could not do as one process does."""
+"""Models that cannot be cut.
+
+Each has one line, marked ``# here``, that a pipeline could not compute like one process.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +50,7 @@ class Hooked(nn.Module):
 
 
 class Unknown(nn.Module):
-    """What crosses is in a class of its own."""
+    """A value that crosses is in a class of its own."""
 
     @dataclass
     class State:
@@ -129,7 +132,10 @@ class InPlace(nn.Module):
 
 
 class HandedOn(nn.Module):
-    """A module returns what it is called with, so that two results are one tensor, which is changed and used."""
+    """A module returns its argument, so that two results are one tensor.
+
+    The tensor is then both changed and used.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that are not this package's, trained under any mesh, and the same training in one process."""
+"""Models of other packages, trained under any mesh, and the same training in one process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ BATCH, SEQ_LEN, STEPS, WORDS, WIDTH = 8, 12, 2, 36, 32
 
 
 class Block(nn.Module):
-    """Feed-forward alone, added to what comes in."""
+    """A feed-forward block alone, added to its input."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def llama(tied: bool = False, **changes: Any) -> nn.Module:
 
 
 def qwen3() -> nn.Module:
-    """Norms of each head's queries and keys, and biases."""
+    """Return a model with norms of each head's queries and keys, and with biases."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {
@@ -114,7 +114,7 @@ def crowded() -> nn.Module:
 
 
 def qwen3_moe() -> nn.Module:
-    """A dense layer first, and products of all experts at once."""
+    """Return a model with a dense layer first, and products of all experts at once."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {
@@ -179,13 +179,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str) -> nn.Module:
-    """One of ``MODELS`` in float64, the same on every rank."""
+    """Return one of ``MODELS`` in float64, the same on every rank."""
     torch.manual_seed(0)
     return MODELS[name]().double()
 
 
 def data_of(name: str) -> list[tuple[Tensor, Tensor]]:
-    """A batch of inputs and targets for each step."""
+    """Return a batch of inputs and targets for each step."""
     generator = torch.Generator().manual_seed(1)
     if name == "convolutional":
         images = torch.randn(STEPS, BATCH, 3, 6, 6, dtype=torch.float64, generator=generator)
@@ -197,14 +197,14 @@ def data_of(name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy; every rank's batch has as many targets."""
+    """Return the mean cross-entropy; the batches of all ranks have equally many targets."""
     output = model(inputs)
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def train(model: nn.Module, name: str, rank: int = 0, n_ranks: int = 1) -> Trained:
-    """Two AdamW steps on this rank's part of each batch; losses are those of the part."""
+    """Take two AdamW steps on this rank's part of each batch. Losses are of this part."""
     data = data_of(name)
 
     def step(i: int) -> Tensor:
@@ -217,13 +217,13 @@ def train(model: nn.Module, name: str, rank: int = 0, n_ranks: int = 1) -> Train
 
 @cache
 def reference(name: str) -> Trained:
-    """In one process."""
+    """Train in one process."""
     return train(build(name), name)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a model, in order."""
+    """The changes that are made to a model, in order."""
 
     model: str
     plan: Any = None
@@ -237,7 +237,7 @@ class Recipe:
 def train_on_rank(
     mesh: DeviceMesh | None, recipe: Recipe
 ) -> tuple[Trained, dict[str, tuple[str, ...]]]:
-    """What training leaves behind, and the names of what each step was applied to."""
+    """Return the result of training, and the names of modules that each change was applied to."""
     model = build(recipe.model)
     names = {
         "tensor": apply_tensor_parallel(model, mesh, recipe.plan),
@@ -257,7 +257,7 @@ def train_on_rank(
 
 
 def assert_equals(ranks: list[Trained], name: str, sizes: Mapping[str, int]) -> None:
-    """All gradients and parameters equal one process's, and so does the mean loss of the data-parallel ranks."""
+    """Assert that gradients, parameters and the data ranks' mean loss equal one process's."""
     losses = torch.tensor([trained.losses for trained in ranks], dtype=torch.float64)
     n_data = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
     parts = losses.view(-1, n_data, sizes.get("tp", 1), STEPS)
