@@ -17,14 +17,14 @@ from course_pp.step.values import ValueMeta
 
 @dataclass(frozen=True)
 class Microbatches:
-    """What a rank's stages are given, by microbatch.
+    """The inputs of a rank's stages, one entry a microbatch.
 
     Attributes:
-        arguments: of the first stage; empty elsewhere.
-        keywords: of every stage.
-        targets: where the last stage is; None elsewhere.
-        counts: the tokens of the targets that the loss counts, by microbatch or of all at once.
-        ready: whether the caller made them, so that their shapes may differ.
+        arguments: positional arguments of the first stage; empty on ranks without it.
+        keywords: keyword arguments of every stage.
+        targets: targets of the loss; None on ranks without the last stage.
+        counts: numbers of target tokens that the loss counts.
+        ready: whether the caller made the microbatches, so that their shapes may differ.
     """
 
     arguments: list[tuple[Any, ...]]
@@ -35,12 +35,13 @@ class Microbatches:
 
 
 class Batch:
-    """Makes microbatches of what a rank is given. What does not fit is a ValueError, as far as a
-    rank can tell alone.
+    """Makes microbatches of the inputs a rank was given.
+
+    Inputs that do not fit are a ValueError, as far as a rank can tell alone.
 
     Args:
         rows: the rows of a microbatch, or None if a whole batch cannot be cut by rows.
-        counts_tokens: whether ``loss`` does; else it counts samples.
+        counts_tokens: whether ``loss`` counts tokens; else it counts samples.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Batch:
             self._inputs = ValueMeta.of(takes.unflatten(whole))
 
     def microbatches(self, given: Given, needs_target: bool) -> Microbatches:
-        """Return what this rank's stages are given."""
+        """Return the inputs of this rank's stages."""
         ready = given.is_ready(self._n_microbatches)
         if given.whole and not ready and self._rows is None:
             raise ValueError(
@@ -74,8 +75,8 @@ class Batch:
                 " microbatches, arg_mbs=, or build the stages for tensors whose first dimension is"
                 " the rows"
             )
-        # First whether the stages take them at all: a spec for one that they do not take would be
-        # of no use.
+        # Look first whether the stages take the keywords at all: a message about the spec of a
+        # keyword that no stage takes would mislead.
         of_each: Sequence[Mapping[str, Any]] = given.kwarg_mbs or []
         for names in of_each or [given.kwargs]:
             for stage in self._stages:
@@ -262,24 +263,28 @@ _NO_TARGETS = (
 )
 
 
-# What ranks tell one another of a batch, unless all of them were given a whole one that fits.
+# The facts that ranks exchange about a batch, unless every rank was given a whole one that fits.
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """The batch that a rank was given, as the other ranks get to know it. Unlike in
-    :meth:`course_pp.base.ranks.Ranks.each`, the others' batches decide whether it is refused.
+    """The batch of one rank, as the other ranks get to know it.
+
+    Unlike in :meth:`course_pp.base.ranks.Ranks.each`, the other ranks' batches decide whether this
+    one is refused.
 
     Attributes:
         pipeline: the lowest rank of its pipeline.
-        lists, whole: the names of what it was given by microbatch, and of a whole batch.
-        problem: what is wrong whatever the others were given.
-        unfit: why it cannot use what it was given.
-        missing: what it lacks if it was given nothing, and others ready-made microbatches.
-        named: by microbatch, the keyword arguments that it was given, other than None.
-        lacking: by microbatch, those that its stages take and that it was not given.
-        kinds: by microbatch, its part of the kind; see :mod:`course_pp.parallel.crossing`.
-        draws: whether its stages drew random numbers in a step since ranks agreed that no stage
+        lists: names of the arguments that hold ready-made microbatches.
+        whole: names of the arguments that hold a whole batch.
+        problem: reason to refuse the batch, whatever the other ranks were given.
+        unfit: reason why this rank cannot use the batch.
+        missing: the input this rank lacks if others were given ready-made microbatches.
+        named: names of the keyword arguments that are given and not None, one set a microbatch.
+        lacking: names of the keyword arguments that the stages take and that are not given, one
+            set a microbatch.
+        kinds: this rank's part of each microbatch's kind; see :mod:`course_pp.parallel.crossing`.
+        draws: whether the stages drew random numbers in a step since ranks agreed that no stage
             does.
     """
 

@@ -1,5 +1,6 @@
-"""A model's blocks: the repeated modules it mostly consists of, each checkpointed, compiled and
-sharded by itself.
+"""A model's blocks: the repeated modules of which it mostly consists.
+
+Each block is checkpointed, compiled and sharded by itself.
 
     model ─┬─ embed
            ├─ layers ── 0, 1, 2, …     blocks: the longest run of one class in one container
@@ -25,7 +26,7 @@ from course_pp.base.torch_private import own_children
 from course_pp.step.hooks import problem_of_wrappers
 
 Blocks = type[nn.Module] | str | Sequence[type[nn.Module] | str] | None
-"""Which modules are blocks: see :func:`find_blocks`."""
+"""The choice of the modules that are blocks: see :func:`find_blocks`."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so nothing can be done to them
 
@@ -75,7 +76,7 @@ def modules_wanted(module: nn.Module, each: type[nn.Module] | str) -> dict[str, 
 
 
 def problem_of_none(module: nn.Module, each: type[nn.Module] | str, option: str) -> str:
-    """Return what to say where ``option=each`` matches nothing."""
+    """Return the message for an ``option=each`` that matches nothing."""
     if not isinstance(each, str):
         return (
             f"{option}={each.__name__} matches no module of {type(module).__name__}:"
@@ -187,8 +188,9 @@ def _what_is_there(module: nn.Module) -> str:
 
 
 def modules_matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the parts of ``module`` whose name matches, by name, in order; a part that has two
-    names is there twice.
+    """Return the parts of ``module`` whose name matches, by name, in order.
+
+    A part with two names is there twice.
 
     In ``layers.*.mlp.down_proj``, ``*`` stays within one part of the name. The empty pattern is
     ``module`` itself.

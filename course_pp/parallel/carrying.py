@@ -1,5 +1,6 @@
-"""Skip connections under torch's schedules, which send from neighbour to neighbour only: values are
-carried along.
+"""Skip connections under torch's schedules: values are carried along from stage to stage.
+
+torch's schedules send from neighbour to neighbour only.
 
     stage 0 writes "encoded" ──► stage 1 ──► stage 2 ──► stage 3 reads "encoded"
                                 └─ carry it, and its gradient back ─┘

@@ -56,8 +56,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     copies: int = 1,
 ) -> Tensor:
-    """Scale all gradients by the same factor so that the norm of the whole model's gradient is at
-    most ``max_norm``.
+    """Scale all gradients by one factor, so that the model's gradient has at most ``max_norm``.
 
     A collective: call it on every rank, after the step and before the optimizer's. Clip gradients
     as a step of either engine leaves them: they are of the mean over the global batch, FSDP2's data
@@ -262,8 +261,9 @@ def _combine(norms: Tensor, norm_type: float) -> Tensor:
 
 
 def _check_equal_gradients(total: Tensor, held: "_Held", everyone: Ranks) -> None:
-    """Refuse, on every rank, if copies of one weight have different gradients: they would drift
-    apart without a word.
+    """Refuse, on every rank, copies of one weight with different gradients.
+
+    The copies would drift apart without a word.
 
     Nothing in a foreign model shows whether gradients were averaged over the data-parallel ranks,
     without which ranks find different totals, and summed over the stages that share a weight,
@@ -316,10 +316,10 @@ def _all_close(norms: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank passed: modules, and the index of each one's stage.
+    """The modules this rank passed, and the index of each one's stage.
 
-    None stands for an index, or the stages of the whole pipeline, that no module can tell.
-    ``ties_are_known`` if the caller or a stage has said which weights are tied.
+    An index is None, and so is the number of stages, if no module can tell it. ``ties_are_known``
+    means that the caller or a stage has said which weights are tied.
     """
 
     modules: tuple[nn.Module, ...]
@@ -403,7 +403,7 @@ def _held(
 
 
 def _index_and_number(part: Stage) -> tuple[int | None, int | None]:
-    """Return which stage of how many something is, where it knows."""
+    """Return the index of a stage and the number of stages, as far as ``part`` knows them."""
     if isinstance(part, PipelineStage):
         return int(part.stage_index), int(part.num_stages)
     return (
@@ -548,8 +548,7 @@ def _problem_of_column(
 def _problem_of_forgotten_ties(
     held: _Held, passed: Sequence[_Passed], device_mesh: DeviceMesh | None, everyone: Ranks
 ) -> str | None:
-    """Return which weight would count twice, as nobody has said that it is tied; None if there is
-    none.
+    """Return a weight that would count twice because nobody has said it is tied, or None.
 
     This happens in every step, so only weights of an embedding's shape are compared. Two embeddings
     of one shape are judged by the layers around them, so all are looked at.

@@ -26,8 +26,9 @@ class CoreShare:
 
 
 def share_cores() -> CoreShare:
-    """Bind this rank to its part of the node's usable cores, and give it a thread for each; call it
-    before any work.
+    """Bind this rank to its part of the node's usable cores, and give it a thread for each.
+
+    Call it before any work.
 
     Nothing is bound where a node has fewer cores than ranks, where Slurm has bound each task to
     cores of its own (its task/affinity plugin does), and on systems other than Linux. A rank alone
@@ -54,8 +55,10 @@ def share_cores() -> CoreShare:
 def cores_of(
     usable: Sequence[int], local_rank: int, n_local: int, places: Mapping[int, tuple[int, int]]
 ) -> tuple[int, ...]:
-    """Return a local rank's part of the usable cores: adjacent ones, as many for each rank; all if
-    there are too few.
+    """Return a local rank's part of the usable cores.
+
+    Its cores are adjacent, and every rank gets the same number. If there are fewer cores than
+    ranks, each rank gets all of them.
 
     Args:
         places: (package, core) of a core by its number, where it is known. Numbers with the same
@@ -95,8 +98,7 @@ def _places_of_cores(usable: Sequence[int], folder: Path = _TOPOLOGY) -> dict[in
 
 
 def _bound_by_slurm(environ: Mapping[str, str], n_usable: int, n_local: int) -> bool:
-    """Return whether this rank is a task that srun has bound to no more cores than its part of the
-    node's.
+    """Return whether srun has bound this rank to no more cores than its part of the node's.
 
     SLURM_CPU_BIND_TYPE alone does not tell: it repeats the request, even if no plugin has carried
     it out.

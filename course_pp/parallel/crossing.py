@@ -1,14 +1,14 @@
-"""What crosses between stages for ready-made microbatches of any shape: agreed before the messages.
+"""The values that cross between stages for ready-made microbatches: agreed on before the step.
 
-torch receives into buffers that are there beforehand, so both ends must know their shapes. What a
-stage returns may depend on the shapes of a microbatch, and on numbers and strings among its keyword
-arguments: these are its kind.
+torch receives into buffers that are there beforehand, so both ends must know their shapes. The
+value that a stage returns may depend on the shapes of a microbatch, and on numbers and strings
+among its keyword arguments: these are the kind of the microbatch.
 
     kinds of all microbatches ──gather──► any new kind?
         yes:  stage 0 says what it returns ──gather──► stage 1 says … ──gather──► … ──► step
         no:   step
 
-Kinds stay known, on all ranks alike, so that every rank finds the same ones to be new.
+All ranks remember the same kinds, so every rank finds the same kinds to be new.
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from course_pp.parallel.stage import ModelStage, find_outputs
 from course_pp.step.values import ValueMeta, as_value, call, meta_of
 
 Kind = tuple[bytes, ...]
-"""A digest of what each rank of a pipeline is given for a microbatch."""
+"""Digests of a microbatch's inputs, one from each rank of the pipeline."""
 
 Crossing = tuple[ValueMeta, ValueMeta]
-"""What a stage takes and returns."""
+"""The values that a stage takes and returns."""
 
-_MOST_KINDS = 10_000  # then all are forgotten; a kind is a few kilobytes
+_MOST_KINDS = 10_000  # beyond, all are forgotten; a kind takes a few kilobytes
 
 
 class Crossings:
@@ -49,11 +49,11 @@ class Crossings:
         self._known: dict[Kind, dict[int, Crossing]] = {}
 
     def agree(self, told: Sequence[RankBatch], pipeline: int, mine: Microbatches) -> None:
-        """Tell this rank's stages what crosses in a step; a collective.
+        """Tell this rank's stages which values cross in a step; a collective.
 
         Args:
-            told: by all ranks.
-            pipeline: which one this rank belongs to.
+            told: the batches of all ranks.
+            pipeline: the pipeline this rank belongs to, named by its lowest rank.
 
         Raises:
             ValueError: on every rank, if nothing tells what a stage returns.
@@ -116,7 +116,7 @@ class Crossings:
 
 @dataclass(frozen=True)
 class _Question:
-    """What does a stage return for a microbatch?"""
+    """The question which value a stage returns for a microbatch."""
 
     stage: ModelStage
     takes: ValueMeta
@@ -124,7 +124,7 @@ class _Question:
     keywords: Mapping[str, Any]
 
     def answer(self) -> ValueMeta:
-        """Return it; a ValueError if that cannot be told without running the stage."""
+        """Return the stage's value; raise a ValueError if only a run of the stage can tell it."""
         stage, declared = self.stage, self.stage.returns
         assert declared is not None  # settled
         if stage.is_last:
@@ -164,9 +164,10 @@ class _Question:
 
 
 def _tried(kinds: Mapping[Kind, str], questions: Mapping[Kind, _Question]) -> dict[Kind, Crossing]:
-    """Run a stage for each of ``kinds``, and return its answers; why it must be run is said there.
+    """Run a stage for each of ``kinds``, and return its answers.
 
-    Replicas gather FSDP2's shards together, so one that has no such microbatch runs another.
+    ``kinds`` maps each kind to the reason why the stage must be run. Replicas gather FSDP2's shards
+    together, so a replica without a microbatch of the kind runs the stage on another one.
     """
     found: dict[Kind, Crossing] = {}
     for kind, why in kinds.items() if questions else ():

@@ -1,19 +1,18 @@
-"""Expert parallelism: the experts of each layer shared out over the ranks of ``ep``; tokens travel
-to theirs and back.
+"""Expert parallelism: ranks of ``ep`` share out the experts; tokens travel to them and back.
 
     rank 0   x, by expert ─┐ counts ┌─► experts 0, 1 ─┐         ┌─► one row for each of x
                            ├─► rows ┤                 ├─► rows ─┤
     rank 1   x, by expert ─┘        └─► experts 2, 3 ─┘         └─► one row for each of x
 
 Ranks of ``ep`` hold different data and one part of the experts each: expert e is on rank e //
-(n_experts / ep). Each call of a layer's experts is three exchanges, all to all: of the counts of
-rows, of the rows, of what the experts made of them. Backward exchanges the rows' gradients twice. A
-rank enters every one of them, whether or not it has a row to send or gets one: an exchange waits
-for all.
+(n_experts / ep). Each call of a layer's experts makes three all-to-all exchanges: the counts of
+rows, the rows, and the experts' results. Backward makes two, of the gradients of results and rows.
+A rank enters every exchange, even if it neither sends nor gets a row, because an exchange waits for
+all ranks.
 
-The gradient of an expert adds up over the tokens of all ranks of ``ep``. Everybody's gradients are
-averaged over all data ranks, so the owner divides it by ``ep`` at once, and FSDP2 averages over the
-ranks that hold the same expert.
+The gradient of an expert adds up over the tokens of all ranks of ``ep``. All other gradients are
+averages over all data ranks. So the owner of an expert divides its gradient by ``ep`` at once, and
+FSDP2 averages it over the ranks that hold the same expert.
 
 Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.
 """
@@ -45,8 +44,7 @@ from course_pp.step.late_weights import part_of
 def apply_expert_parallel(
     model: nn.Module | Sequence[nn.Module], device_mesh: DeviceMesh | None, experts: Blocks = None
 ) -> tuple[str, ...]:
-    """Share the experts of ``model`` out over ``ep``, in place; a no-op where the mesh was made
-    without.
+    """Share the experts of ``model`` out over ``ep``, in place; a no-op without ``ep`` in the mesh.
 
     Apply it after tensor parallelism, under which every rank of ``tp`` gets whole tokens and
     computes whole experts.
@@ -54,7 +52,7 @@ def apply_expert_parallel(
     Args:
         model: any model, or one stage of it, or the list of this rank's stages. Every rank of
             ``ep`` must hold the same weights. Call this on all ranks of the mesh at once.
-        experts: which modules hold the experts of a layer: a class, a name pattern, or several.
+        experts: the modules that hold the experts of a layer: a class, a name pattern, or several.
             Their parameters have one expert in each row, and they are called with ``(x, counts)``:
             rows (n, dim) sorted by expert, and how many each has, some or all 0, as
             :class:`course_pp.model.experts.Experts`; or with ``(hidden_states, top_k_index,

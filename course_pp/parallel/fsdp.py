@@ -47,8 +47,9 @@ def default_mp_policy(param_dtype: torch.dtype = torch.bfloat16) -> MixedPrecisi
 def resolve_reshard_after_forward(
     policy: ReshardPolicy, *, pp: int = 1, dp_shard: int = 1, tp: int = 1, ep: int = 1
 ) -> bool | int:
-    """Decide what happens to gathered parameters after forward: freed (True), kept (False), or kept
-    on fewer ranks.
+    """Decide whether gathered parameters are freed after forward.
+
+    True frees them, False keeps them, and a number keeps them on fewer ranks.
 
     ``"auto"`` is False under pipeline parallelism and True otherwise. A step of a pipeline runs the
     forward of every microbatch before the gradients are reduced, and True would gather the same
@@ -105,9 +106,9 @@ def apply_fsdp2(
     model no longer uses. Gradients are averaged over the data-parallel ranks, under a pipeline once
     a step, after the last microbatch.
 
-    In a step all data-parallel ranks must use the same parameters. Where one rank may leave a part
-    of the model unused, such as the encoder of images, gloo would end the process and NCCL would
-    wait. Leave such a part out of ``blocks``, so that it is gathered with the rest, and call
+    In a step all data-parallel ranks must use the same parameters. If one rank leaves a part of the
+    model unused, such as the encoder of images, gloo ends the process and NCCL waits. Leave such a
+    part out of ``blocks``, so that it is gathered with the rest, and call
     ``model.set_reduce_scatter_unused_params(True)`` afterwards, which torch has from 2.13 on. The
     unused parameters then get gradients of zero, and AdamW moves them.
 
@@ -119,7 +120,7 @@ def apply_fsdp2(
             wider, so float64 stays float64. ``default_mp_policy(torch.float32)`` computes in
             float32.
         reshard_after_forward: see :func:`resolve_reshard_after_forward`.
-        blocks: which modules are gathered each by itself; see :func:`find_blocks`.
+        blocks: the modules that are each gathered by themselves; see :func:`find_blocks`.
 
     Returns:
         The names of the blocks; none where nothing was sharded.

@@ -32,10 +32,10 @@ from course_pp.parallel.cores import share_cores
 from course_pp.parallel.world import Backend, get_device, get_world_info, visible_gpus
 
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-# under which a mesh keeps the one of experts: torch's has no place for another
+# The attribute under which a mesh keeps the mesh of experts: torch's class has no place for it.
 _OF_EXPERTS = "_course_pp_experts"
-# What others call the same dimensions: a mesh with these would pass for one without any, and
-# nothing would be cut. Those of experts lie within dp_shard.
+# Other packages' names of the same dimensions: a mesh with these names would pass for a mesh
+# without our dimensions, and nothing would be cut. Dimensions of experts lie within dp_shard.
 _MISNAMED = frozenset(
     (
         *(
@@ -60,7 +60,7 @@ _MISNAMED = frozenset(
 @checked
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How many ways each kind of parallelism cuts the run.
+    """The number of ranks over which each kind of parallelism cuts the run.
 
     Attributes:
         pp: pipeline-parallel ranks.
@@ -72,9 +72,9 @@ class DistributedConfig:
         backend: ``"gloo"`` or ``"nccl"``; None takes NCCL where every local rank has a GPU, else
             gloo.
         timeout_s: seconds a collective may wait for its peers.
-        share_gpus: where a host has fewer GPUs than ranks, several ranks compute on one, and what
-            they send goes through host memory (gloo). Only `course_pp.runtime` can do that. Build
-            the stages on ``get_device(share=True)``, too.
+        share_gpus: whether several ranks compute on one GPU if a host has fewer GPUs than ranks.
+            Their messages then go through host memory (gloo). Only `course_pp.runtime` can do
+            that. Build the stages on ``get_device(share=True)``, too.
     """
 
     pp: int = 1
@@ -144,8 +144,7 @@ def _spelled(sizes: dict[str, int]) -> str:
 
 @checked
 def init_distributed(config: DistributedConfig, seed: int = 42) -> DeviceMesh | None:
-    """Join the process group, seed every rank alike, share the node's cores out, and build the
-    mesh.
+    """Join the process group, seed every rank alike, share out the node's cores, build the mesh.
 
     A group that exists already (as inside ``on_ranks``) is used as it is, and so are the cores.
     Dimensions of size 1 are left out of the mesh; ``dp_shard`` stays when ``dp_replicate > 1``,
@@ -212,9 +211,12 @@ def mesh_of(kind: str, sizes: Mapping[str, int], ep: int) -> DeviceMesh:
 
 
 def _warn_if_tp_leaves_a_node(tp: int) -> None:
-    """A collective, as no rank knows alone how tasks were placed."""
-    # Virtual nodes share one host, and a number that was inherited from a batch script is 0
-    # everywhere: so both.
+    """Warn on rank 0 if ranks of one ``tp`` group are on different nodes.
+
+    It is a collective, because no rank knows alone how tasks were placed.
+    """
+    # Neither tells nodes apart alone: virtual nodes share a host name, and a node number that was
+    # inherited from a batch script is 0 everywhere.
     nodes = Ranks().gather(f"{os.environ.get('SLURM_NODEID', '')}@{socket.gethostname()}")
     groups = (range(first, first + tp) for first in range(0, len(nodes), tp))
     torn = next((group for group in groups if len({nodes[rank] for rank in group}) > 1), None)
@@ -239,7 +241,7 @@ def limit_waiting(device_mesh: DeviceMesh | None, timeout_s: float) -> None:
 
 
 def _groups_of(device_mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """Return this rank's group along each dimension, those of experts too."""
+    """Return this rank's group along each dimension, the mesh of experts included."""
     meshes = (mesh for mesh in (device_mesh, mesh_of_experts(device_mesh)) if mesh is not None)
     return [mesh.get_group(name) for mesh in meshes for name in mesh.mesh_dim_names or ()]
 
@@ -248,7 +250,7 @@ def destroy_distributed() -> None:
     """Leave the process group; a no-op without one, so it is safe to call repeatedly."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # its groups' threads would run until the interpreter is taken down around them
+    # The threads of a cached group would run until the interpreter is taken down around them.
     lone_group.cache_clear()
 
 

@@ -198,8 +198,9 @@ def _cast_like(copied: nn.Module, policy: MixedPrecisionPolicy) -> None:
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Build the models of this block without weights: parameters on the meta device, buffers as
-    they are.
+    """Build the models of this block without weights.
+
+    Parameters are on the meta device, buffers stay as they are.
 
     Give such a model to :func:`auto_split`, and fill the stages you keep with
     :func:`course_pp.training.checkpoint.load_stage`. Under ``torch.device("meta")`` tables such as

@@ -1,5 +1,6 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``: stages, every schedule torch can run,
-evaluation.
+"""Pipeline parallelism on ``torch.distributed.pipelining``.
+
+It has stages, every schedule torch can run, and evaluation.
 
     inputs ─► stage 0 ──(tensors)──► stage 1 ──► … ──► stage n−1 ─► outputs ─► loss
               rank 0                 rank 1            last rank            │
@@ -84,8 +85,9 @@ def build_pipeline_schedule(
     scaler: MeshGradScaler | None = None,
     timeout_s: float = _LIMIT_S,
 ) -> "PipelineSchedule":
-    """Put stages under a schedule. Call it on every rank of the mesh at once: the ranks compare
-    what they were given.
+    """Put stages under a schedule.
+
+    Call it on every rank of the mesh at once: the ranks compare the arguments they were given.
 
     Args:
         stage: this rank's stage, or the list of its stages for multi-stage schedules, placed as
@@ -227,7 +229,7 @@ class PipelineSchedule(AnyPipeline):
 
     Attributes:
         stages: this rank's stages, first to last. They are new objects, not the stages given.
-        ties: for each weight that several stages share, its name by stage.
+        ties: the weights that several stages share, each as its name by stage.
         attached: the sums of the last step's attached losses by name, on every rank; see
             :func:`attach_loss`.
     """
@@ -602,8 +604,9 @@ def forward_only(
     kwargs: Sequence[dict[str, Any]],
     consume: Callable[[int, Any], None],
 ) -> None:
-    """Run every microbatch through this rank's stages, stage by stage. (torch's ``eval`` fails for
-    V placements.)
+    """Run every microbatch through this rank's stages, stage by stage.
+
+    torch's own ``eval`` fails for V placements.
 
     All ranks order their work by (stage, microbatch). In this order an action comes after the
     actions it needs, so blocking receives cannot deadlock. Two ranks send and receive in the same

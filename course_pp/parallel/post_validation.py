@@ -1,5 +1,4 @@
-"""Post-validation: the optimizer steps before the global norm is known, and takes the step back
-where it must.
+"""Post-validation: step before the global norm is known, and take a wrong step back.
 
 If a stage waits for the norm of the whole gradient, it waits for the slowest stage, and the bubble
 is back. So each stage steps at once, as if nothing had to be clipped, and learns afterwards what
@@ -32,8 +31,8 @@ class OptimisticStep:
         norm = optimistic.settle()    # before gradients are zeroed, and before the next forward
 
     Args:
-        optimizer: of this rank's stages; its gradients are whole, no shards of DTensors, and no
-            weight is on two ranks.
+        optimizer: the optimizer of this rank's stages. Its gradients are whole, no shards of
+            DTensors, and no weight is on two ranks.
         max_norm: the largest norm of the whole model's gradient; where it is larger, gradients are
             scaled as by :func:`clip_grad_norm_`.
         group: the pipeline's ranks; None is all of them, or this process alone if there is no
@@ -77,8 +76,7 @@ class OptimisticStep:
         self._squares = self._squares or [square]
         state = {parameter: _copied(kept) for parameter, kept in self._optimizer.state.items()}
         self._before = [parameter.detach().clone() for parameter in self._parameters], state
-        # What this rank sees alone need not be tried first, and an infinite step would only be
-        # taken back.
+        # If this rank's own part is infinite, the step would only be taken back.
         if math.isfinite(square.item()):
             self._optimizer.step()
 
@@ -95,7 +93,7 @@ class OptimisticStep:
             raise RuntimeError("there is no step to settle: call step() first")
         if self._arrival is not None:
             self._arrival.wait()
-        # Added up in one order everywhere.
+        # Added up in the same order on every rank, so that all of them get the same norm.
         norm = torch.stack(self._squares).sum().sqrt()
         factor = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
         if not torch.isfinite(norm):
@@ -116,7 +114,7 @@ class OptimisticStep:
         ]
 
     def _square(self) -> Tensor:
-        """This rank's part of the norm, squared, in float64."""
+        """Return this rank's part of the squared norm, in float64."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         parts = [
             torch.linalg.vector_norm(gradient, dtype=torch.float64).square()

@@ -1,5 +1,4 @@
-"""What is done to a model's forwards: they are recomputed in backward, compiled, or computed in
-half precision.
+"""Replaced forwards of a model: recomputed in backward, compiled, or in half precision.
 
 A replacement keeps what it replaced, so several lie one around the other. Unlike a wrapper module,
 it changes neither the parameters' names nor the module's class. Hooks of the module, such as
@@ -154,8 +153,9 @@ class Recomputed(Replaced):
 
 
 class _Buffers:
-    """The buffers of a module as one forward found them; its recomputation uses these and leaves
-    the module's own.
+    """The buffers of a module as one forward found them.
+
+    The recomputation of this forward uses them and leaves the module's own buffers alone.
 
     Otherwise BatchNorm would count each microbatch twice, and a spectral norm be recomputed from a
     later value. Enter it around each recomputation: torch's half of weight gradients has one for
@@ -320,8 +320,9 @@ def apply_ac(
     blocks: Blocks = None,
     device_mesh: DeviceMesh | None = None,
 ) -> tuple[str, ...]:
-    """Checkpoint the blocks of ``model`` in place: after tensor parallelism, before compilation and
-    FSDP2.
+    """Checkpoint the blocks of ``model`` in place.
+
+    Call it after tensor parallelism, before compilation and FSDP2.
 
     Results do not change. Each microbatch keeps the state of the random number generators it was
     computed with, so dropout is recomputed as it was. Under a schedule that splits backward
@@ -439,7 +440,7 @@ def apply_compile(
 
 @cache
 def _problem_of(backend: str, device: str) -> str | None:
-    """Return what keeps ``backend`` from compiling for ``device``, tried out on one addition."""
+    """Return the reason why ``backend`` cannot compile for ``device``, found on one addition."""
     if device == "meta":
         return None
     ones = torch.ones(2, device=device)

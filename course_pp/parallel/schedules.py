@@ -1,5 +1,6 @@
-"""Which schedules torch can run, and how: `course_pp.schedule` has their names, sizes and
-placements.
+"""The schedules torch can run, and how it runs them.
+
+`course_pp.schedule` has their names, sizes and placements.
 
 Where torch ships a class that takes the sizes, that class runs. Any other order of synchronous
 actions goes through torch's executor of explicit orders, the one behind its own multi-stage

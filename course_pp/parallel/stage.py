@@ -498,8 +498,9 @@ class ModelStage(LocalNeighboursStage):
     def sent_back(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return gradients as they are sent: contiguous, and zeros for a tensor that the stage did
-        not use.
+        """Return gradients as they are sent: contiguous.
+
+        A tensor that the stage did not use gets zeros.
 
         The stage before is told which tensors were not used. In one process the weights behind such
         a tensor get no gradient, and an optimizer leaves them alone. For a gradient of zero it
@@ -627,8 +628,9 @@ def _fit(infos: Iterable[Any], value: ValueMeta) -> None:
 
 
 def _uses_one_twice(module: nn.Module) -> bool:
-    """Return whether a parameter has two names in ``module``: a block used at two depths, as in
-    ALBERT, or a tie.
+    """Return whether a parameter has two names in ``module``.
+
+    Such a parameter is in a block used at two depths, as in ALBERT, or it is tied.
 
     torch's split backward would go through the second use's graph twice.
     """
@@ -637,8 +639,9 @@ def _uses_one_twice(module: nn.Module) -> bool:
 
 
 class _Handed(torch.autograd.Function):
-    """A tensor for torch's pipelining: contiguous, copied only if it is not, and with a graph node
-    of its own.
+    """A tensor for torch's pipelining: contiguous, and with a graph node of its own.
+
+    It is copied only if it is not contiguous.
 
     torch detaches a stage's outputs in place. That fails for a view. And if an output is the
     stage's own input, or saved by the graph, the rest of the backward would lose it.

@@ -49,7 +49,7 @@ from course_pp.parallel.mesh import get_pp_mesh, get_tp_mesh
 from course_pp.parallel.replaced_forward import check_order
 
 Plan = Mapping[str, ParallelStyle] | Callable[..., Mapping[str, ParallelStyle]] | None
-"""Styles by name pattern, or what makes them of a module and ``tp``."""
+"""Styles by name pattern, or a function that makes them for a module and ``tp``."""
 
 Styles = dict[str, ParallelStyle]
 _Found = dict[str, tuple[str, ParallelStyle]]  # pattern and style of a module, by its name
@@ -62,8 +62,7 @@ def apply_tensor_parallel(
     *,
     gather_logits: bool = True,
 ) -> tuple[str, ...]:
-    """Cut the matrices of ``model`` over ``tp``, in place; a no-op where the mesh has no ``tp``
-    dimension.
+    """Cut the matrices of ``model`` over ``tp``, in place; a no-op without ``tp`` in the mesh.
 
     Inputs and outputs stay ordinary, whole tensors unless a plan says otherwise. What no pattern
     matches is replicated.
@@ -112,7 +111,7 @@ def apply_tensor_parallel(
 
 
 def _styles_of(model: nn.Module, plan: Plan, tp: int, gather_logits: bool) -> _Found:
-    """Return what the plan makes of one module; patterns may match nothing."""
+    """Return the styles of the plan for one module; patterns may match nothing."""
     found: _Found = {}
     uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     for pattern, style in _mapping(model, plan, tp, gather_logits).items():
@@ -162,7 +161,7 @@ _CUT = {
 
 
 def _check_size(name: str, module: nn.Module, style: ParallelStyle, tp: int) -> None:
-    """Refuse what torch would refuse without a name, or cut into unequal parts."""
+    """Refuse sizes that torch would refuse without a name, or would cut into unequal parts."""
     size = next(
         (
             s
@@ -240,8 +239,7 @@ def _check_every_pattern(
 
 
 class GatheredColwiseParallel(ColwiseParallel):
-    """Column-wise, with the parts put together behind the module: for a head whose whole logits are
-    wanted.
+    """Column-wise, with the parts put together behind the module, for a head with whole logits.
 
     torch's ``output_layouts=Replicate()`` sums gradients that are equal on every rank, and returns
     a view, on which hooks of FSDP2 can be lost.
@@ -373,7 +371,7 @@ def transformer_plan(module: Transformer, tp: int, gather_logits: bool = True) -
 
 
 def _plan_of_mlp(config: ModelConfig, layer: int, stream: Placement) -> Styles:
-    """For a layer's feed-forward block; experts are not cut."""
+    """Return the styles of a layer's feed-forward block; experts are not cut."""
     name = f"layers.{layer}.mlp"
     if not config.has_experts(layer):
         inner = _FEED_FORWARD if config.gated_ffn else _FEED_FORWARD[1:]
@@ -396,7 +394,7 @@ def _plan_of_mlp(config: ModelConfig, layer: int, stream: Placement) -> Styles:
 
 
 def _whole_input(stream: Placement) -> ParallelStyle:
-    """For a head that is not cut."""
+    """Return the style of a head that is not cut: it gets its input whole."""
     return PrepareModuleInput(
         input_layouts=(stream,), desired_input_layouts=(Replicate(),), use_local_output=True
     )
@@ -436,8 +434,9 @@ def _check_divides(tp: int, sizes: Mapping[str, int], where: str = "") -> None:
 def llama_plan(
     module: nn.Module, tp: int, gather_logits: bool = True, sequence_parallel: bool = True
 ) -> Styles:
-    """Plan for the Llama family of transformers (Llama, Mistral, Qwen2, Qwen3, Gemma, …), a model
-    or any part of one.
+    """Plan for models of the Llama family of transformers, or any part of one.
+
+    The family includes Llama, Mistral, Qwen2, Qwen3 and Gemma.
 
     Every module that holds ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` is an attention, every
     one that holds ``gate_proj``, ``up_proj`` and ``down_proj`` a feed-forward. The embedding is
@@ -532,10 +531,10 @@ def _with_parameters(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _plan_of_sequences(module: nn.Module) -> Styles:
-    """Return styles that keep each rank to its part of the sequence, from the first block on,
-    outside the cut modules.
+    """Return styles that keep each rank to its part of the sequence outside the cut modules.
 
-    They do not begin at the embedding: behind it the model counts positions.
+    They begin at the first block, not at the embedding, because the model counts positions behind
+    the embedding.
     """
     body = next(name for name in _with_parameters(module) if name != _HEAD)
     plan: Styles = {"": WholeOutputs(), f"{body}.norm": SequenceParallel(use_local_output=True)}
@@ -632,8 +631,9 @@ def _join(*names: str) -> str:
 
 @dataclass(frozen=True)
 class VocabParallelCrossEntropy(CrossEntropy):
-    """:class:`CrossEntropy` of the logits of a head cut with ``gather_logits=False``; the same on
-        every rank.
+    """:class:`CrossEntropy` of the logits of a head that is cut with ``gather_logits=False``.
+
+    The loss is the same on every rank.
 
     Attributes:
         takes_cut_logits: the mark of such a loss: a step then passes on its errors as they are.
@@ -704,8 +704,9 @@ class _TotalLoss(torch.autograd.Function):
 
 
 class _GatherVocabulary(torch.autograd.Function):
-    """Each rank's logits (batch, seq, vocab / tp) put together, (batch, seq, vocab), the same on
-    every rank.
+    """All ranks' logits (batch, seq, vocab / tp), put together as (batch, seq, vocab).
+
+    The result is the same on every rank.
 
     Every rank computes the same loss from them, so backward takes its part of the gradient and
     exchanges nothing.

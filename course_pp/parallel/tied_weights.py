@@ -35,10 +35,11 @@ SharedName = Tie | Sequence[str]
 def agree_on_ties(
     modules: Mapping[int, nn.Module], tied: Iterable[SharedName] | None, pipeline: Ranks
 ) -> tuple[Tie, ...]:
-    """Return the weights that several stages hold: this package's model knows its own, others are
-    as declared.
+    """Return the weights that several stages hold.
 
-    A collective of the pipeline's ranks. It refuses weights that look tied and are not said to be,
+    This package's model knows its own; for other models they are as declared.
+
+    A collective of the pipeline's ranks. It refuses weights that look tied and are not declared,
     and a weight with several names in one stage that is no longer one parameter.
     """
     own = next(
@@ -135,8 +136,9 @@ class TiedWeights:
         self._shared = SharedWeights(ranks.rank, self._weights, modules)
 
     def problem(self, *, values: bool) -> str | None:
-        """Return the problem with the copies, the same on every rank; a collective of the
-        pipeline's ranks.
+        """Return the problem with the copies, the same on every rank, or None.
+
+        A collective of the pipeline's ranks.
 
         Args:
             values: whether to compare the values too, by a checksum. Copies that were equal once
@@ -205,7 +207,7 @@ class TiedWeights:
         return received
 
 
-# of a copy: whether it is trained, its shard, a checksum of its values
+# Facts about a copy: whether it is trained, dtype and shape of its shard, a checksum of its values.
 _Facts = tuple[bool, str, str]
 
 

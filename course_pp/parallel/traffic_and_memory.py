@@ -1,5 +1,4 @@
-"""What a training step sends, and what FSDP2 gathers in it: counted as it happens, and predicted
-from formulas.
+"""Counts and formulas for the messages of a training step and the parameters FSDP2 gathers.
 
 ``bytes`` are those of the whole: the larger of a collective's input and output on this rank.
 
@@ -110,7 +109,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class CollectiveCounts:
-    """What one rank communicates: a tally for each (mesh dimension, collective). Prints as a table.
+    """The collectives of one rank, as a table: a tally for each (mesh dimension, collective).
 
     A dimension is ``pp``, ``dp_replicate``, ``dp_shard`` or ``tp``; ``ep`` or ``efsdp`` for the
     ranks of ``dp_shard`` that hold all experts together, or the same ones, unless these are all;
@@ -172,8 +171,7 @@ class Entered(NamedTuple):
 
 
 def wire_factor(collective: str, n_ranks: int) -> float:
-    """Return the bytes that a rank of ``n_ranks`` sends for each byte counted, with ring
-    algorithms.
+    """Return the bytes a rank sends for each byte counted, with ring algorithms.
 
     An all-reduce is a reduce-scatter and an all-gather: Rajbhandari et al. 2020, "ZeRO",
     arXiv:1910.02054, section 7.1.
@@ -235,7 +233,7 @@ class CollectiveCounter(CollectiveWatcher):
 
     @property
     def counts(self) -> CollectiveCounts:
-        """What was counted so far."""
+        """Return the counts so far."""
         tallies: defaultdict[tuple[str, str], Tally] = defaultdict(Tally)
         for dimension, collective, n_bytes in self.entered:
             tallies[dimension, collective] += Tally(1, n_bytes)
@@ -390,8 +388,9 @@ def predict_collectives(
     clip: bool = True,
     routed: Tensor | None = None,
 ) -> tuple[CollectiveCounts, ...]:
-    """Predict what each rank communicates in one training step in the steady state: the second and
-    every later one.
+    """Predict the collectives and messages of each rank in one training step.
+
+    The step is one in the steady state: the second or a later one.
 
     With ``pp > 1`` that is ``PipelineSchedule.step`` with a :class:`TokenLoss`. With ``pp=1`` it is
     one forward and one backward of the whole model; averaging its loss is the caller's business.
@@ -409,7 +408,7 @@ def predict_collectives(
             ignored with ``pp=1``.
         reshard_after_forward, mp_policy: as given to :func:`apply_fsdp2`.
         ac: the mode given to :func:`apply_ac`.
-        dtype: in which parameters are kept.
+        dtype: dtype in which parameters are kept.
         gather_logits: as given to :func:`apply_tensor_parallel`.
         divisor: the ``divisor`` of ``PipelineSchedule.step``. If it is given, data ranks need not
             add up their tokens.
@@ -483,8 +482,9 @@ def _fully_sharded(rank: _Rank) -> CollectiveCounts:
 
 
 def _gathers(rank: _Rank, dimension: str, n_bytes: int) -> CollectiveCounts:
-    """All-gathers of one group: one before the first forward, one after every forward that frees
-    it.
+    """Count the all-gathers of one group.
+
+    There is one before the first forward, and one after every forward that frees it.
 
     A backward leaves it gathered, so whatever the schedule, each of the m forwards makes the action
     after it gather.
@@ -722,8 +722,7 @@ def predict_unsharded_bytes(
     dtype: torch.dtype = torch.float32,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> tuple[int, ...]:
-    """Return the most bytes of gathered parameters alive on each global rank during a training
-    step.
+    """Return the most bytes of gathered parameters alive in a training step, by global rank.
 
     Padding is counted, a finished gather's buffer while it is copied out is not. Arguments are
     those of :func:`predict_collectives`.
@@ -738,8 +737,9 @@ def predict_unsharded_bytes(
 def measure_unsharded_bytes(
     fn: Callable[[], object], modules: nn.Module | Iterable[nn.Module]
 ) -> int:
-    """Call ``fn`` and return the most bytes of gathered parameters that this rank's ``modules``
-    held meanwhile.
+    """Call ``fn`` and return the most bytes of gathered parameters held meanwhile.
+
+    Only this rank's ``modules`` count.
 
     Looked at after every operation, which is slow: meant for small models.
     """

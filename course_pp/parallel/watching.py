@@ -22,11 +22,10 @@ from course_pp.base.torch_private import (
 
 
 class CollectiveWatcher(TorchDispatchMode):
-    """Reports every collective and message that this process begins in the ``with`` block, on any
-    process group.
+    """Reports every collective and message that this process begins in the ``with`` block.
 
-    All of them pass torch's dispatcher, and autograd carries this mode to the threads that run
-    backward.
+    The process group does not matter: all of them pass torch's dispatcher, and autograd carries
+    this mode to the threads that run backward.
 
     Args:
         tell: called with the operator's name, such as ``"_allgather_base_"``, the group, and the
@@ -64,11 +63,10 @@ def _n_bytes(value: Any) -> int:
 
 
 class GatheredWatcher(TorchDispatchMode):
-    """Measures after every operation in the ``with`` block how many bytes of gathered parameters
-    FSDP2 holds.
+    """Measures the gathered parameters FSDP2 holds, after each operation in the ``with`` block.
 
-    A gather counts from its start, over all ranks of ``dp_shard`` or some; while it is copied out,
-    once.
+    ``peak`` is the largest number of bytes. A gather counts from its start, whether over all ranks
+    of ``dp_shard`` or some, and counts once while it is copied out.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Who am I among the ranks, and which GPU is mine: what torchrun and Slurm say of it.
+"""The place of this process among the ranks, and its GPU, as torchrun and Slurm give them.
 
 torchrun's variables come first, else Slurm's, else this is a single process.
 """
@@ -27,7 +27,7 @@ Backend = Literal["gloo", "nccl"]
 _PORTS = range(15_000, 30_000)
 _SCONTROL_LIMIT_S = 20
 _LEFT_TO_THE_LAUNCHER_S = 5.0
-_INTERRUPTED = 128 + signal.SIGINT  # as a shell counts
+_INTERRUPTED = 128 + signal.SIGINT  # the exit code of a shell for a program ended by Ctrl-C
 
 
 def get_world_info() -> tuple[int, int, int]:
@@ -78,7 +78,10 @@ def _read(*names: str) -> tuple[int, int, int]:
 
 
 def _slurm_local_world_size(world_size: int) -> int:
-    """From a description such as ``"2(x3),1"``: three nodes with two tasks, then one with one."""
+    """Return the tasks on this node, from a text such as ``"2(x3),1"``.
+
+    It means three nodes with two tasks each, then one node with one.
+    """
     text = (
         os.environ.get("SLURM_STEP_TASKS_PER_NODE")
         or os.environ.get("SLURM_TASKS_PER_NODE")
@@ -123,7 +126,7 @@ def _slurm_master_address() -> str:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: ``"gpu[03-05,9],cpu1"`` gives ``"gpu03"``."""
+    """Return the first host of a Slurm node list: ``"gpu[03-05,9],cpu1"`` gives ``"gpu03"``."""
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if match is None:
         raise ValueError(f"Slurm node list {nodelist!r} names no host: set MASTER_ADDR yourself")
@@ -176,8 +179,9 @@ def is_task_of_srun(environ: Mapping[str, str]) -> bool:
 
 @checked
 def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.device:
-    """Return this rank's device: a GPU of its own if every rank of this host has one, else the CPU,
-    with a warning.
+    """Return this rank's device.
+
+    It is a GPU of its own if every rank of this host has one, else the CPU, with a warning.
 
     Args:
         backend: as in :class:`DistributedConfig`; ``"gloo"`` means the CPU, and ``"nccl"`` refuses
@@ -220,12 +224,12 @@ def visible_gpus() -> tuple[int, int, int]:
 
 
 def _has_gpus_of_its_own(environ: Mapping[str, str], n_visible: int, n_local: int) -> bool:
-    """Return whether this rank's ``n_visible`` GPUs are hidden from the other ``n_local - 1`` ranks
-    of its node.
+    """Return whether this rank's GPUs are hidden from the other ranks of its node.
 
     No variable holds what srun was asked for (``--gpus-per-task``, ``--ntasks-per-gpu=1``,
-    ``--gpu-bind=single:1``), so it is inferred from the GPUs that the tasks have got; if Slurm does
-    not count the node's, from what the batch script was asked for.
+    ``--gpu-bind=single:1``), so the answer is inferred. If ``n_visible`` GPUs for each of
+    ``n_local`` ranks are no more than the node's GPUs, as Slurm counts them, each rank has its own.
+    If Slurm does not count them, the options of the batch script decide.
     """
     if not is_task_of_srun(environ):
         return False

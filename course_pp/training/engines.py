@@ -262,8 +262,9 @@ class Engine:
         )
 
     def step(self, batch: Sequences, divisor: float) -> float:
-        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``; return that
-        loss on every rank.
+        """Add the gradient of the batch's summed loss over ``divisor`` to ``.grad``.
+
+        Return that loss on every rank.
 
         The gradient is scaled, the loss is not. The divisor is the number of tokens in all batches
         whose gradients add up. Stages that update their own weights do so within the step: each

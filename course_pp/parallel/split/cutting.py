@@ -1,4 +1,4 @@
-"""From a model and an example to stages, or to the reason why not; what crosses the cuts."""
+"""Stages cut from a model and an example, or the reason why it cannot be cut."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -50,8 +50,9 @@ def auto_split(
     *,
     at: Sequence[str] | None = None,
 ) -> list[nn.Module]:
-    """Cut a model into stages that a pipeline can run; embeddings and head count with their own
-    cost.
+    """Cut a model into stages that a pipeline can run.
+
+    Embeddings and head count with their own cost.
 
     Each stage is a module of the model's class, holds the model's own modules and parameters under
     the model's names, and runs the model's forward without the modules of other stages. The first
@@ -67,7 +68,7 @@ def auto_split(
     Args:
         model: any module. It is cut between the blocks it is mostly made of, and the modules beside
             these.
-        example: what the model is called with for one microbatch: a tuple or list gives positional
+        example: arguments of the model for one microbatch: a tuple or list gives positional
             arguments, a dict keyword arguments, anything else is the only one. Arguments that are
             no tensors stay as in the example; sizes of tensors may change. Models of transformers
             need ``use_cache=False``: a cache cannot cross.
@@ -421,14 +422,14 @@ class Crossing:
     values: tuple[CrossingTensor, ...]
 
     def over(self, cut: int) -> tuple[CrossingTensor, ...]:
-        """Return what the cut before stage ``cut + 1`` carries."""
+        """Return the values that the cut before stage ``cut + 1`` carries."""
         begin = self.begins[cut]
         return tuple(value for value in self.values if value.made < begin <= value.read[-1])
 
 
 @checked
 def crossing(stages: Sequence[nn.Module]) -> Crossing:
-    """Return what crosses the cuts between the stages of :func:`auto_split`."""
+    """Return the values that cross the cuts between the stages of :func:`auto_split`."""
     others = [stage for stage in stages if not isinstance(stage, SplitStage)]
     refuse_unless(
         bool(stages) and not others,

@@ -1,4 +1,4 @@
-"""What a model does with an example: calls of its units, and which unit's result goes where.
+"""A record of a model run on an example: the calls of its units, and the readers of each result.
 
 Units are the modules that one stage holds as a whole; a model is cut between them.
 
@@ -44,7 +44,7 @@ from course_pp.parallel.blocks import runs_of_like_modules
 from course_pp.parallel.meta_device import has_no_weights, run_operation, to_meta, without_numbers
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a model is called with: positional and keyword arguments."""
+"""The arguments of a call of the model, positional and keyword."""
 
 
 class Output(NamedTuple):
@@ -123,7 +123,7 @@ class Recording:
         return self.result_reads.union(*(call.reads for call in self.calls[first:]))
 
     def crossing(self, cut: int) -> tuple[Output, ...]:
-        """What a cut before call number ``cut`` has to carry, in order."""
+        """Return the values that a cut before call number ``cut`` has to carry, in order."""
         return tuple(
             sorted(s for s in self.reads_from(cut) if isinstance(s, Output) and s.call < cut)
         )
@@ -161,8 +161,9 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replaced_on_the_way(model: nn.Module) -> str | None:
-    """Return the name of a module on the way whose forward was replaced: a copy of it would run the
-    whole model.
+    """Return the name of a module on the way whose forward was replaced.
+
+    A copy of such a module would run the whole model.
 
     ``torch.compile`` and accelerate's hooks put such a forward on the module itself; on a unit it
     does no harm.
@@ -475,7 +476,7 @@ class _Watch(TorchDispatchMode):
         return output
 
     def _read_by(self, tensors: list[Tensor]) -> frozenset[Source]:
-        """Return what tensors, as they are used now, were computed from."""
+        """Return the sources from which tensors, as they are used now, were computed."""
         sources = _NOTHING.union(self._decided_by, *map(self._of, tensors))
         problems = [source for source in sources if isinstance(source, Problem)]
         self.recording.problems += [

@@ -1,5 +1,4 @@
-"""A stage of a model that somebody else wrote: the model's own forward, in which other stages'
-units are absent.
+"""A stage of a foreign model: the model's own forward, without other stages' units.
 
     stage 1 of a GPT-2 runs GPT2LMHeadModel.forward:
         wte, wpe, drop, h.0 … h.4      absent: return zeros that take the place of their results
@@ -326,8 +325,9 @@ def _refuse_reentrant_checkpoint(unit: str) -> None:
 
 
 class _Arguments:
-    """The model's own arguments, as in its example: every stage calls the model's forward with
-    them.
+    """The model's own arguments, as in its example.
+
+    Every stage calls the model's forward with them.
 
     Their tensors go from stage to stage. If no later stage looks into a floating-point one, such as
     an image, only its shape goes, as a tensor without elements: the engines send nothing but
