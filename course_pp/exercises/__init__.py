@@ -1,13 +1,13 @@
 """Exercises of the notebooks: graders, hints and solutions, a folder for each notebook.
 
-In a notebook, :func:`check` says of a function *pending*, *not yet* or *correct*, wherever in a
-cell it stands; :func:`hint` reveals one hint a call, :func:`solution` shows the tested source,
-:func:`progress` a table over all notebooks. What an answer does happens in processes of its own
+In a notebook, :func:`check` judges a function: *pending*, *not yet* or *correct*. It may stand
+anywhere in a cell. :func:`hint` reveals one hint a call, :func:`solution` shows the tested source,
+and :func:`progress` shows a table over all notebooks. An answer runs in processes of its own
 (:mod:`course_pp.exercises.answer`), so it can neither hang nor end the kernel. :func:`quiz` asks
 thirty questions, before the course and after it.
 
-Importing this imports no torch; the folder of a notebook is loaded when one of its exercises is
-asked for.
+To import this package imports no torch. The folder of a notebook is loaded when somebody asks for
+one of its exercises.
 """
 
 from course_pp.exercises.checking import check, hint, solution

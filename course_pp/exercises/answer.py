@@ -26,14 +26,14 @@ _LABEL = "[rank 0] "
 class Answer:
     """A function to be judged.
 
-    A call of it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, with a sentence, for an answer
+    To call it, :meth:`calls` and :meth:`on_ranks` raise `Stopped`, with a sentence, for an answer
     that does not end, raises, exits, ends its process, changes its arguments or waits for a message
     that never comes. They raise `Pending` for the stub.
 
     Args:
         fn: the function, or another object that can be called.
         limit_s: seconds that each run may take, not counting the start of the processes.
-        name: its name in messages; the name of ``fn`` if None.
+        name: the answer's name in messages; the name of ``fn`` if None.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ class Bench:
         """Run the step on this rank, which has one stage, once for each number of microbatches."""
         outcomes = []
         for m in sizes:
-            # A late rank shows faults that a fast one hides, such as memory written to too early.
+            # A late rank shows faults that a fast one hides, such as writing to memory too early.
             if stagger_s:
                 dist.barrier()
                 time.sleep(stagger_s * rank)
@@ -381,7 +381,7 @@ def _counted(found: Mapping[str, str]) -> str:
 
 
 def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
-    """Whether a gradient is ``factor`` times the right one, but for rounding."""
+    """Whether a gradient is ``factor`` times the right one, except for rounding."""
     if found is None:
         return False
     away = float((found - factor * expected).abs().max())
@@ -389,7 +389,7 @@ def same(found: Tensor | None, expected: Tensor, factor: float = 1.0) -> bool:
 
 
 def shifted(found: Tensor, right: Tensor) -> bool:
-    """Whether each number is off by the same: what stood there before is lost, or scaled."""
+    """Whether all numbers are off by the same: the value from before is lost, or scaled."""
     return float((found - right).std()) < 1e-9
 
 
@@ -423,11 +423,11 @@ class WrongGradients:
 
     @property
     def factor(self) -> float:
-        """The factor by which the first of them is too large."""
+        """The factor by which the first wrong gradient is too large."""
         return _factor(*self.pairs[0])
 
     def are_times(self, *factors: float) -> bool:
-        """Whether each of them is the right one, times one of the factors."""
+        """Whether each wrong gradient is the right one, times one of the factors."""
 
         def is_times_one(found: Tensor, right: Tensor) -> bool:
             return any(same(found, right, factor) for factor in factors)
@@ -449,7 +449,7 @@ class WrongGradients:
         return self.m > 1 and self.are_times(*(self.m**-k for k in range(1, self.p + 1)))
 
     def are_scaled(self) -> bool:
-        """Whether each of them is the right one, times a factor of its own."""
+        """Whether each wrong gradient is the right one, times a factor of its own."""
         return all(same(found, right, _factor(found, right)) for found, right in self.pairs)
 
     def are_shifted(self) -> bool:
@@ -460,7 +460,7 @@ class WrongGradients:
         return all(same(found + self.before, right) for found, right in self.pairs)
 
     def multiply_received_inputs(self) -> bool:
-        """Whether they are all of weights that multiply an input received from another rank."""
+        """Whether all wrong ones belong to weights that multiply an input from another rank."""
         return all(rank > 0 and name.endswith(".0.weight") for rank, name in self.wrong)
 
     def spare_the_last_rank(self) -> bool:
@@ -486,7 +486,7 @@ def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outc
 
 
 class _SavedTensor:
-    """An object that autograd keeps in place of a tensor, for as long as a backward may need it."""
+    """An object that autograd keeps in place of a tensor as long as a backward may need it."""
 
     def __init__(self, tensor: Tensor, forward: int) -> None:
         self.tensor = tensor

@@ -28,7 +28,7 @@ def check(fn: Callable[..., Any]) -> Verdict:
     Raises:
         TypeError: ``fn`` is no function with a name.
         ValueError: no exercise has that name.
-        KeyboardInterrupt: when interrupted, after the processes have ended.
+        KeyboardInterrupt: the check was interrupted. Its processes have ended by then.
     """
     if isinstance(fn, str) or not callable(fn):
         raise NoExercise(

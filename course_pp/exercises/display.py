@@ -28,7 +28,7 @@ _LOOKS: dict[str, tuple[str, str]] = {
 class Shown:
     """A value that a notebook shows at the call, also in a loop or under an ``if``, once a cell.
 
-    Outside a notebook it is shown as every value is.
+    Outside a notebook it is shown like any other value.
     """
 
     _shown_in = -1
@@ -45,7 +45,10 @@ class Shown:
         return self
 
     def _ipython_display_(self) -> None:
-        """Raise NotImplementedError if IPython, which asks this first, has to show the value."""
+        """Do nothing, or raise NotImplementedError if IPython has to show the value itself.
+
+        IPython calls this method first.
+        """
         notebook = _notebook()
         if notebook is None or notebook.execution_count != self._shown_in:
             raise NotImplementedError

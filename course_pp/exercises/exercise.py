@@ -1,4 +1,4 @@
-"""What an exercise is, and the list of all of them."""
+"""The class of an exercise, and the list of all exercises."""
 
 from __future__ import annotations
 

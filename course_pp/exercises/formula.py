@@ -37,12 +37,14 @@ class Formula:
         wrongs: known wrong formulas, each with its cause last. A formula is a function, or one or
             more pairs (text in the source of ``solution``, text in its place). A formula that
             raises is no match.
-        otherwise: likely cause of any other wrong answer, of the case, its value and the right one.
+        otherwise: likely cause of any other wrong answer. A function gets the case, the answer's
+            value and the right one.
         read: ``read(value, call)`` returns a value to be compared, and raises `Mistake` for a value
             of another kind.
         call: ``call(*case)`` returns a call as a message writes it; as it would be typed if None.
-        example: a counter-example, of the same arguments as ``otherwise``.
-        same: ``same(got, right)`` says whether a value is right; equal but for rounding if None.
+        example: a counter-example. A function gets the same arguments as ``otherwise``.
+        same: ``same(got, right)`` returns whether a value is right. If None, a value is right that
+            is equal but for rounding.
     """
 
     def __init__(

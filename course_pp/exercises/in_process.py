@@ -73,7 +73,7 @@ def _bound_memory() -> None:
 
 
 class _Called:
-    """The answer. It knows whether it is being called."""
+    """The answer, with a note of whether it is being called."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -134,7 +134,7 @@ def _in_a_line(error: BaseException) -> str:
         lines = str(error).strip().splitlines() or [""]
     except Exception:
         lines = ["(its message cannot be shown)"]
-    # torch ends a long message with the reason, after a stack of its own.
+    # torch writes the reason at the end of a long message, after a stack of its own.
     if len(lines) > 3:
         lines = lines[-1:]
     text = " ".join(" ".join(lines).split())
@@ -194,7 +194,7 @@ def _sendable(value: Any, is_the_answers: bool = True) -> Any:
 
 
 def _culprit(value: Any) -> str:
-    """Return the type of the value that cannot be sent, or of the entry that is to blame."""
+    """Return the type of the value that cannot be sent, or of its entry at fault."""
     import cloudpickle
 
     entries: Iterable[Any] = ()

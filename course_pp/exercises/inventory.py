@@ -19,8 +19,8 @@ class Wrong:
 
     Attributes:
         says: the answer.
-        because: why it is wrong.
-        quote: of the notebook; a sentence or an output that refutes it.
+        because: reason why it is wrong.
+        quote: sentence or output of the notebook that refutes it.
     """
 
     says: str
@@ -38,7 +38,7 @@ class Question:
         notebook, section: place where it is taught: "03", "4. When messages take time".
         asks: the question.
         correct: the right answer.
-        output: output of a cell of the notebook that shows it.
+        output: output of a notebook's cell that shows the right answer.
         wrong: common guesses.
         run: an expression over the package that computes the answer; empty where only a run on
             ranks shows it.
@@ -58,7 +58,7 @@ class Question:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """All answers, in an order that is the same for everybody and says nothing."""
+        """All answers, in an order that is the same for all and does not tell the right one."""
         answers = [self.correct, *(wrong.says for wrong in self.wrong)]
         return tuple(sorted(answers, key=self._place))
 

@@ -1,7 +1,7 @@
 """Mistake, which a grader raises, tables of causes, and the causes of exceptions and hangs.
 
-The messages of torch and gloo name their own insides. Each is recognised by some of its words; a
-message that is reworded loses its cause.
+The messages of torch and gloo name their own insides. Some words of each message identify it. If a
+new version words the message anew, no cause is found for it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Stopped(Mistake):
 
 
 class Pending(Exception):
-    """The answer raises NotImplementedError: it is the stub still, whole or in part.
+    """The answer raises NotImplementedError, so it is still the stub, whole or in part.
 
     Its text names the call; it is empty for the whole stub.
     """

@@ -1,4 +1,4 @@
-"""The judge of orders: can an order run, does it hold too much, does it take too long, and why."""
+"""The judge of orders that cannot run, hold too much or take too long, with the causes."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Kept:
 
     @property
     def text(self) -> str:
-        """The text of a file that is written now."""
+        """The text of the file if it were written now."""
         kept = {_MARK: VERSION, **asdict(replace(self, written=time.time()))}
         return json.dumps(kept, indent=1, sort_keys=True) + "\n"
 
@@ -112,14 +112,14 @@ class Store:
         return kept, note
 
     def record_attempt(self, name: str, correct: bool) -> str:
-        """Count a check; return a sentence if that could not be kept as it should."""
+        """Count a check; return a sentence if the count could not be kept as it should."""
         now = time.time()
 
         def one_more(old: Record) -> Record:
             if old.correct:
                 return old
             begun = old.begun or now
-            # A clock may be set back.
+            # The clock may have been set back since.
             took = round(max(now - begun, 0.0) / 60, 1) if correct else 0.0
             return replace(
                 old, correct=correct, attempts=old.attempts + 1, begun=begun, took_minutes=took
@@ -322,7 +322,7 @@ class Progress(Shown):
 
     @property
     def summary(self) -> str:
-        """How many exercises are correct, the minutes left, and the answers to the quiz."""
+        """The number of correct exercises, the minutes left, and the answers to the quiz."""
         correct = sum(row.status == "correct" for row in self.rows)
         text = f"{correct} of {len(self.rows)} correct"
         if left := sum(row.minutes for row in self.rows if row.status != "correct"):
@@ -416,7 +416,7 @@ _HEADINGS = (
 
 
 def _wrap(column: int) -> str:
-    """The wide columns are broken into lines: a table wider than the page would hide its last."""
+    """Break the wide columns into lines: a table wider than the page would hide its last column."""
     return "normal" if _HEADINGS[column] in ("exercise", "solution seen") else "nowrap"
 
 

@@ -57,12 +57,12 @@ class Quiz(Shown):
         return self.kept.quiz[self.when]
 
     def is_closed(self, question: Question) -> bool:
-        """Whether no answer to it counts any more, because the right answer has been shown."""
+        """Whether answers count no more, because the right answers have been shown."""
         return question.name in self.kept.quiz["after"]
 
     @property
     def summary(self) -> str:
-        """How many are answered; after the course also how many are right, then and before it."""
+        """The number of answers; after the course also of right ones, then and before."""
         answered = sum(question.name in self.given for question in self.asked)
         text = f"{answered} of {len(self.asked)} answered"
         if self.when == "before":

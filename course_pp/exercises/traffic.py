@@ -62,10 +62,10 @@ def _begun(note: Callable[[Any, Any], None]) -> Iterator[None]:
 def last_message_waited_for(rank: int, to: int) -> Iterator[None]:
     """Refuse an answer that returns while its last message to rank ``to`` may still be on its way.
 
-    Without this the verdict is luck: a message whose handle is dropped arrives if its receiver was
-    waiting already. A rank that waits for a message knows that all earlier messages to the same
-    rank are taken; so does a rank that meets the others at a barrier. Any other collective is
-    called for its result, and proves nothing about messages.
+    Without this the verdict would be luck: a message whose handle is dropped still arrives if its
+    receiver was waiting already. If a rank waits for a message, all earlier messages to the same
+    rank are taken. The same holds after a barrier. Other collectives prove nothing, because an
+    answer calls them for their results.
 
     Args:
         rank: this rank.

@@ -181,7 +181,7 @@ _WRONG_TOKENS = (
 
 
 def _reached(got: float, right: float) -> bool:
-    """Whether it is the number of tokens, or that in whole tokens."""
+    """Whether the value is the number of tokens, exactly or in whole tokens."""
     return close(got, right) or (got == int(got) and right < got < right + 1)
 
 
@@ -639,11 +639,10 @@ EXERCISES: tuple[Exercise, ...] = (
 
 
 def data_parallel(n_ranks: int) -> Schedule:
-    """Data parallelism as a schedule: every rank does its own work, then the gradients go round a
-    ring.
+    """Return data parallelism as a schedule: every rank works, then gradients go round a ring.
 
     Stage 0 is the work of a rank, one "microbatch" each. The stages that follow are the 2 (n - 1)
-    steps of the all-reduce: part c of the gradients starts on rank c, and each step of it is one
+    steps of the all-reduce. Part c of the gradients starts on rank c, and each of its steps is one
     rank further.
     """
     n_stages = 2 * (n_ranks - 1) + 1
@@ -662,9 +661,9 @@ def beside_data(
     tokens: Sequence[int],
     per_rank: int = 4,
 ) -> dict[int, float]:
-    """Step times of pipeline (``pp``) or tensor parallelism (``tp``) alone over those of data
-    parallelism alone.
+    """Return step times of one kind of parallelism alone, divided by those of data parallelism.
 
+    The kind is pipeline (``pp``) or tensor parallelism (``tp``).
     Data parallelism is torch's DDP, whose ring runs beside the last backward. Memory does not
     count: a layout that does not fit is timed all the same.
 
@@ -674,7 +673,7 @@ def beside_data(
     """
     n = cluster.n_gpus
     longer = replace(model, max_seq_len=max(tokens))
-    # in mixed precision one data-parallel rank would cast its weights, too
+    # in mixed precision even a lone data-parallel rank would cast its weights
     plain = Layout(precision="bfloat16")
     layouts = plain.with_(**{way: n}), plain.with_(dp_replicate=n, reduces="backward")
 
@@ -697,15 +696,16 @@ SIZES = (
     f" {MODEL.vocab_size} --seq-len {SEQ_LEN} --global-batch-size {BATCH} --eval-batches 1 --lr"
     " 0.01 --lr-schedule constant --warmup 4"
 )
-"""``MODEL`` as flags of ``train.py``, and how it is trained."""
+"""The flags of ``train.py`` for ``MODEL`` and its training."""
 
 
 def train_and_die(flags: str, n_ranks: int, rank: int, step: int) -> None:
-    """Run ``train.py`` with ``flags`` on the notebook's own ranks; ``rank`` gets a SIGKILL when
-    ``step`` begins.
+    """Run ``train.py`` with ``flags`` on the notebook's own ranks; kill ``rank`` at ``step``.
+
+    The rank gets a SIGKILL when the step begins.
 
     Raises:
-        RankDied: once it has.
+        RankDied: the rank has died.
     """
     on_ranks(n_ranks, _run_script, str(_script()), shlex.split(flags), rank, step)
 
@@ -770,7 +770,7 @@ def saved_bytes(checkpoint: Path) -> list[dict[str, int]]:
 
 
 def planned_bytes(layout: Layout) -> list[dict[str, int]]:
-    """Predict the same bytes on paper."""
+    """Predict the bytes of :func:`saved_bytes` on paper."""
     run = predict(MODEL, layout, Cluster(1, layout.n_ranks, gpu_named("laptop")), BATCH, SEQ_LEN)
     held = []
     for rank in range(layout.n_ranks):

@@ -103,7 +103,7 @@ _HELD = Formula(
     _WRONG_RECTANGLES,
     read=_read_box,
 )
-# Where something empty lies makes no difference.
+# The offsets of an empty rectangle make no difference.
 _EMPTY = Formula(
     lambda *case: rectangle(*case)[1],
     [case for case in _CASES if 0 in rectangle(*case)[1]],
@@ -156,7 +156,7 @@ _WRONG_OVERLAPS = (
      " tensor."),
 )  # fmt: skip
 
-# Two files each, so that a message can show both.
+# Each case has two files, so that a message can show both.
 _PIECES: tuple[dict[str, Box], ...] = (
     {"a": ((0, 0), (16, 12)), "b": ((16, 12), (16, 12))},
     {"a": ((0, 12), (16, 12)), "b": ((16, 0), (16, 12))},
@@ -244,7 +244,7 @@ def _grade_newest_whole(answer: Answer) -> None:
     try:
         found = answer.calls(cases, call=answer.name)
     except Stopped as e:
-        # The first listing has nothing in it that an answer could stumble over in particular.
+        # An error in the first listing has no special cause: it holds no trap.
         cause = _LISTINGS[e.row][2] if e.row and e.error else e.cause
         raise Mistake(e.symptom, cause, examples[e.row]) from None
     for i, (got, (_, right, cause)) in enumerate(zip(found, _LISTINGS, strict=True)):
@@ -273,7 +273,7 @@ def save_together(rank: int, write: Callable[[], None], publish: Callable[[], No
 _N_SAVERS = 3
 _SLOW_S = 0.3
 _Event = tuple[str, int]
-"""An event of a rank, and the clock of the machine then."""
+"""An event of a rank, and its time by the machine's clock."""
 
 
 def _saved_on_rank(rank: int, fn: Callable[..., Any]) -> list[list[_Event]]:

@@ -43,7 +43,7 @@ from course_pp.training.checkpoint import AsyncSaver, Piece, save
 from course_pp.training.data import Batches, Sequences
 
 CONFIG = ModelConfig(dim=32, n_layers=4, n_heads=4, vocab_size=128, max_seq_len=256)
-"""A byte is a token."""
+"""The sizes of the model, whose tokens are bytes."""
 
 _TEXT = (
     b"A checkpoint is found by looking, never by a pointer that can lie. It is whole when "
@@ -62,12 +62,13 @@ PROMPT = torch.tensor([list(b"Ranks die")])
 
 
 class Trainee:
-    """The model at any layout of at most one pipeline stage a rank, in float64, with its optimizer
-    and its data.
+    """The model in float64, with its optimizer and its data, at any layout.
+
+    A rank has at most one pipeline stage.
 
     Attributes:
         mesh: mesh of the ranks, None for one process.
-        module, optimizer: this rank's part.
+        module, optimizer: this rank's part of the model, and its optimizer.
         batches: the rows of each step, a function of seed and step.
     """
 
@@ -165,11 +166,13 @@ def pieces_read(
 
 
 def saves_in_a_hurry(folder: Path) -> str:
-    """Save step 2 by hand on two ranks, with no barrier: once rank 1 is slow to write, once rank 0
-    to rename.
+    """Save step 2 by hand on two ranks without a barrier.
+
+    Once rank 1 is slow to write, and once rank 0 is slow to rename.
 
     Returns:
-        What each rank finds as the newest when its save returns, and which files there are then.
+        The checkpoint that each rank finds as the newest when its save returns, and the files that
+        there are then.
     """
     told = []
     for slow, what in ((1, "rank 1 writes late"), (0, "rank 0 renames late")):
@@ -210,10 +213,10 @@ class SavedMeanwhile:
     """Six asynchronous saves, with training going on.
 
     Attributes:
-        copied: bytes that a save copied, over those of the weights.
-        stalls: for each save the time for which training stood still, as a share of the time of a
+        copied: bytes that a save copied, divided by the bytes of the weights.
+        stalls: the time for which training stood still at each save, as a share of the time of a
             synchronous save.
-        slower: time of a step while a save is written over its time without; the median.
+        slower: median time of a step while a save is written, divided by its time without.
     """
 
     copied: float

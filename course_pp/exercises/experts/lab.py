@@ -64,7 +64,7 @@ def choices_of(text: str, layer: int = 0) -> list[list[int]]:
 
 
 def loads_on_text(n_rows: int = _ROWS) -> dict[str, tuple[int, ...]]:
-    """Return how many tokens each expert of each layer of the untrained model gets."""
+    """Return the number of tokens for each expert of each layer of the untrained model."""
     model = _untrained()
     model(rows_of_text(n_rows)[:, :-1]).sum().backward()
     return {name: load.tokens for name, load in expert_loads([model], None).items()}
@@ -83,9 +83,9 @@ class Exchange(NamedTuple):
     """The exchanges of data ranks that share out their experts, in one forward and backward.
 
     Attributes:
-        sends: ``sends[i][j]`` rows from rank i to rank j, on the way to the experts of the first
-            layer.
-        each_layer: all-to-alls of a layer.
+        sends: ``sends[i][j]`` is the number of rows from rank i to rank j, on the way to the
+            experts of the first layer.
+        each_layer: number of all-to-alls in a layer.
     """
 
     sends: list[list[int]]
@@ -93,8 +93,9 @@ class Exchange(NamedTuple):
 
     @property
     def over_input(self) -> float:
-        """Bytes that leave a rank in one layer's exchanges of rows, there and back, forward and
-        backward, over the bytes of that layer's input; the mean over ranks.
+        """Bytes that leave a rank in a layer's exchanges, over the bytes of the layer's input.
+
+        It is the mean over ranks. Rows go there and back, in forward and in backward.
         """
         leave = sum(
             rows for i, row in enumerate(self.sends) for j, rows in enumerate(row) if i != j
@@ -143,13 +144,13 @@ class ExpertRun:
         return sum(last) / len(last)
 
     def tokens(self, layer: int) -> list[int]:
-        """Return how many tokens each expert of a layer got in the last ten steps."""
+        """Return the number of tokens that each expert of a layer got in the last ten steps."""
         tokens = [loads[f"layers.{layer}"].tokens for loads in self.loads[-10:]]
         return [sum(of_expert) for of_expert in zip(*tokens, strict=True)]
 
     @property
     def loss(self) -> float:
-        """The mean of the last ten steps' losses."""
+        """The mean loss of the last ten steps."""
         return sum(self.losses[-10:]) / 10
 
     def __str__(self) -> str:
@@ -185,9 +186,10 @@ class Middle:
 
     Attributes:
         attached: sum of each loss in the step.
-        difference: the largest difference of a router's gradient on stage 0 from that of one
-            process, which adds all losses up.
-        more_messages: messages that stage 0 sends more than in the same step without such losses.
+        difference: the largest difference of a router's gradient on stage 0 from the gradient of
+            one process, which adds all losses up.
+        more_messages: number of messages of stage 0 beyond those of the same step without the
+            losses.
     """
 
     attached: Mapping[str, float]
@@ -196,7 +198,7 @@ class Middle:
 
 
 def loss_in_the_middle() -> Middle:
-    """Run that step on two ranks in float64, with and without losses of routers."""
+    """Run a step of 1F1B on two ranks in float64, with and without losses of routers."""
     config = replace(CONFIG, balance="loss")
     (attached, gradient, sent), (_, _, before) = (
         on_ranks(2, _step_with_losses, each)[0]
@@ -232,8 +234,8 @@ def _step_with_losses(
     )
 
 
-# A layer whose experts lie on two ranks, in a step written out by hand, and what becomes of it with
-# one flaw.
+# A step written out by hand of a layer whose experts lie on two ranks, and the symptoms of the same
+# step with one flaw.
 
 _DIM = 8
 _TOKENS = 24
@@ -277,7 +279,7 @@ def all_to_all(rows: Tensor, gets: list[int], sends: list[int]) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """The gradient of an exchange is the exchange the other way."""
+    """An exchange whose gradient is the exchange the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, gets: list[int], sends: list[int]) -> Tensor:
@@ -295,8 +297,8 @@ class MixtureSymptoms(NamedTuple):
     """The symptoms of a step on two ranks.
 
     Attributes:
-        right: share of the tokens whose output is one process's.
-        experts: size of the experts' gradients over one process's.
+        right: share of the tokens with the same output as in one process.
+        experts: size of the experts' gradients, divided by their size in one process.
     """
 
     right: float
@@ -372,4 +374,4 @@ _PATIENTS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     ),
 }
 PATIENTS = tuple(_PATIENTS)
-"""Their names; each is :func:`step_with_experts` with one flaw."""
+"""The sick steps by name; each is :func:`step_with_experts` with one flaw."""

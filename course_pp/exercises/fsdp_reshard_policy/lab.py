@@ -58,7 +58,7 @@ Recomputation = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True)
 class KeptShare:
-    """The memory of ranks between two steps: shapes of some parameters, shares of the bytes."""
+    """The memory of ranks between two steps: shapes of some parameters, and shares of bytes."""
 
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     shares: tuple[float, ...]
@@ -94,7 +94,7 @@ def step_of(
 
 
 def kept_between_steps(layout: DistributedConfig, n_ranks: int = 4) -> KeptShare:
-    """Take a step with AdamW, and measure what each rank then keeps."""
+    """Take a step with AdamW, and measure the memory that each rank then keeps."""
     ranks = on_ranks(n_ranks, _kept, layout)
     names = ("attn_norm.weight", "attn.q_proj.weight", "mlp.up_proj.weight")
     whole = dict(Transformer(CONFIG).layers["0"].named_parameters())
@@ -143,10 +143,10 @@ def sent(counts: CollectiveCounts, layout: DistributedConfig) -> dict[str, float
 
 
 def step_bytes(layout: DistributedConfig) -> dict[bool, dict[str, int]]:
-    """Bytes on rank 0 of four, for both policies, by kind: shards, whole gradients, whole
-    parameters.
+    """Return the bytes on rank 0 of four by kind, for both policies.
 
-    Each kind at its own peak in the step, the gradients' with both of theirs.
+    The kinds are shards, whole gradients and whole parameters. Each kind is counted at its own peak
+    in the step. At the peak of the gradients, their shards and whole ones count together.
     """
     return {reshard: on_ranks(4, _bytes_in_step, layout, reshard)[0] for reshard in _POLICIES}
 
@@ -179,13 +179,13 @@ def largest_difference(module: nn.Module, right: Mapping[str, Tensor]) -> float:
 
 
 def refused_orders() -> dict[str, str]:
-    """Return what this package and torch alone say when FSDP comes before tensor parallelism."""
+    """Return the messages of this package and of torch if FSDP comes before tensor parallelism."""
     return on_ranks(4, _fsdp_first)[0]
 
 
 def draw_shares(share: Callable[[float, bool], float], crossing: float) -> ChartFigure:
     """Draw ``share(tokens, reshard)``, a rank's share of time with work, for both policies."""
-    # Here, because ranks import this module, and matplotlib takes them longer than their steps.
+    # Imported here: ranks import this module, and matplotlib takes longer than their steps.
     from course_pp.show import ChartFigure
     from course_pp.show.chart import BLUE, VERMILION
 
@@ -271,7 +271,7 @@ def _bytes_in_step(rank: int, layout: DistributedConfig, reshard: bool) -> dict[
     seen: list[tuple[int, int, int]] = []
 
     def look(*_: object) -> None:
-        """At the gradients, when a backward reaches the first layer here."""
+        """Look at the gradients when a backward reaches the first layer here."""
         found = [p.grad for p in module.parameters() if p.grad is not None]
         whole = sum(g.nbytes for g in found if not isinstance(g, DTensor))
         cut = sum(g.to_local().nbytes for g in found if isinstance(g, DTensor))
@@ -309,8 +309,8 @@ class ReshardSymptoms(NamedTuple):
     """The symptoms of a step.
 
     Attributes:
-        gathers, reductions: number of each FSDP group.
-        ratio: norm of the gradients over the right norm.
+        gathers, reductions: number of gathers and of reductions of each FSDP group.
+        ratio: norm of the gradients, divided by the right norm.
     """
 
     gathers: float

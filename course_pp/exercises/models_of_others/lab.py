@@ -45,7 +45,7 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """An encoder and a decoder, each of three blocks."""
+    """Return an encoder and a decoder, each of three blocks."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def t5() -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Down and up again, with a skip connection on each level."""
+    """A model that goes down and up again, with a skip connection on each level."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Keeping(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Noise between two modules."""
+    """A model that adds noise between two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Noisy(nn.Module):
 
 
 def in_turn(stages: Sequence[nn.Module], *inputs: Any) -> Any:
-    """Call stages one after another: each returns what the next is called with."""
+    """Call stages one after another: each returns the arguments of the next."""
     value = stages[0](*inputs)
     for stage in stages[1:]:
         value = stage(**value)
@@ -126,7 +126,7 @@ def in_turn(stages: Sequence[nn.Module], *inputs: Any) -> Any:
 
 
 def scaled_down(config: ModelConfig, by: int = 4) -> Transformer:
-    """A model of the same proportions and as many layers, ``by`` times as narrow."""
+    """Return a model of the same proportions and as many layers, ``by`` times as narrow."""
     small = ModelConfig(
         dim=config.dim // by,
         n_layers=config.n_layers,
@@ -175,7 +175,7 @@ def ends_apart(n_ranks: int = 2, n_steps: int = 3) -> dict[bool, float]:
     """Train GPT-2 on real ranks, without and with ``tied=``.
 
     Returns:
-        For each the largest difference between head and embedding in the end.
+        The largest difference between head and embedding in the end, for each of the two.
     """
     ranks = on_ranks(n_ranks, _train, n_steps)
     return {tied: (ranks[0][tied] - ranks[-1][tied]).abs().max().item() for tied in (False, True)}
@@ -228,7 +228,7 @@ class Up(nn.Module):
 
 
 def ladder(n_stages: int = 4) -> list[nn.Module]:
-    """Stages down and up again; the last reads what the first wrote."""
+    """Return stages down and up again; the last reads a value of the first."""
     torch.manual_seed(0)
     half = n_stages // 2
     return [
@@ -241,7 +241,7 @@ def skip_step(schedule: str, n_ranks: int, m: int = 4) -> tuple[float, int]:
     """Run one step of `ladder` on real ranks.
 
     Returns:
-        How far its gradients are from one process, and how many bytes the ranks sent.
+        The largest difference of its gradients from one process, and the bytes that ranks sent.
     """
     ranks = on_ranks(n_ranks, _skip_step, schedule, n_ranks, m)
     expected = _ladder_in_one_process(m)
@@ -273,12 +273,12 @@ def _skip_step(rank: int, name: str, n_ranks: int, m: int) -> tuple[dict[str, Te
 
 
 def generate_text(n_prompts: Sequence[int], n_tokens: int = 6) -> dict[int, tuple[bool, Timeline]]:
-    """Continue prompts on four emulated ranks, whose stages take 20 ms for a forward, or 40 or 80
-    on a busy machine.
+    """Continue prompts on four emulated ranks.
+
+    A stage takes 20 ms for a forward, or 40 or 80 ms on a busy machine.
 
     Returns:
-        By number of prompts, whether one process writes the same tokens, and what the ranks did
-        when.
+        {number of prompts: (whether one process writes the same tokens, timeline of the ranks)}.
     """
     for forward_s in _FORWARDS_S:
         found = on_ranks(4, _generate, tuple(n_prompts), n_tokens, forward_s)[0]

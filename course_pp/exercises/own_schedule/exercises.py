@@ -112,8 +112,7 @@ def next_action(able: list[Action], held: int, cap: int) -> Action:
 
 
 def play(next_action: Choice, p: int, m: int, cap: int, costs: Costs | None = None) -> Schedule:
-    """The schedule that a rule makes: whenever a rank could start several things at once, the rule
-    says which.
+    """Return the schedule of a rule, which chooses whenever a rank could start several actions.
 
     Args:
         next_action: ``next_action(able, held, cap)``; ``able`` holds an ``F``, an ``I`` and a ``W``
@@ -138,7 +137,7 @@ class _Asking(Desk):
     def _look(self, rank: int) -> None:
         choices = sorted(self._choices(rank))
         soonest = [each for each in choices if each[0] == choices[0][0]]
-        # The choice is asked only where there is one.
+        # The rule is asked only if there is a choice.
         if len(soonest) > 1:
             self._next[rank] = self._asked(rank, soonest)
         else:
@@ -267,7 +266,7 @@ _CHANGES: tuple[tuple[Schedule, Costs, int, int], ...] = (
     (build("zb_h1", 4, 8), Costs(1, 1, 1, latency=(0, 2, 0)), 4, 35),
 )
 """An order, the costs that it meets, the cap, and the least makespan, which ``optimum`` proves."""
-# Every order in which neighbours can be gone through ends within it.
+# Swaps of neighbours end within this limit, whatever order they are tried in.
 _A_TWELFTH = 13 / 12
 _UNDO = (
     "Not every swap is legal. Ask `problems_of(schedule)` first, and undo the swap if it has"
@@ -463,7 +462,7 @@ def _judge_rank(what: str, rank: int, given: Program, got: list[Any]) -> None:
 
 def _circle_of(stuck: dict[int, Event]) -> set[str]:
     """Return the kinds of the events at which ranks wait for each other in a circle."""
-    # Other ranks wait for the circle: who goes from one to the next long enough is in it.
+    # Some ranks only wait for the circle. Enough steps from rank to rank end inside it.
     rank = next(iter(stuck))
     for _ in stuck:
         rank = stuck[rank][1]

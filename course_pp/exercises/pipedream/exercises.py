@@ -221,7 +221,7 @@ def _wrong_names(found: Weights, wanted: Weights) -> list[str]:
 
 
 def _first_wrong(found: Sequence[Weights], expected: Sequence[Weights]) -> int | None:
-    """The first update after which weights differ; None if all are right."""
+    """Return the first update after which weights differ; None if all are right."""
     for update, wanted in enumerate(expected):
         if update >= len(found) or _wrong_names(found[update], wanted):
             return update
@@ -233,10 +233,10 @@ _STEPS = {4: (8, 2), 3: (5,), 2: (1, 4)}
 
 
 def _grade_step(answer: Answer, recomputes: bool = False) -> None:
-    """Ask for the weights of delayed gradients after each update, and for no more versions than are
-    in flight.
+    """Ask for the weights of delayed gradients after each update, and for few versions.
 
-    If it ``recomputes``, also for no more activations than those of one microbatch.
+    There may be one version for each microbatch in flight. A step that ``recomputes`` may also hold
+    no more activations than those of one microbatch.
     """
     for p, sizes in _STEPS.items():
         try:
@@ -280,7 +280,7 @@ def _judge_step(where: str, ran: Sequence[Ran], m: int) -> None:
         raise Mistake(symptom, _why_wrong(ran, wrong, expected, m), stages)
     for rank, each in enumerate(ran):
         enough = min(m, p - rank)
-        # One more is let pass: a name may keep a version until it names the next one.
+        # One version more is allowed: a name may keep it until it names the next one.
         if each.versions > enough + 1:
             symptom = (
                 f"{where} the weights are right, but rank {rank} keeps {each.versions} versions of"
@@ -303,10 +303,10 @@ def _judge_kept(answer: Answer, n_ranks: int, m: int) -> None:
 
 
 def _kept_on_rank(rank: int, step: Callable[..., Any], m: int) -> int:
-    """The most forwards whose activations were held at once.
+    """Return the most forwards whose activations were held at once.
 
-    A run of its own: what autograd keeps is no longer checked for changes in place while it is
-    watched.
+    This takes a run of its own, because autograd cannot check the tensors that it keeps for changes
+    in place while they are watched.
     """
     seat = BENCH.seat(rank, m)
     kept = ForwardWatch()
@@ -320,7 +320,7 @@ def _why_wrong(
     ran: Sequence[Ran], wrong: Sequence[int | None], expected: Sequence[Sequence[Weights]], m: int
 ) -> str:
     def trains_as(*how: Any, stages: int) -> bool:
-        """Whether the last ``stages`` stages do."""
+        """Whether the last ``stages`` stages have the weights that ``_delayed(…, *how)`` gives."""
         other = _delayed((1,) * len(ran), m, *how)
         return all(_first_wrong(ran[-k].after, other[-k]) is None for k in range(1, stages + 1))
 

@@ -25,7 +25,7 @@ Rule = Versions | Literal["flush"]
 
 
 class _Block(nn.Module):
-    """Adds to its input what two linear layers make of it, so that a row of them learns quickly."""
+    """Two linear layers whose result is added to the input, so that a row of them learns fast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Block(nn.Module):
 
 
 def residual_blocks(p: int = 4, seed: int = 0) -> nn.Sequential:
-    """A model of ``p`` equal blocks in float64, one for each stage."""
+    """Return a model of ``p`` equal blocks in float64, one for each stage."""
     torch.manual_seed(seed)
     return nn.Sequential(*(_Block() for _ in range(p))).double()
 
@@ -70,9 +70,9 @@ class Angles:
     """Degrees between the gradients of each stage and true ones, means over microbatches.
 
     Attributes:
-        own: to the gradient of what the forward computed, each stage with the weights that its
-            forward used.
-        now: to the gradient at the weights that the update changes, every stage's newest.
+        own: angle to the gradient of the forward's own computation, in which each stage has the
+            weights that its forward used.
+        now: angle to the gradient at the newest weights of every stage, which the update changes.
     """
 
     own: tuple[float, ...]
@@ -115,7 +115,7 @@ def _angles(schedule: Schedule, rule: Versions, kept: Sequence[_Updates]) -> Ang
 
 
 def _updates(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _Updates:
-    """The weights before each update of this rank's stage, and the gradient that entered it."""
+    """Return the weights before each update of this rank's stage, and the update's gradient."""
     stage = residual_blocks(schedule.n_stages)[rank]
     optimizer = torch.optim.SGD(stage.parameters(), lr=lr)
     weights: list[Weights] = []
@@ -133,7 +133,7 @@ def _updates(rank: int, schedule: Schedule, versions: Versions, lr: float) -> _U
 
 
 def _gradients(weights: Sequence[Weights], x: Tensor, target: Tensor) -> list[Tensor]:
-    """The gradient of each stage, by autograd through all of them."""
+    """Return the gradient of each stage, by autograd through all stages."""
     leaves = []
     for each in weights:
         leaves.append({name: value.clone().requires_grad_() for name, value in each.items()})
@@ -163,7 +163,7 @@ class LossCurve:
     """A small training run.
 
     Attributes:
-        losses: one a microbatch; infinite from where they were no longer finite.
+        losses: one loss a microbatch. After the first that is not finite, all are infinite.
     """
 
     losses: tuple[float, ...]

@@ -45,7 +45,7 @@ _CUT_DIMENSION = {"up": 0, "down": 1}  # of `weight`, which PyTorch keeps transp
 
 
 class Leave(torch.autograd.Function):
-    """The sum over the group of each rank's term; backward hands the gradient on as it is."""
+    """The sum of each rank's term over the group. Backward passes the gradient on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -77,13 +77,13 @@ class Block(nn.Module):
 
 
 def whole_model() -> nn.Sequential:
-    """Four blocks in float64, the same on every rank."""
+    """Return four blocks in float64, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(_N_BLOCKS))).double()
 
 
 def batch() -> Tensor:
-    """Inputs and targets of 8 rows of 16 tokens, 32 wide, stacked."""
+    """Return inputs and targets of 8 rows of 16 tokens, 32 wide, stacked."""
     return torch.randn(
         2, 8, 16, _DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -216,7 +216,7 @@ def compare(step: Callable[[int], tuple[float, Gradients]]) -> str:
 
 
 def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Every gradient of a stage by name, put together from all ranks that hold parts of it."""
+    """Return each gradient of a stage by name, joined from all ranks that hold parts of it."""
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 

@@ -112,7 +112,7 @@ def _kinds(row: Sequence[Action]) -> str:
 
 
 def _waiting(kinds: str) -> int:
-    """Return how many I's come before the first W, less one."""
+    """Return the number of I's before the first W, less one."""
     return kinds.split("W")[0].count("I") - 1
 
 
@@ -556,7 +556,7 @@ def _call(step: Callable[..., Any], seat: Seat) -> tuple[Any, int]:
                 len({storage.data_ptr() for storage in storages if storage.nbytes() == size})
             )
 
-    # Objects that were there before the step are none of its slots.
+    # Objects from before the step are not its slots, so freeze them out of the count.
     gc.freeze()
     seat.stages[0].register_forward_pre_hook(count)
     return step(*seat.stages, seat.microbatches, seat.parts, seat.loss_fn, seat.link), sum(places)
@@ -633,7 +633,7 @@ def _judge_step(where: str, m: int, ranks: Sequence[Outcome]) -> None:
                 " before."
             )
             raise Mistake(symptom, cause)
-        # One place more is allowed: a name may keep an input until it names the next one.
+        # One slot more is allowed: a name may keep an input until it names the next one.
         slots = outcome.returned[1]
         if rank and (slots > p or outcome.places > p + 1):
             symptom = (
@@ -724,11 +724,11 @@ def examine(step: Callable[..., float], n_ranks: int = 4, n_microbatches: int = 
 
 
 def time_halves(repeats: int = 15) -> dict[str, float]:
-    """Seconds of F, B, I and W of a transformer block, medians of ``repeats`` rounds in which they
-    take turns.
+    """Return the seconds of F, B, I and W of a transformer block, medians of ``repeats`` rounds.
 
-    The block is 256 wide and is given 4 sequences of 128 tokens; two more rounds come before,
-    unmeasured. Where a half takes longer than the whole, it prints that this machine was too busy.
+    The four take turns in a round. Two more rounds come first and are not measured. The block is
+    256 wide and gets 4 sequences of 128 tokens. If a half takes longer than the whole, a line says
+    that this machine was too busy.
     """
     config = ModelConfig(dim=256, n_layers=3, n_heads=4, vocab_size=256)
     module = build_stage_module(config, 1, 3)
@@ -761,7 +761,7 @@ def time_halves(repeats: int = 15) -> dict[str, float]:
 
 
 def blocks(n: int = 8) -> nn.Sequential:
-    """A small model of ``n`` equal blocks, which can be cut into stages of one or of several."""
+    """Return a small model of ``n`` equal blocks, which can be cut into stages."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(n))
@@ -769,10 +769,9 @@ def blocks(n: int = 8) -> nn.Sequential:
 
 
 def one_after_another(schedule: Schedule, n_steps: int = 2) -> Schedule:
-    """``n_steps`` steps without a stop between them: each rank begins its next one as soon as it
-    can.
+    """Return ``n_steps`` steps in a row: each rank begins its next step as soon as it can.
 
-    The microbatches of the second step follow those of the first in number.
+    The microbatches of the second step continue the numbers of the first.
     """
     m = schedule.n_microbatches
     rows = []
