@@ -23,11 +23,12 @@ _MOST_TIMEOUT_S = 365 * 24 * 3600  # beyond some centuries clocks overflow
 
 
 class WrongArgument(TypeError, ValueError):
-    """An argument that is not of the class its parameter takes; also a ValueError, as wrong values
-    are.
+    """An argument that is not of the class its parameter takes.
+
+    It is a ValueError, too, as a wrong value is.
 
     Attributes:
-        function: whose argument it is, such as ``simulate``.
+        function: the name of the function that was called, such as ``simulate``.
         argument: the name of the parameter.
     """
 
@@ -37,11 +38,10 @@ class WrongArgument(TypeError, ValueError):
 
 
 def checked(thing: _F) -> _F:
-    """Raise WrongArgument for arguments that the annotations of ``thing``, a function or class,
-    rule out.
+    """Make a function or class raise WrongArgument for arguments its annotations rule out.
 
-    Above ``@dataclass``, below ``@classmethod``. Not for what runs for every microbatch: a check
-    costs microseconds.
+    Put it above ``@dataclass`` and below ``@classmethod``. Leave it out where a function runs for
+    every microbatch, because a check costs microseconds.
     """
     if isinstance(thing, type):
         thing.__init__ = checked(thing.__init__)  # type: ignore[misc]
@@ -61,13 +61,14 @@ def checked(thing: _F) -> _F:
 def check_arguments(
     function: Callable[..., Any], arguments: Mapping[str, Any], name: str = ""
 ) -> None:
-    """As :func:`checked`, called by ``function`` itself: where all ranks must refuse together, not
-    one at its door.
+    """Check the arguments of ``function`` from inside, as :func:`checked` does at its door.
+
+    Use it where all ranks must refuse together.
 
     Args:
-        arguments: by parameter, such as ``locals()`` on the first line; other names are passed
-            over.
-        name: what a user called, if that is not ``function`` itself.
+        arguments: values by parameter, such as ``locals()`` on the first line; other names are
+            passed over.
+        name: name of the function a user called, if that is not ``function`` itself.
     """
     _check(function.__init__ if isinstance(function, type) else function, arguments.items(), name)  # type: ignore[misc]
 

@@ -1,6 +1,6 @@
 """Rings of ranks that wait for one another.
 
-Used for schedules on paper, for pictures of waits, and for ranks that hang.
+Schedules on paper, pictures of waits, and reports on ranks that hang are searched for them.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ def find_cycle(waits: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     """Return the first ring of ranks in which each waits for the next, or ``()``.
 
     Args:
-        waits: for each rank that waits, the ranks it waits for; searched in this order.
+        waits: {waiting rank: ranks it waits for}, searched in this order.
     """
     dead_ends: set[int] = set()
 

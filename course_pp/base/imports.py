@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def imports_that_stay() -> Iterator[None]:
-    """Keep the garbage collector away from what is imported inside: meanwhile, later, and when the
-    process ends.
+    """Keep the garbage collector away from objects that are imported inside.
 
-    torch makes hundreds of thousands of objects, and none of them is ever garbage. What else exists
-    when the block ends is passed over, too, until ``gc.unfreeze()``: use it where a program begins.
-    ``gc.get_objects()`` lists none of it.
+    It leaves them alone meanwhile, later, and when the process ends.
+
+    torch makes hundreds of thousands of objects, and none of them is ever garbage. All other
+    objects that exist when the block ends are passed over, too, until ``gc.unfreeze()``, so use it
+    where a program begins. ``gc.get_objects()`` lists none of them.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -50,8 +51,9 @@ def imports_of_extra(extra: str) -> Iterator[None]:
 
 @contextmanager
 def imports_that_warn() -> Iterator[None]:
-    """Keep warnings of the log quiet inside: torchao, also when transformers loads it, names each
-    GPU's library there that it cannot load.
+    """Keep warnings of the log quiet inside.
+
+    torchao, also when transformers loads it, names each of its GPU libraries that it cannot load.
     """
     told = logging.root.manager.disable
     logging.disable(logging.WARNING)

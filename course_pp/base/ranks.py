@@ -1,8 +1,8 @@
-"""How ranks agree, gather and refuse together: the one place.
+"""The one place where ranks agree, gather and refuse together.
 
-A rank that raises alone leaves its peers waiting for a message that never comes. So what can go
-wrong on one rank is settled by all of them before the next message, and either all go on or all
-raise the same sentence:
+A rank that raises alone leaves its peers waiting for a message that never comes. So before the next
+message, ranks tell one another whether anything went wrong, and either all go on or all raise the
+same sentence:
 
     ranks = Ranks(group)
     data = ranks.collectively(lambda: load(path))      # fails on one: all raise
@@ -43,20 +43,21 @@ _ROLL_CALL_S = 1.0
 _CALL_BYTES = 256
 _GO_BETWEENS = (__name__, checked.__module__, "course_pp.training.checkpoint.manifest")
 MEETING_BYTES = 3 * torch.int64.itemsize
-"""What a rank gives to the all-reduce with which each exchange begins."""
+"""The bytes a rank gives to the all-reduce with which each exchange begins."""
 
 
 class RankMissing(RuntimeError):
-    """A rank of the group has ended, or did not come within the time limit. The group is of no use
-    afterwards.
+    """A rank of the group has ended, or did not come within the time limit.
+
+    The group is of no use afterwards.
 
     Attributes:
         rank: the rank that noticed, numbered within the group of ``n_ranks``, after ``waited_s``
             seconds.
         missing: the ranks that have not reported that they waited too; empty if nobody can tell. If
             they are several, one of them is the cause, and the others may still be waiting for it.
-        began_elsewhere: True. Whoever collects the failures of all ranks names that of the missing
-            one first.
+        began_elsewhere: True, so that a report on the failures of all ranks names the failure of
+            the missing rank first.
     """
 
     began_elsewhere = True
@@ -92,15 +93,16 @@ class RankMissing(RuntimeError):
 @checked
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group. A process without one is alone, and every method works there
-    too.
+    """The ranks of a process group.
 
-    Call each method on all ranks of the group, in the same order. What it refuses is a ValueError
-    on every rank (in a subclass, its ``refusal``).
+    A process without a group is alone, and every method works there, too.
+
+    Call each method on all ranks of the group, in the same order. A refusal is a ValueError on
+    every rank (in a subclass, its ``refusal``).
 
     Attributes:
-        group: None is the default group.
-        alone: this process does not communicate, although there is a process group.
+        group: the process group; None is the default group.
+        alone: whether this process keeps to itself although there is a process group.
         limit_s: the longest that a rank waits for the others, in seconds; None is the group's own
             limit.
     """
@@ -133,7 +135,7 @@ class Ranks:
             return [value]
         mine = pickle.dumps(value)
         parts = self._all_gather(mine, self._meet(len(mine)))
-        return [pickle.loads(part) for part in parts]  # which stops where the pickle does
+        return [pickle.loads(part) for part in parts]  # loads ignores the padding
 
     def largest(self, number: int) -> int:
         """Return on every rank the largest ``number`` that any passes: one small all-reduce."""
@@ -159,13 +161,13 @@ class Ranks:
     def collectively(self, work: Callable[[], T]) -> T:
         """Do ``work`` on every rank and return its result on this one.
 
-        If it fails on any rank, every rank raises its words.
+        If it fails on any rank, every rank raises an error with the words of that failure.
         """
         result: list[T] = []
         failure: Exception | None = None
         try:
             result.append(work())
-        except RankMissing:  # which the others notice by themselves
+        except RankMissing:  # the other ranks notice it by themselves
             raise
         except Exception as error:  # a bug too: the others must not wait for this rank
             failure = error
@@ -187,7 +189,7 @@ class Ranks:
         return RefusingTogether([self])
 
     def _travels(self, error: Exception) -> bool:
-        """Whether ``error`` can be raised on all ranks as it is, with its fields."""
+        """Return whether ``error`` can be raised on all ranks as it is, with its fields."""
         try:
             return isinstance(error, self.refusal) and str(
                 pickle.loads(pickle.dumps(error))
@@ -197,7 +199,7 @@ class Ranks:
 
     @staticmethod
     def sentence(error: Exception) -> str:
-        """Return what a failure of :meth:`collectively` is called on the other ranks."""
+        """Return the words for a failure of :meth:`collectively` on the other ranks."""
         return (
             str(error)
             if isinstance(error, OSError | TypeError | ValueError)
@@ -271,8 +273,9 @@ class Ranks:
 
 
 def _call() -> tuple[str, int]:
-    """Return the public functions of this package that the user's code is in, outermost first, and
-    a tag.
+    """Return the public functions of this package that the user's code is in, and a tag.
+
+    The outermost function comes first.
 
     The tag is of the innermost, which exchanges something: ranks may come to it by different ways.
     """
@@ -304,8 +307,9 @@ def _difference_of_calls(calls: Sequence[str]) -> str:
 
 
 class RefusingTogether:
-    """A ``with`` block in which each rank checks what it was given. Its end is a collective: all
-    raise, or all go on.
+    """A ``with`` block in which each rank checks the arguments it was given.
+
+    Its end is a collective: all ranks raise, or all go on.
 
         with refusing_together(device_mesh):
             check_arguments(apply_fsdp2, locals())
@@ -347,8 +351,9 @@ class RefusingTogether:
 
 
 def refusing_together(device_mesh: DeviceMesh | None) -> RefusingTogether:
-    """Return a block that raises on every rank of a mesh if it raises on any, as
-    :class:`RefusingTogether`.
+    """Return a block that raises on every rank of a mesh if it raises on any.
+
+    See :class:`RefusingTogether`.
 
     Args:
         device_mesh: None is this rank alone. Anything else that is not a mesh counts as a mesh of

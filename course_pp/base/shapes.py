@@ -1,5 +1,6 @@
-"""The shapes that one rank holds of a decoder, as tensor and expert parallelism cut it, in FSDP2's
-groups.
+"""The shapes of a decoder's parameters on one rank, in FSDP2's groups.
+
+Tensor and expert parallelism have cut them already.
 
 Pure Python: the planner and the stack's own predictions count elements from the same shapes.
 """
@@ -68,8 +69,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage on one rank: the shapes that tensor parallelism leaves of its parameters, in
-    FSDP2's groups.
+    """One stage on one rank, as shapes of its parameters in FSDP2's groups.
+
+    Tensor parallelism has cut them already.
 
     Attributes:
         index: the stage's number, from 0 to ``n_stages - 1``.
@@ -182,8 +184,9 @@ def _cut(group: Group, n_shards: int) -> list[tuple[int, int]]:
 def unsharded_elements(
     stages: Iterable[StagePlan], dp_shard: int, policy: bool | int, *, pipelined: bool
 ) -> int:
-    """Return the most elements of gathered parameters alive in a step, as
-    ``parallel.traffic_and_memory`` has them.
+    """Return the most elements of gathered parameters alive in a step.
+
+    ``parallel.traffic_and_memory`` has the formula.
 
     ``policy`` is ``reshard_after_forward``. The backward of a pipelined step keeps what it
     gathered.

@@ -1,7 +1,8 @@
-"""The sizes of one Llama-style decoder, checked when they are written down, and how its layers go
-to stages.
+"""The sizes of one Llama-style decoder, and the stages its layers go to.
 
-Pure Python: what plans a run on paper and what builds it read the same sizes.
+Sizes are checked when they are written down.
+
+Pure Python: the planner of a run and the builder of its model read the same sizes.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ class ModelConfig:
             DeepSeek-V3.
         router: how logits become scores, over all experts (softmax) or each on its own (sigmoid).
         normalize_top_k: whether the weights of a token's experts are divided by their sum.
-        router_scale: what the weights of a token's experts are multiplied by in the end.
+        router_scale: factor of the weights of a token's experts, applied last.
         capacity_factor: an expert takes at most this many times the mean load of a microbatch, the
             earliest of its tokens; None: all of them.
-        balance: what keeps the load even: Switch's loss, the loss of each sequence, a bias without
-            a loss, or nothing.
+        balance: means to keep the load even: Switch's loss, the loss of each sequence, a bias
+            without a loss, or nothing.
         balance_coef: the factor of that loss; with ``balance="bias"`` how far a step moves a bias.
         z_coef: the factor of the router's z-loss; 0: without it.
     """

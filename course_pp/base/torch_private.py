@@ -152,7 +152,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def hooks_after_accumulation(tensor: Tensor) -> dict[Any, Any]:
-    """Return what ``register_post_accumulate_grad_hook`` has registered, by key, in order.
+    """Return the hooks of ``register_post_accumulate_grad_hook`` by key, in order.
 
     A change of this dict counts, unless it is empty.
     """
@@ -363,8 +363,9 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 
 def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send ``sent[i]`` rows of ``x`` to rank i of the group, in order; return the rows that came,
-    by rank.
+    """Send ``sent[i]`` rows of ``x`` to rank i of the group, in order.
+
+    Return the rows that came, by rank.
 
     Backward sends the gradients back. Every rank takes part, whatever the numbers.
     """
