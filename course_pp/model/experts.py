@@ -106,6 +106,7 @@ class Router(ToldOfChanges):
         """Choose the experts of tokens x (tokens, dim)."""
         config = self.config
         wide = torch.promote_types(x.dtype, torch.float32)
+        # Autocast would round the logits to half precision again.
         with torch.autocast(autocasts_as(x), enabled=False):
             logits = F.linear(x.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
@@ -114,6 +115,7 @@ class Router(ToldOfChanges):
         weights = scores.gather(-1, experts)
         if config.normalize_top_k:
             weights = weights / weights.sum(-1, keepdim=True)
+        # The balance loss takes scores that add up to 1, as those of a softmax do.
         if config.router == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         return Routing(experts, weights * config.router_scale, logits, scores)
@@ -351,6 +353,7 @@ def balance_loss(
     scores = pad_sequence(scores.split(group_sizes), batch_first=True)
     experts = pad_sequence(experts.split(group_sizes), batch_first=True, padding_value=n_experts)
     pairs = pairs_by_expert(experts, n_experts + 1)[:, :-1].contiguous()
+    # Counted before the sum over ranks, because the mean scores are of this rank's tokens alone.
     sizes = pairs.sum(-1, keepdim=True) // top_k
     for ranks_of_a_group in ranks:
         dist.all_reduce(pairs, group=ranks_of_a_group)

@@ -160,6 +160,7 @@ def split_by_cost(
         cost = stage_cost(stage, start, end)
         return cost * cost if cost <= slowest else None
 
+    # First find the least time of the slowest stage, then the most even split that reaches it.
     slowest, _ = _best_split(n_layers, n_stages, stage_cost, max)
     _, ranges = _best_split(
         n_layers, n_stages, squared_if_optimal, lambda stage, rest: stage + rest

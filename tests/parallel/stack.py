@@ -35,7 +35,7 @@ from tests.equality import Trained, batches, sharded_adamw, train_in_one_process
 CONFIG = ModelConfig(
     dim=16, n_layers=8, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=20, max_seq_len=8
 )
-# Routers have no loss, because a loss would depend on the pieces of the batch.
+# Routers have no loss, because it would depend on the pieces into which a batch is cut.
 EXPERTS = replace(
     CONFIG, n_experts=8, expert_dim=16, moe_every=2, n_shared_experts=1, balance="none"
 )

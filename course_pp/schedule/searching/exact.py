@@ -116,6 +116,7 @@ def _prove(
     model = _Model(cp_model, problem, words, question.bound)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = left
+    # Several workers would race, and the result would differ from run to run.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed % 2**31
     status = _solved(solver, model.model)
@@ -171,6 +172,7 @@ class _Model:
             maker = problem.waits_for[letter]
             if maker >= 0:
                 self.model.add(start >= self._end(maker, k) + int(problem.delays[letter]))
+            # Microbatches are alike, so to fix their order in each stage loses no makespan.
             if k:
                 self.model.add(start >= self._end(letter, k - 1))
         for rank in range(problem.n_ranks):
@@ -201,6 +203,8 @@ class _Model:
         stages = [stage for stage, each in enumerate(problem.ranks) if each == rank]
         if cap >= len(stages) * m:
             return
+        # With one stage, microbatch k + cap takes the place of microbatch k, and a plain constraint
+        # says so.
         if len(stages) == 1:
             first, last = 3 * stages[0] + FORWARD, 3 * stages[0] + last
             for k in range(m - cap):
