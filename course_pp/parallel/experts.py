@@ -198,6 +198,7 @@ def _rows(module: nn.Module) -> dict[str, int]:
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """Return a parameter whose local tensor is a copy of this rank's part of the rows."""
+    # Without the clone, a view would keep the memory of all experts alive.
     part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
     return nn.Parameter(
         DTensor.from_local(part, mesh, (Shard(0),), run_check=False), parameter.requires_grad
@@ -235,6 +236,8 @@ class Exchanged(Replaced):
         dist.all_to_all_single(came, sent, group=self._group)
         n_sent, n_came = torch.stack((sent.sum(1), came.sum(1))).tolist()  # one wait for a GPU
         rows = all_to_all(x, n_sent, n_came, self._group)
+        # Rows arrive rank by rank, sorted by expert within each; the experts need them sorted by
+        # expert over all ranks, and the results go back in the order of arrival.
         by_rank = torch.arange(n_here, device=x.device).repeat(self._ep)
         expert = by_rank.repeat_interleave(came.flatten(), output_size=len(rows))
         order = expert.argsort(stable=True)

@@ -148,6 +148,7 @@ def apply_fsdp2(
         if dtypes == {torch.float32} and mixed.param_dtype == torch.bfloat16:
             _say_that_float32_becomes_bfloat16()
     options: dict[str, Any] = {"mp_policy": mixed, "reshard_after_forward": policy}
+    # From the inside out: fully_shard takes all parameters that no module inside has taken before.
     for experts in filter(is_shared_out, model.modules()):
         same = get_efsdp_mesh(device_mesh)
         fully_shard(

@@ -95,6 +95,7 @@ class OptimisticStep:
             self._arrival.wait()
         # Added up in the same order on every rank, so that all of them get the same norm.
         norm = torch.stack(self._squares).sum().sqrt()
+        # torch's clip_grad_norm_ adds the same 1e-6.
         factor = (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
         if not torch.isfinite(norm):
             self._roll_back()

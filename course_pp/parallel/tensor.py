@@ -684,6 +684,7 @@ class _TotalLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, counted: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
+        # Subtracting the largest logit keeps exp from overflowing and does not change the loss.
         largest = logits.amax(-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         logits = logits - largest[..., None]
