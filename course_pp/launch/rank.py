@@ -219,8 +219,9 @@ def _join(job: RankJob, listener: int | None) -> Any:
     if job.backend == "nccl":
         if torch.cuda.device_count() < job.world_size:
             raise ValueError(
-                f"backend='nccl' needs a GPU a rank; here are {torch.cuda.device_count()} GPUs for "
-                f"{job.world_size} ranks. Use backend='gloo', or fewer ranks."
+                f"backend='nccl' needs a GPU for each rank; here are"
+                f" {torch.cuda.device_count()} GPUs for {job.world_size} ranks. Use"
+                " backend='gloo', or fewer ranks."
             )
         torch.cuda.set_device(job.rank)
     dist.init_process_group(

@@ -249,15 +249,15 @@ def decide(
     where = where or os.environ.get("COURSE_PP_WHERE") or None
     if where not in ("local", "slurm", None):
         raise ValueError(
-            f"where is {where!r}; it must be 'local', 'slurm' or None, which decides by itself."
+            f"where={where!r}: give 'local' or 'slurm', or None to let course_pp decide."
         )
     if where == "local":
         return Place(_on_this_machine(needs))
     if not shutil.which("srun"):
         if where == "slurm":
             raise RuntimeError(
-                "where is 'slurm', but there is no srun on PATH. Load Slurm's module, or leave it"
-                " out."
+                "where='slurm', but there is no srun on PATH. Load Slurm's module, or leave"
+                " where= out."
             )
         return Place(_on_this_machine(needs))
     site = load_site()
@@ -270,7 +270,8 @@ def decide(
     if nodes is None:
         if where == "slurm":
             raise RuntimeError(
-                "where is 'slurm', but no cluster answers: `sinfo` fails. Ask whoever runs it."
+                "where='slurm', but no cluster answers: `sinfo` fails. Ask the cluster's"
+                " administrators."
             )
         return Place(f"{_on_this_machine(needs)} No cluster answers behind srun.", fallen_back=True)
     return _submitted(needs, site, *nodes)

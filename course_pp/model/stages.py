@@ -248,7 +248,8 @@ def _as_whole_numbers(costs: Sequence[float]) -> list[int]:
     for cost in costs:
         if not (math.isfinite(cost) and cost >= 0):
             raise ValueError(
-                f"in costs, first or last, cost {cost} must be a finite number, 0 or greater"
+                f"cost {cost} is not allowed in costs, first or last: give finite numbers of at"
+                " least 0"
             )
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     denominator = max(below for _, below in ratios)  # all are powers of two
@@ -270,8 +271,8 @@ def _check_stage_id(
 def _check_layer_ranges(layer_ranges: Sequence[LayerRange], n_layers: int, n_stages: int) -> None:
     if len(layer_ranges) != n_stages:
         raise ValueError(
-            f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one a stage in"
-            " layer_ranges"
+            f"{len(layer_ranges)} layer ranges for {n_stages} stages; give one for each stage"
+            " in layer_ranges"
         )
     expected = 0
     for stage, (start, end) in enumerate(layer_ranges):

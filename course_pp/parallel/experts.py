@@ -215,7 +215,7 @@ class Exchanged(Replaced):
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__(module.forward)
-        self._module, self._group, self._ep = module, group, dist.get_world_size(group)
+        self._module, self._group, self._ep_size = module, group, dist.get_world_size(group)
 
     @torch.compiler.disable
     def run(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -230,15 +230,15 @@ class Exchanged(Replaced):
             compute: takes rows (n, dim) sorted by this rank's experts, and how many each has; may
                 change their dtype.
         """
-        n_here = len(counts) // self._ep
-        sent = counts.view(self._ep, n_here)
+        n_here = len(counts) // self._ep_size
+        sent = counts.view(self._ep_size, n_here)
         came = torch.empty_like(sent)  # by rank and expert
         dist.all_to_all_single(came, sent, group=self._group)
         n_sent, n_came = torch.stack((sent.sum(1), came.sum(1))).tolist()  # one wait for a GPU
         rows = all_to_all(x, n_sent, n_came, self._group)
         # Rows arrive rank by rank, sorted by expert within each; the experts need them sorted by
         # expert over all ranks, and the results go back in the order of arrival.
-        by_rank = torch.arange(n_here, device=x.device).repeat(self._ep)
+        by_rank = torch.arange(n_here, device=x.device).repeat(self._ep_size)
         expert = by_rank.repeat_interleave(came.flatten(), output_size=len(rows))
         order = expert.argsort(stable=True)
         with self._own_experts() as experts:
@@ -257,7 +257,7 @@ class Exchanged(Replaced):
         Their gradients are divided by the number of ranks that share the experts out.
         """
         own: dict[str, Any] = {
-            name: part_of(parameter, _Averaged.apply(parameter.to_local(), self._ep))
+            name: part_of(parameter, _MeanGradient.apply(parameter.to_local(), self._ep_size))
             for name, parameter in self._module.named_parameters(recurse=False)
             if isinstance(parameter, DTensor)
         }
@@ -295,13 +295,13 @@ class ExchangedChoices(Exchanged):
 
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=n_here * self._ep)
+        counts = chosen.bincount(minlength=n_here * self._ep_size)
         rows = self._exchange(hidden_states[order // top_k_index.shape[1]], counts, compute)
         choices = rows[order.argsort()].view(*top_k_index.shape, -1)
         return (choices * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
-class _Averaged(torch.autograd.Function):
+class _MeanGradient(torch.autograd.Function):
     """A parameter whose gradient, a sum over the tokens of ``n`` data ranks, becomes a mean."""
 
     @staticmethod
@@ -318,7 +318,7 @@ class _Depends(torch.autograd.Function):
     """The experts' output, with a backward that reaches rows and experts whatever was computed.
 
     It adds zeros to the gradient of the rows. It gives an expert no gradient, and
-    :class:`_Averaged` makes zeros if nothing else gives it one.
+    :class:`_MeanGradient` makes zeros if nothing else gives it one.
     """
 
     @staticmethod

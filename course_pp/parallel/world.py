@@ -193,8 +193,8 @@ def get_device(backend: Backend | None = None, *, share: bool = False) -> torch.
     counted = f"{n_gpus} GPUs for {n_ranks} ranks"
     if backend == "nccl" and n_gpus < n_ranks:
         raise ValueError(
-            f"backend='nccl' needs a GPU a rank, but this host has {counted}: start fewer ranks, or"
-            " use backend='gloo'"
+            f"backend='nccl' needs a GPU for each rank, but this host has {counted}: start fewer"
+            " ranks, or use backend='gloo'"
         )
     if backend == "gloo" or not n_gpus:
         return torch.device("cpu")

@@ -349,9 +349,7 @@ class Pipeline(AnyPipeline):
 
         def look() -> Cut:
             if on not in ("last", "all"):
-                raise ValueError(
-                    f"on is {on!r}: use 'last' for the ranks of the last stage, or 'all'"
-                )
+                raise ValueError(f"on={on!r}: give 'last', for the last stage's ranks, or 'all'")
             n = self.schedule.n_microbatches
             return cut(given, n, is_first=0 in self._stages, is_last=False)
 
@@ -450,7 +448,9 @@ class Pipeline(AnyPipeline):
         Raises an exception for arguments that cannot be used.
         """
         if trains and not torch.is_grad_enabled():
-            raise RuntimeError("a training step under no_grad: step outside it, or call eval")
+            raise RuntimeError(
+                "step was called under no_grad: call step outside of no_grad, or call eval"
+            )
         if "targets" in given.kwargs and given.target is None and given.target_mbs is None:
             raise ValueError("targets= would reach the stages as a keyword argument: give target=")
         if problem := given.problem_of_divisor():

@@ -111,8 +111,9 @@ class VersionedStage:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 raise RuntimeError(
-                    f"stage {self._stage} uses {name!r} past its attribute, as from a list, so its"
-                    " forward cannot be lent another version: read the attribute in forward"
+                    f"stage {self._stage} reaches the parameter {name!r} by another way than its"
+                    " attribute, as through a list, so its forward cannot run with another version"
+                    " of the weights: read the attribute in forward"
                 )
         before = self._taken.get(microbatch, [None] * len(self._parameters))
         aliases = self._aliases[self._version_of[microbatch]].values()

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunks", type=int, metavar="V", help="stages a rank (the schedule's own number)"
     )
     costs = parser.add_argument_group(
-        "costs", "one number such as 1, 0.5 or 1/3, or one a stage: 1,1,2,1"
+        "costs", "one number such as 1, 0.5 or 1/3, or one for each stage: 1,1,2,1"
     )
     costs.add_argument("--forward", type=_times, default=1, metavar="T", help="time of F (1)")
     costs.add_argument(
@@ -136,7 +136,7 @@ def _times(text: str) -> Time | tuple[Time, ...]:
         values = tuple(map(_time, text.split(",")))
     except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no time: give a number, or one a stage as in 1,1,2,1"
+            f"{text!r} is no time: give a number, or one for each stage, as in 1,1,2,1"
         ) from None
     except OverflowError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from None

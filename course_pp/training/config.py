@@ -379,8 +379,8 @@ ORDER_FILE = "schedule.csv"
 """The name of the file that keeps an order of your own beside a checkpoint."""
 
 _HOW = (
-    "give a CSV file with a row a rank, as course_pp.schedule.to_torch_csv and a board's to_csv()"
-    " write it"
+    "give a CSV file with a row for each rank, as course_pp.schedule.to_torch_csv and a board's"
+    " to_csv() write it"
 )
 
 

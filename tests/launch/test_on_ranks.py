@@ -519,7 +519,7 @@ def test_a_peer_that_does_not_exist_is_named(peer: int, operation: str) -> None:
 
 
 def test_nccl_without_a_gpu_a_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a GPU a rank"):
+    with pytest.raises(ValueError, match="backend='nccl' needs a GPU"):
         on_ranks(torch.cuda.device_count() + 1, lambda rank: None, backend="nccl")
 
 

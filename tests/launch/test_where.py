@@ -125,7 +125,7 @@ def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("COURSE_PP_WHERE", "local")
     assert decide(TWO).local
     assert not decide(TWO, "slurm").local
-    with pytest.raises(ValueError, match="where is 'gpu'; it must be 'local', 'slurm' or None"):
+    with pytest.raises(ValueError, match="where='gpu'"):
         decide(TWO, "gpu")
     pretend(cluster / "sinfo", "exit 1")
     with pytest.raises(RuntimeError, match="no cluster answers"):
@@ -133,7 +133,7 @@ def test_a_choice_is_kept_to_or_refused(cluster: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("COURSE_PP_WHERE")
     assert decide(TWO).said.endswith("No cluster answers behind srun.")
     (cluster / "srun").unlink()
-    with pytest.raises(RuntimeError, match="there is no srun on PATH"):
+    with pytest.raises(RuntimeError, match="srun"):
         decide(TWO, "slurm")
 
 

@@ -188,10 +188,10 @@ class TestStageRefusals:
             (lambda: layer_costs(UNTIED, 17), "seq_len=17 must lie between 1 and max_seq_len=16"),
             (
                 lambda: partition_by_cost([1.0, float("nan")], 1),
-                "cost nan must be a finite number, 0 or greater",
+                "cost nan",
             ),
-            (lambda: partition_by_cost([1.0, -2.0], 1), r"cost -2\.0 must be a finite number"),
-            (lambda: partition_by_cost([1.0, 1.0], 1, float("inf")), "cost inf must be"),
+            (lambda: partition_by_cost([1.0, -2.0], 1), r"cost -2\.0"),
+            (lambda: partition_by_cost([1.0, 1.0], 1, float("inf")), "cost inf"),
             (lambda: partition_by_cost([1.0, 1.0], 3), "3 stages need at least 3 layers"),
         ],
     )

@@ -106,7 +106,8 @@ def _judge_shapes(shards: _Shards, how: str, whole: tuple[int, int], given: str)
                 )
             )
             raise Mistake(
-                f"{given} rank {rank} makes {want[0]} outputs and has {tuple(bias.shape)} biases.",
+                f"{given} rank {rank} makes {want[0]} outputs, but its bias has the shape"
+                f" {tuple(bias.shape)}.",
                 cause,
             )
 

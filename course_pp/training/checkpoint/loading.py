@@ -213,7 +213,7 @@ def _check_model(opened: Opened, config: dict[str, Any] | None, ends: Ends) -> N
         if entry.dtype != tensor.dtype and not is_widened:
             raise CheckpointError(
                 f"{opened.path} holds {name} as {entry.dtype}, here it is {tensor.dtype}: convert"
-                " the modules first, and again after loading"
+                f" the modules to {entry.dtype} before loading, and back afterwards"
             )
 
 
