@@ -485,7 +485,7 @@ def _shown_by_rank(wrong: Mapping[tuple[int, str], Tensor], ranks: Sequence[Outc
     return "\n".join(lines)
 
 
-class _SavedTensor:
+class _KeptForBackward:
     """An object that autograd keeps in place of a tensor as long as a backward may need it."""
 
     def __init__(self, tensor: Tensor, forward: int) -> None:
@@ -506,7 +506,7 @@ class ForwardWatch:
         self.most_forwards = 0
         self._forward = 0
         # Weak: autograd alone decides how long a tensor lives.
-        self._saved: WeakSet[_SavedTensor] = WeakSet()
+        self._saved: WeakSet[_KeptForBackward] = WeakSet()
 
     def watching(self) -> AbstractContextManager[None]:
         """Watch the tensors that autograd keeps in the block."""
@@ -516,8 +516,8 @@ class ForwardWatch:
         self.most_rows = max(self.most_rows, rows)
         self._forward += 1
 
-    def _pack(self, tensor: Tensor) -> _SavedTensor:
-        saved = _SavedTensor(tensor, self._forward)
+    def _pack(self, tensor: Tensor) -> _KeptForBackward:
+        saved = _KeptForBackward(tensor, self._forward)
         self._saved.add(saved)
         forwards = {each.forward for each in self._saved}
         self.most_forwards = max(self.most_forwards, len(forwards))

@@ -39,10 +39,9 @@ def find_blocks(module: nn.Module, blocks: Blocks = None) -> dict[str, nn.Module
         module: any model, or a stage of one.
         blocks: a class of modules; a name pattern such as ``"model.layers.*"``, whose ``*`` stays
             within one part of a dotted name; or several of these. ``()`` makes the whole module one
-            block, named ``""``. None looks for
-            them: the longest run of modules of one class in a ModuleList, ModuleDict or Sequential,
-                at any depth, but
-            not within a run that was found; parts without parameters do not count.
+            block, named ``""``. With None the function looks for the longest run of modules of one
+            class in a ModuleList, ModuleDict or Sequential, at any depth, but not within a run that
+            was found. Parts without parameters do not count.
 
     Raises:
         ValueError: if there are none, two runs are equally long, one block is inside another or has
@@ -140,8 +139,8 @@ def _longest_run(module: nn.Module) -> dict[str, nn.Module]:
 def _runs(module: nn.Module, name: str, *, lone: bool) -> Iterator[dict[str, nn.Module]]:
     """Return every outermost run of like modules at or below ``module``.
 
-    ``lone``: whether a Sequential of one module counts. It is mostly a wrapper; a ModuleList of one
-        is a short list.
+    ``lone`` says whether a Sequential of one module counts. It is mostly a wrapper, while a
+    ModuleList of one module is a short list.
     """
     here = {}
     for child, part in own_children(module).items():
