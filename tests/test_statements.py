@@ -13,26 +13,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+WIDTH = 100
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-KINDS = ("comprehensions", "conditional expressions", "packed assignments", "hard statements")
+KINDS = (
+    "comprehensions",
+    "conditional expressions",
+    "packed assignments",
+    "hard statements",
+    "long lines",
+)
 
 # Most of each kind in a thousand lines.
 MOST = {
-    "course_pp/base": (32, 24, 8, 1),
-    "course_pp/doctor": (21, 11, 1, 1),
-    "course_pp/exercises": (48, 12, 5, 3),
-    "course_pp/launch": (18, 18, 2, 1),
-    "course_pp/model": (16, 26, 8, 1),
-    "course_pp/notebook": (27, 20, 2, 1),
-    "course_pp/parallel": (50, 26, 9, 3),
-    "course_pp/plan": (37, 15, 5, 1),
-    "course_pp/runtime": (26, 19, 4, 1),
-    "course_pp/schedule": (43, 19, 8, 3),
-    "course_pp/show": (38, 27, 3, 3),
-    "course_pp/step": (31, 15, 4, 2),
-    "course_pp/training": (23, 15, 3, 1),
-    "source_code": (16, 14, 3, 1),
-    "docs": (28, 14, 2, 1),
+    "course_pp/base": (31, 24, 8, 1, 1),
+    "course_pp/doctor": (21, 11, 1, 1, 1),
+    "course_pp/exercises": (48, 12, 5, 3, 3),
+    "course_pp/launch": (17, 18, 2, 1, 1),
+    "course_pp/model": (16, 26, 8, 1, 1),
+    "course_pp/notebook": (27, 20, 2, 1, 1),
+    "course_pp/parallel": (47, 24, 8, 3, 1),
+    "course_pp/plan": (37, 15, 5, 1, 1),
+    "course_pp/runtime": (26, 19, 4, 1, 1),
+    "course_pp/schedule": (43, 19, 8, 3, 1),
+    "course_pp/show": (38, 27, 3, 3, 1),
+    "course_pp/step": (31, 15, 4, 2, 1),
+    "course_pp/training": (23, 15, 3, 1, 1),
+    "source_code": (16, 14, 3, 1, 1),
+    "docs": (28, 14, 2, 1, 5),
 }
 
 
@@ -71,6 +78,7 @@ def figures(room: str) -> tuple[float, ...]:
     for path in (ROOT / room).rglob("*.py"):
         text = path.read_text()
         lines += text.count("\n")
+        counts["long lines"] += sum(len(line) > WIDTH for line in text.splitlines())
         for node in ast.walk(ast.parse(text)):
             counts["comprehensions"] += isinstance(node, COMPREHENSIONS)
             counts["conditional expressions"] += isinstance(node, ast.IfExp)

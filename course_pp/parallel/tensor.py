@@ -6,10 +6,10 @@
 A block whose matrices are cut by columns first and rows second costs two sums over the ranks in
 forward and two in backward; between the two nothing is sent.
 
-Plain: every rank holds the whole residual stream, and a sum is an all-reduce. Sequence-parallel: a
-    rank holds some
-positions of the stream, norms work on those, and the all-reduce becomes a reduce-scatter and an
-all-gather of the same bytes, with activations between blocks divided by tp.
+Without sequence parallelism every rank holds the whole residual stream, and a sum is an all-reduce.
+With it a rank holds some positions of the stream, and norms work on these positions. The all-reduce
+becomes a reduce-scatter and an all-gather of the same bytes, and activations between blocks are
+divided by tp.
 
 A plan is a mapping from name patterns to torch's parallel styles, made for what a module really
 holds. For another family than :func:`transformer_plan` and :func:`llama_plan` know, write one: as a
