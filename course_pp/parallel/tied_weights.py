@@ -25,6 +25,7 @@ from course_pp.step.ties import (
     problem_of_broken_ties,
     problem_of_forgotten_ties,
     problem_of_left_out_copies,
+    problem_of_two_ties,
     ties_of_cut,
 )
 
@@ -63,6 +64,7 @@ def agree_on_ties(
     mine = {index: (names[index], looks.get(index, {})) for index in modules}
     everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
     ties = _ties_of_stages(known or (), {index: held for index, (held, _) in everyone.items()})
+    pipeline.refuse(problem_of_two_ties(modules, ties))
     found = {index: look for index, (_, look) in everyone.items()}
     problem = (
         problem_of_forgotten_ties(found)
@@ -100,11 +102,6 @@ def _ties_of_stages(
                 held = ", ".join(names.get(stage, ())) or "none: there is no such stage"
                 raise ValueError(
                     f"tied={tie}, but stage {stage} has no parameter {name!r}; it has {held}"
-                )
-            if any(known.get(stage) == name for known in ties):
-                raise ValueError(
-                    f"{name!r} of stage {stage} is in two ties: write one with all stages that"
-                    " share it"
                 )
         if len(tie) > 1:
             ties.append(tie)
@@ -163,26 +160,28 @@ class TiedWeights:
 
         A weight that the block used on no rank is left without a gradient.
         """
-        with self._shared.apart():
+        with self._shared.apart() as copies:
             yield
-            self._fill_used()
+            self._fill_used(copies)
             self._shared.add(self._exchanged())
 
-    def _fill_used(self) -> None:
+    def _fill_used(self, copies: Mapping[WeightPlace, nn.Parameter]) -> None:
         """Give zeros to this rank's copies of a weight that another rank has used.
 
         The ranks then agree on which gradients they exchange.
         """
-        copies = self._shared.copies()
         # This package's model uses its tied weights in every step, and need not ask.
-        always = any(isinstance(module, PipelineStageModule) for module in self._modules.values())
+        all_are_used = any(
+            isinstance(module, PipelineStageModule) for module in self._modules.values()
+        )
         for weight in self._weights:
             here = [copies[place] for place in weight if place in copies]
-            used = any(copy.grad is not None for copy in here)
-            if not always:
-                used = bool(self._ranks.largest(int(used)))
+            used = all_are_used
+            if not all_are_used:
+                used_here = any(copy.grad is not None for copy in here)
+                used = bool(self._ranks.largest(int(used_here)))
             for copy in here:
-                if (used or always) and copy.requires_grad and copy.grad is None:
+                if used and copy.requires_grad and copy.grad is None:
                     copy.grad = torch.zeros_like(copy)
 
     def _exchanged(self) -> dict[int, list[Tensor | None]]:

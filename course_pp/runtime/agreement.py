@@ -35,6 +35,7 @@ from course_pp.step.ties import (
     problem_of_broken_ties,
     problem_of_forgotten_ties,
     problem_of_left_out_copies,
+    problem_of_two_ties,
     ties_of_cut,
 )
 
@@ -475,6 +476,8 @@ def _look_into(modules: Modules, options: PipelineOptions, device: torch.device)
             facts["the optimizer"] = Fact(settings_of(options.optimizers[stage], module))
         parameters[stage] = facts
 
+    if problem := problem_of_two_ties(modules, options.tied or ()):
+        raise ValueError(problem)
     # A schedule without backwards changes no weight, so copies cannot drift apart.
     if options.trains:
         for stage, module in modules.items():
@@ -550,12 +553,6 @@ def _shared_weights(
     seen: set[tuple[int, str]] = set()
     for tie in tied:
         _refuse_bad_tie(tie, parameters)
-        if again := seen & tie.items():
-            stage, name = min(again)
-            raise ValueError(
-                f"{name!r} of stage {stage} is in two ties: write one tie with all stages that"
-                " share it"
-            )
         seen |= tie.items()
     shared: list[Mapping[int, str]] = list(tied)
     for stage, ranks in enumerate(schedule.placement):

@@ -154,15 +154,17 @@ class SharedWeights:
         return copies_in(self._modules, ((place, place.stage, place.name) for place in mine))
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def apart(self) -> "Iterator[Mapping[WeightPlace, nn.Parameter]]":
         """Let gradients start from nothing inside, and add the earlier ones back afterwards.
+
+        The block gets the parameters in this rank's places.
 
         Earlier gradients are sums already: to exchange them again would count the peers' parts
         twice.
         """
         self._parameters = self.copies()
         with set_apart(self._parameters.values()):
-            yield
+            yield self._parameters
 
     def for_rank(self, other: int) -> list[Tensor | None]:
         """Return this rank's gradient of each weight that ``other`` holds too."""
@@ -393,13 +395,6 @@ def problem_of_left_out_copies(
         known: as for :func:`problem_of_forgotten_ties`.
     """
     declared = [_first_names(tie, looks) for tie in tied]
-    for one, other in combinations(declared, 2):
-        # Each tie would add its own copies to the parameter, and neither would see the other's.
-        for stage, name in one.items() & other.items():
-            return (
-                f"{name!r} of stage {stage} is in two ties, under two of its names: write one tie"
-                " with all stages that share it"
-            )
     for tie in declared:
         values = {look.values for look in _ends(tie, looks)}
         for stage, here in looks.items():
@@ -446,6 +441,28 @@ def _is_declared(
         if shared == places or (in_part and shared):
             return True
     return False
+
+
+def problem_of_two_ties(
+    modules: "Mapping[int, nn.Module | None]", tied: Iterable[Mapping[int, str]]
+) -> str | None:
+    """Return which parameter of this rank's stages is in two ties, or None.
+
+    Each tie would add up its own copies, and neither would see the gradients of the other's. The
+    parameter itself is compared: it may have several names, and be in several stages of this rank.
+    """
+    tie_of: dict[int, int] = {}
+    for number, tie in enumerate(tied):
+        for stage, name in tie.items():
+            module = modules.get(stage)
+            held = {} if module is None else dict(module.named_parameters(remove_duplicate=False))
+            # Another check refuses a name that the stage does not have.
+            if name in held and tie_of.setdefault(id(held[name]), number) != number:
+                return (
+                    f"{name!r} of stage {stage} is in two ties: write one tie with all stages that"
+                    " share it"
+                )
+    return None
 
 
 def problem_of_broken_ties(

@@ -28,6 +28,7 @@ from course_pp.step.ties import (
     problem_of_broken_ties,
     problem_of_forgotten_ties,
     problem_of_left_out_copies,
+    problem_of_two_ties,
     set_apart,
 )
 
@@ -475,13 +476,50 @@ def test_one_parameter_in_two_ties_by_two_of_its_names_is_refused() -> None:
     table = embedding()
     both = nn.Sequential(*table, head())
     both[1][0].weight = both[0].weight
-    looks = looks_of({0: both, 1: head(table), 2: head(table)})
+    stages = {0: both, 1: head(table), 2: head(table)}
     apart = [{0: "0.weight", 1: "0.weight"}, {0: "1.0.weight", 2: "0.weight"}]
-    problem = problem_of_left_out_copies(looks, apart)
+    problem = problem_of_two_ties(stages, apart)
     assert problem is not None
     assert "two ties" in problem
     together = [{0: "0.weight", 1: "0.weight", 2: "0.weight"}]
-    assert problem_of_left_out_copies(looks, together) is None
+    assert problem_of_two_ties(stages, together) is None
+
+
+def one_tensor_on_rank(rank: int) -> int:
+    """Count the engines that refuse two ties of one tensor, which two stages of rank 0 hold.
+
+    All its values are equal, so no look tells it from others.
+    """
+    stages = {rank: line(), rank + 2: line()}
+    if rank == 0:
+        stages[2][0].weight = stages[0][0].weight
+    ties = [{0: "0.weight", 1: "0.weight"}, {2: "0.weight", 3: "0.weight"}]
+    schedule = build("interleaved_1f1b", 2, 2, 2)
+    mesh = init_distributed(DistributedConfig(pp=2))
+    x = torch.zeros(1, WIDTH)
+    built = [
+        build_pipeline_stage(module, mesh, "cpu", stage=stage, n_stages=4, inputs=x)
+        for stage, module in stages.items()
+    ]
+    refused = 0
+    for make in (
+        lambda: Pipeline(schedule, stages, F.mse_loss, tied=ties),
+        lambda: build_pipeline_schedule(built, 2, F.mse_loss, "interleaved_1f1b", tied=ties),
+    ):
+        with pytest.raises(ValueError, match="two ties"):
+            make()
+        refused += 1
+    return refused
+
+
+def line() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    nn.init.constant_(module[0].weight, 0.5)
+    return module
+
+
+def test_both_engines_refuse_two_ties_of_one_tensor_on_every_rank() -> None:
+    assert on_ranks(2, one_tensor_on_rank, timeout_s=60) == [2, 2]
 
 
 def test_both_engines_refuse_a_left_out_copy_on_every_rank() -> None:
