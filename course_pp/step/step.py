@@ -91,8 +91,9 @@ class AnyPipeline(ABC):
             samples. A microbatch without a counted token has weight 0. A batch without one has loss
             0.
 
-            A loss that is infinite or not a number is returned, as in one process. Do not update
-            the weights then: ``MeshGradScaler`` skips the update, and
+            A loss that is infinite or not a number is returned, as in one process, and hooks after
+            accumulation are called. Do not update the weights then. If gradients are not finite
+            either, ``MeshGradScaler`` skips the update, and
             ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises, both on every rank.
 
         Raises:

@@ -300,7 +300,7 @@ class Trainer:
             copies=self._engine.copies,
         )
         norm = total.item()
-        # An infinite loss may have finite gradients. Only a scaler can bring it back into range.
+        # An infinite loss may have finite gradients. With a scaler the gradients alone decide.
         if not math.isfinite(loss) and not self._scaler.is_enabled():
             norm = math.nan
         return loss, norm
