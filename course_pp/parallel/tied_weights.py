@@ -50,19 +50,18 @@ def agree_on_ties(
     known = own.ties if tied is None and own is not None else tied
     shared = [names for names in known or () if not isinstance(names, Mapping)]
 
-    def look() -> dict[int, dict[str, Look]]:
+    def look() -> dict[int, tuple[list[str], Mapping[str, Look]]]:
         for index, module in modules.items():
             if problem := problem_of_broken_ties(index, module, shared):
                 raise ValueError(problem)
-        return looks_of(modules if known is None or tied else {})
+        looks = looks_of(modules if known is None or tied else {})
+        mine: dict[int, tuple[list[str], Mapping[str, Look]]] = {}
+        for index, module in modules.items():
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            mine[index] = (names, looks.get(index, {}))
+        return mine
 
-    looks = pipeline.collectively(look)
-    names = {
-        i: [n for n, _ in module.named_parameters(remove_duplicate=False)]
-        for i, module in modules.items()
-    }
-    mine = {index: (names[index], looks.get(index, {})) for index in modules}
-    everyone = dict(sorted(stage for rank in pipeline.gather(mine) for stage in rank.items()))
+    everyone = dict(sorted(stage for rank in pipeline.each(look) for stage in rank.items()))
     ties = _ties_of_stages(known or (), {index: held for index, (held, _) in everyone.items()})
     pipeline.refuse(problem_of_two_ties(modules, ties))
     found = {index: look for index, (_, look) in everyone.items()}

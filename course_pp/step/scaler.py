@@ -85,16 +85,15 @@ class MeshGradScaler(OpenGradScaler):
         if not self.is_enabled():
             return
 
-        def unscale_here() -> bool:
+        def unscale_here() -> tuple[dict[str, Any], bool, bool]:
             try:
                 super(MeshGradScaler, self).unscale_(optimizer)
-                return bool(self.found_infinity(optimizer))
+                found = bool(self.found_infinity(optimizer))
             except (RuntimeError, ValueError) as error:
                 raise ValueError(f"MeshGradScaler: {Ranks.sentence(error)}") from error
+            return self.state_dict(), found, self.in_pipeline or self._has_scaled
 
-        everyone = Ranks()
-        found = everyone.collectively(unscale_here)
-        told = everyone.gather((self.state_dict(), found, self.in_pipeline or self._has_scaled))
+        told = Ranks().each(unscale_here)
         problem = difference([state for state, *_ in told])
         if problem is not None:
             raise ValueError(f"MeshGradScaler: {problem}")
